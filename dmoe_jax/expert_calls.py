@@ -32,12 +32,13 @@ from typing import Any, cast
 import numpy as np
 
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
-from net.rpc.base import CALL_ERRORS, Reply, Request, kind_of
+from net.identity import Contact
+from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from net.types import Array
 from net.wire.compression import Compression
 from net.wire.fields import MAPPING, choice, integer, optional, real, rows, text
 from net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
-from net.wire.tensors import as_outgoing, plain
+from net.wire.tensors import Outgoing, as_outgoing, plain
 
 FORWARD, BACKWARD = "expert.forward", "expert.backward"
 """The methods."""
@@ -80,31 +81,32 @@ class TooManyRows(CallRefused):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a request asks of one expert, or asked: a node has not checked it yet.
+class ExpertCall:
+    """What a trainer wants of one expert: a part of a request.
 
     Attributes:
-      body: the description, as it travels.
-      index: int [pairs of this part], their rows of the inputs.
-      start: the first of its pairs among those of the request.
-      is_block: the rows lie together, in their order.
+      uid: the expert.
+      contact: the node that serves it.
+      rows: int64 [n], the samples of the batch that it serves.
+      slots: int64 [n], in which of its slots each of these samples has the expert.
+      seen: of a backward call, how many updates the expert had taken in the forward pass, at this very node; None if it
+        said no such thing.
+      id: names it across retries.
+      began: when this node was first asked, by trio's clock.
     """
 
-    body: Mapping[str, Any]
-    index: Array
-    start: int
-    is_block: bool
+    uid: str
+    contact: Contact
+    rows: Array
+    slots: Array
+    seen: int | None = None
+    id: bytes = b""
+    began: float = 0.0
 
-    def rows_of(self, inputs: Array) -> Array:
-        """This part's rows of an array of the inputs: a view if they lie together, else a copy."""
-        if self.is_block:
-            first = int(self.index[0])
-            return inputs[first : first + len(self.index)]
-        return inputs[self.index]
 
-    def pairs_of(self, array: Array) -> Array:
-        """This part's rows of an array that has a row for each pair: a view."""
-        return array[self.start : self.start + len(self.index)]
+RequestPart = tuple[Mapping[str, Any], slice, slice | Array]
+"""What a request asks of one expert, not checked yet: the description, as it travels; its pairs among those of the
+request; and its rows of the inputs, a slice if they lie together, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,13 +131,47 @@ def index_of(rows_of_parts: Sequence[Array]) -> tuple[Array, Array]:
     return np.flatnonzero(is_taken), place[pairs] - np.int32(1)
 
 
+def request_of(
+    calls: Sequence[ExpertCall],
+    inputs: Sequence[Array],
+    output_grads: Array | None,
+    common: Mapping[str, Any],
+    compression: Compression,
+) -> tuple[Body, list[Outgoing]]:
+    """Body and tensors of the request for calls of one node.
+
+    Args:
+      inputs: the batch, each [batch, ...].
+      output_grads: gradients of the experts' outputs, [batch, slots, ...]; None in a forward request.
+      common: what the request says beside its parts.
+    """
+    # Keys in the order of canonical CBOR, in which they are encoded faster.
+    parts: list[dict[str, Any]] = []
+    for call in calls:
+        parts.append({"id": call.id, "uid": call.uid, "rows": len(call.rows)})
+        if call.seen is not None:
+            parts[-1]["seen"] = call.seen
+    body: dict[str, Any] = {"parts": parts}
+    if compression is not Compression.NONE:
+        body["compression"] = compression.value
+    body |= common
+    distinct, index = index_of([call.rows for call in calls])
+    is_all = len(distinct) == len(inputs[0])
+    tensors = [array if is_all else array[distinct] for array in inputs]
+    if output_grads is not None:
+        rows = np.concatenate([call.rows for call in calls])
+        slots = np.concatenate([call.slots for call in calls])
+        tensors.append(output_grads[rows, slots])
+    return body, [index, *(as_outgoing(tensor, compression) for tensor in tensors)]
+
+
 def is_finite(tensor: Array) -> bool:
     """Whether all numbers of a tensor are; of integers and truth values they are."""
     # Counted, and not `isfinite(...).all()`, which takes several times as long for a few rows.
     return tensor.dtype.kind in "iub" or bool(np.count_nonzero(np.isfinite(tensor)) == tensor.size)
 
 
-def parts_of_untrusted(request: Request) -> list[Part]:
+def parts_of_untrusted(request: Request) -> list[RequestPart]:
     """The parts of a request, as far as they can be told without knowing the experts.
 
     Raises:
@@ -154,12 +190,16 @@ def parts_of_untrusted(request: Request) -> list[Part]:
     # Seen as unsigned, a negative number is larger than any number of rows.
     if len(index) and not np.maximum.reduce(index.view(np.uint32)) < num_rows:
         raise RemoteProtocolError(f"the index must lie within the {num_rows} rows of the inputs")
-    parts, start = [], 0
+    parts: list[RequestPart] = []
+    start = 0
     follows = index[1:] == index[:-1] + 1  # the pair before it
     for body, size in zip(told, sizes, strict=True):
-        is_block = size > 0 and bool(np.count_nonzero(follows[start : start + size - 1]) == size - 1)
-        parts.append(Part(body=body, index=index[start : start + size], start=start, is_block=is_block))
-        start += size
+        stop = start + size
+        rows: slice | Array = index[start:stop]
+        if size and np.count_nonzero(follows[start : stop - 1]) == size - 1:
+            rows = slice(int(index[start]), int(index[start]) + size)
+        parts.append((body, slice(start, stop), rows))
+        start = stop
     return parts
 
 

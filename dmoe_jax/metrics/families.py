@@ -1,11 +1,13 @@
-"""Figures as Prometheus knows them: families of samples with labels, and histograms counted in plain Python."""
+"""Families of samples as `prometheus_client` writes them, and histograms counted in plain Python."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from prometheus_client.core import Metric
+from prometheus_client.utils import floatToGoString
 
 SECONDS = tuple(round(mantissa * 10.0**power, 6) for power in range(-4, 2) for mantissa in (1, 2.5, 5))
 """Bounds for times, 0.1 ms to 50 s: a small call on a fast device, and a round of averaging on a slow line."""
@@ -18,11 +20,14 @@ UPDATES = (0.0, *(float(1 << power) for power in range(11)))
 
 Number = int | float
 
+Family = Metric
+"""All samples of one name."""
+
 Kind = Literal["counter", "gauge", "histogram", "summary"]
 
 
 class Histogram:
-    """How many values were at most so large.
+    """Number of values that were at most so large.
 
     Args:
       bounds: inclusive upper bounds, ascending; a last bucket without a bound follows.
@@ -55,48 +60,39 @@ class Histogram:
 
     @property
     def cumulative(self) -> list[tuple[float, int]]:
-        """(upper bound, values at most so large), the last one infinite."""
+        """Pairs of an upper bound, the last one infinite, and the number of values at most so large."""
         return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """How many values there were, and their sum: a mean over any time."""
+class Summary(NamedTuple):
+    """Number and sum of values: a mean over any time."""
 
     count: Number
     total: Number
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """All samples of one name.
+def labelled(
+    kind: Kind, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], Number | Histogram | Summary]]
+) -> Family:
+    """A family of samples with labels of their own.
 
-    Attributes:
+    Args:
       name: as Prometheus shows it; a counter's ends in `_total`.
-      kind: of the samples.
       text: what it means, a sentence with the unit.
       samples: (labels, value) in order; a `Histogram` or `Summary` where the kind says so.
     """
-
-    name: str
-    kind: Kind
-    text: str
-    samples: tuple[tuple[Mapping[str, str], Number | Histogram | Summary], ...] = field(default=())
-
-
-def counter(name: str, text: str, value: Number) -> Family:
-    """What only grows, in one sample without labels."""
-    return Family(name, "counter", text, (({}, value),))
-
-
-def gauge(name: str, text: str, value: Number | None) -> Family:
-    """What goes up and down, in one sample without labels; None: it is not known now, and there is no sample."""
-    return Family(name, "gauge", text, () if value is None else (({}, value),))
-
-
-def histogram(name: str, text: str, value: Histogram) -> Family:
-    """A histogram without labels."""
-    return Family(name, "histogram", text, (({}, value),))
+    family = Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
+    for labels, value in samples:
+        own = dict(labels)
+        if isinstance(value, Histogram):
+            for bound, count in value.cumulative:
+                family.add_sample(f"{name}_bucket", {**own, "le": floatToGoString(bound)}, count)
+        if isinstance(value, Histogram | Summary):
+            family.add_sample(f"{name}_sum", own, value.total)
+            family.add_sample(f"{name}_count", own, value.count)
+        else:
+            family.add_sample(name, own, value)
+    return family
 
 
 def by_label(
@@ -106,8 +102,16 @@ def by_label(
     return labelled(kind, name, text, (({label: key}, value) for key, value in values.items()))
 
 
-def labelled(
-    kind: Kind, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], Number | Histogram | Summary]]
-) -> Family:
-    """Samples with labels of their own."""
-    return Family(name, kind, text, tuple(samples))
+def counter(name: str, text: str, value: Number) -> Family:
+    """One sample without labels of what only grows."""
+    return labelled("counter", name, text, [({}, value)])
+
+
+def gauge(name: str, text: str, value: Number | None) -> Family:
+    """One sample without labels of what goes up and down; none where the value is not known now."""
+    return labelled("gauge", name, text, [] if value is None else [({}, value)])
+
+
+def histogram(name: str, text: str, value: Histogram) -> Family:
+    """A histogram without labels."""
+    return labelled("histogram", name, text, [({}, value)])

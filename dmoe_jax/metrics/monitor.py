@@ -1,25 +1,55 @@
-"""What a process shows to scrapers and probes: `/metrics`, `/healthz`, `/readyz`.
+"""What a process shows to scrapers and probes, over HTTP/1.1: `/metrics`, `/healthz`, `/readyz`.
 
 A command opens its monitor first, before it joins a swarm or compiles, so that a taken port is told at once and probes
-are answered from the beginning; then it tells the monitor what there is to show. Without a port nothing listens and
-nothing is imported.
+are answered from the beginning; then it tells the monitor what there is to show. Without a port nothing listens.
+
+The server knows GET and HEAD, one request a connection, and of a request no more than its first line. What a client
+does costs at most a task, 8 KiB and some seconds: it has `REQUEST_S` for its whole request and `ANSWER_S` to take the
+answer, at most `MAX_CLIENTS` are served at once, and further ones are turned away at once.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
 from importlib import metadata
 from types import MappingProxyType
 
 import trio
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from dmoe_jax.metrics.families import Family, labelled
+from net.errors import ListenFailed
 from net.identity import Address
+from net.nursery import background_nursery
+
+_log = logging.getLogger(__name__)
+
+MAX_CLIENTS = 16
+"""Clients at once. A scraper and a few probes need one each."""
+MAX_HEADER_BYTES = 8192
+"""Longest request line and headers together."""
+REQUEST_S = 5.0
+"""Within which a request must have come."""
+ANSWER_S = 10.0
+"""Within which the answer must have been taken."""
+
+_DRAIN_BYTES = 1 << 16
+"""What is read of a client that goes on sending after its answer: closing at once would reset the connection, and the
+answer might be lost."""
+_DRAIN_S = 1.0
+
+_END = b"\r\n\r\n"
+_REQUEST_LINE = re.compile(rb"([A-Z]+) ([!-~]+) HTTP/1\.[01]\r\n")
 
 Source = Callable[[], Iterable[Family]]
 """Makes families of what is counted now; called on the event loop, at every scrape."""
 
 
-class Monitor:
+class Monitor(Collector):
     """What a process shows of itself. Made by `open_monitor`."""
 
     def __init__(self, command: str) -> None:
@@ -43,6 +73,23 @@ class Monitor:
         """Everything there is to show now."""
         return [self._about, *(family for source in self._sources for family in source())]
 
+    def collect(self) -> Iterable[Family]:
+        """The families, with what the system says of this process; for `prometheus_client`, in a worker thread."""
+        return [*trio.from_thread.run_sync(self.families), *ProcessCollector(registry=None).collect()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A page as it is now."""
+
+    body: bytes
+    status: HTTPStatus = HTTPStatus.OK
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Page = Callable[[], Awaitable[Answer]]
+"""Makes a page when it is asked for. An error in it is answered with status 500 and logged."""
+
 
 @asynccontextmanager
 async def open_monitor(
@@ -62,14 +109,11 @@ async def open_monitor(
     if address is None:
         yield monitor
         return
-    from dmoe_jax.metrics.exposition import CONTENT_TYPE, as_text, of_process, snapshot
-    from dmoe_jax.metrics.http import Answer, Page, open_http_server
 
     async def metrics() -> Answer:
-        shown = snapshot(monitor.families())
         # Writing takes a microsecond a line or more; a node of many experts has thousands of lines.
-        body = await trio.to_thread.run_sync(lambda: as_text([*shown, *of_process()]))
-        return Answer(body=body, content_type=CONTENT_TYPE)
+        body = await trio.to_thread.run_sync(generate_latest, monitor)
+        return Answer(body=body, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def healthz() -> Answer:
         await trio.lowlevel.checkpoint()  # whoever reads this knows that the loop runs
@@ -77,7 +121,8 @@ async def open_monitor(
 
     async def readyz() -> Answer:
         why_not = monitor.why_not_ready()
-        return Answer(body=f"{why_not}\n".encode(), status=503) if why_not else Answer(body=b"ready\n")
+        ready = Answer(body=b"ready\n")
+        return Answer(body=f"{why_not}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE) if why_not else ready
 
     def page_of(make: Callable[[], bytes]) -> Page:
         async def page() -> Answer:
@@ -89,3 +134,89 @@ async def open_monitor(
     pages |= {path: page_of(make) for path, make in more.items()}
     async with open_http_server(address, pages) as monitor.address:
         yield monitor
+
+
+@asynccontextmanager
+async def open_http_server(address: Address, pages: Mapping[str, Page]) -> AsyncIterator[Address]:
+    """Serve pages, by path such as "/metrics", while the block runs; yields where, with the port that was chosen.
+
+    Args:
+      address: to listen at; port 0 lets the system choose.
+
+    Raises:
+      ListenFailed: the port is taken, or the address is not this machine's. The message names it.
+    """
+    try:
+        listeners = await trio.open_tcp_listeners(address.port, host=address.host)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ListenFailed(f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from error
+    places = trio.Semaphore(MAX_CLIENTS)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        try:
+            places.acquire_nowait()
+        except trio.WouldBlock:
+            return
+        try:
+            await _serve_client(stream, pages)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # it has gone
+        except Exception:
+            _log.exception("serving a client of %s failed", address)
+        finally:
+            places.release()
+
+    async with background_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, serve, listeners)
+        host, port = listeners[0].socket.getsockname()[:2]
+        yield Address(host, port)
+
+
+async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page]) -> None:
+    """Answer one request and close; a client that is too slow, or none, is left without a word."""
+    request = b""
+    with trio.move_on_after(REQUEST_S) as waiting:
+        while _END not in request and len(request) <= MAX_HEADER_BYTES:
+            data = await stream.receive_some(4096)
+            if not data:
+                return
+            request += data
+    if waiting.cancelled_caught:
+        return
+    answer = await _answer_untrusted(request, pages)
+    head = [
+        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {len(answer.body)}",
+        "Connection: close",
+        *(["Allow: GET, HEAD"] if answer.status is HTTPStatus.METHOD_NOT_ALLOWED else []),
+    ]
+    body = b"" if request.startswith(b"HEAD ") else answer.body
+    with trio.move_on_after(ANSWER_S):
+        await stream.send_all("\r\n".join(head).encode() + _END + body)
+        await stream.send_eof()
+        left = _DRAIN_BYTES
+        with trio.move_on_after(_DRAIN_S):
+            while left > 0 and (data := await stream.receive_some(4096)):
+                left -= len(data)
+
+
+async def _answer_untrusted(request: bytes, pages: Mapping[str, Page]) -> Answer:
+    line = _REQUEST_LINE.match(request)
+    if line is None or _END not in request:
+        status = (
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if len(request) > MAX_HEADER_BYTES else HTTPStatus.BAD_REQUEST
+        )
+        return Answer(body=b"expected an HTTP/1.1 request\n", status=status)
+    method, target = line.groups()
+    if method not in (b"GET", b"HEAD"):
+        return Answer(body=b"expected GET or HEAD\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
+    page = pages.get(target.partition(b"?")[0].decode())
+    if page is None:
+        return Answer(body=b"there is no such page\n", status=HTTPStatus.NOT_FOUND)
+    try:
+        return await page()
+    except Exception:
+        _log.exception("the page %r could not be made", target)
+        broken = b"the page could not be made; see the log\n"
+        return Answer(body=broken, status=HTTPStatus.INTERNAL_SERVER_ERROR)

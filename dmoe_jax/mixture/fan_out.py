@@ -21,19 +21,27 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import trio
 
 from dmoe_jax.directory import ExpertDirectory, expert_target, host_target
-from dmoe_jax.expert_calls import MAX_PAIRS, Answer, TooManyRows, is_finite, outcomes_of_untrusted
+from dmoe_jax.expert_calls import (
+    BACKWARD,
+    MAX_PAIRS,
+    Answer,
+    ExpertCall,
+    TooManyRows,
+    is_finite,
+    outcomes_of_untrusted,
+    request_of,
+)
 from dmoe_jax.experts.base import TensorSpec
 from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.quorum import Quorum
-from dmoe_jax.mixture.requests import ExpertCall, LayerRequest, PlacedCall, grouped, row_bytes_of
 from dmoe_jax.mixture.statistics import BAD_ANSWER, LATE, NOT_FINITE, CallRecord, CallStatistics, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
 from net.identity import Contact, PeerId
@@ -45,13 +53,9 @@ logger = logging.getLogger(__name__)
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 1.0
 """Before a call is placed again that a node had no room for: the first time, and after many times."""
 
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer, and the call that it is an answer to: at the node that gave it."""
-
-    call: ExpertCall
-    answer: Answer
+REQUEST_BYTES = 512 * 1024
+"""Calls of one node travel together up to this size: one part on the wire. A node begins when it has a whole request,
+so larger ones would keep it waiting for the line."""
 
 
 class ExpertCaller:
@@ -86,6 +90,10 @@ class ExpertCaller:
         """Most rows of a call of a node, as far as is known; at most as many as are wanted."""
         return min(wanted, self._most_rows.get(contact.peer_id, wanted))
 
+    def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
+        """How many times as long as the median of these hosts each takes for our calls, of those called of late."""
+        return self._times.slowness(hosts, trio.current_time())
+
     async def fan_out(
         self,
         method: str,
@@ -96,13 +104,13 @@ class ExpertCaller:
         replies: Sequence[TensorSpec],
         config: MixtureConfig,
         common: Mapping[str, Any],
-        seen: Sequence[int | None] | None = None,
-        retry: bool = False,
-    ) -> list[Answered | None]:
-        """Run all calls at once; the answers in order, None where there is none.
+    ) -> list[tuple[ExpertCall, Answer] | None]:
+        """Run all calls at once. Return, in order, each answer with the call that it is an answer to, at the node that
+        gave it; None where there is none.
 
         Calls of one node travel together, see `dmoe_jax.expert_calls`, and yet each is answered, and given up, by
-        itself.
+        itself. What of a backward request is not answered when a connection breaks is asked once more with the same
+        ids.
 
         Args:
           method: `FORWARD` or `BACKWARD`.
@@ -111,77 +119,63 @@ class ExpertCaller:
           replies: what each answer must carry, for each row.
           config: how long to wait, and how tensors travel.
           common: what each request says beside its parts.
-          seen: for each call how many updates its expert had taken in the forward pass, at that very node.
-          retry: whether what is not answered when a connection breaks is asked once more with the same ids.
 
         An answer of another shape, or with NaN or infinity in it, is none: it counts neither for the quorum nor for the
         expert. If cancelled, every call is cancelled, at the nodes too. Never raises for what a peer did.
         """
-        quorum = Quorum([call.rows for call in calls], num_samples=len(inputs[0]), k_min=config.k_min)
-        answers: list[Answered | None] = [None] * len(calls)
-        began = trio.current_time()
-        parts = self._placed(calls, seen, began)
-        open_parts = dict(enumerate(parts))
+        now, is_backward = trio.current_time(), method == BACKWARD
+        begun = [replace(call, id=secrets.token_bytes(16), began=now) for call in calls]
+        placed = [self._elsewhere_if_gone(call) if is_backward else call for call in begun]
+        layer = _LayerCalls(
+            caller=self,
+            method=method,
+            inputs=inputs,
+            output_grads=output_grads,
+            replies=replies,
+            config=config,
+            common=common,
+            quorum=Quorum([call.rows for call in calls], num_samples=len(inputs[0]), k_min=config.k_min),
+            left=dict(enumerate(placed)),
+            answers=[None] * len(calls),
+        )
+        requests = grouped(placed, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts)
+        with layer.scope:
+            await together([functools.partial(layer.place, indices) for indices in requests])
+        for call in layer.left.values():
+            text = f"expert {call.uid} at {call.contact} was given up {config.grace_s:g} s after the others"
+            self.statistics.note_failure(LATE, text)
+            self.has_ended(method, call, LATE)
+            self.directory.health.late(host_target(call.contact), trio.current_time())
+        return layer.answers
 
-        def finish(part: PlacedCall, outcome: Answer | _Failure) -> None:
-            """A call has come to its end; each does once, or is given up."""
-            call = part.call
-            del open_parts[part.index]
-            if isinstance(outcome, Answer) and (fault := fault_in(outcome, replies, rows=len(call.rows))):
-                outcome = _Failure(*fault, blame=True)
-            if isinstance(outcome, Answer):
-                answers[part.index] = Answered(call, outcome)
-            self._note_outcome(method, part, outcome)
-            self._note_time(method, part)
-            quorum.note(part.index, answered=answers[part.index] is not None)
-            if scope.deadline == math.inf and quorum.reached:
-                scope.deadline = trio.current_time() + config.grace_s
-
-        def moves(part: PlacedCall) -> None:
-            open_parts[part.index] = part
-
-        placed = [part.call for part in parts]
-        requests = [
-            LayerRequest(method, [parts[index] for index in indices], inputs, output_grads, config, common)
-            for indices in grouped(placed, row_bytes=row_bytes_of(inputs, output_grads), most=config.max_parts)
-        ]
-        with trio.CancelScope() as scope:
-            await together([functools.partial(self._place, each, finish, moves, retry=retry) for each in requests])
-        for part in open_parts.values():
-            self._note_late(method, part, config.grace_s)
-        return answers
-
-    def _note_late(self, method: str, part: PlacedCall, grace_s: float) -> None:
-        text = f"expert {part.call.uid} at {part.call.contact} was given up {grace_s:g} s after the others"
-        self.statistics.note_failure(LATE, text)
-        self._note_end(method, part, LATE)
-        self._note_time(method, part)
-        self.directory.health.late(host_target(part.call.contact), trio.current_time())
-
-    def _placed(self, calls: Sequence[ExpertCall], seen: Sequence[int | None] | None, now: float) -> list[PlacedCall]:
-        """The calls as parts of requests; those whose node failed just now at another one, if there is one."""
-        parts = []
-        for index, call in enumerate(calls):
-            part = PlacedCall(call, index, None if seen is None else seen[index], secrets.token_bytes(16), now)
-            is_gone = seen is not None and not self.directory.answers(call.uid, call.contact)
-            other = self.directory.another(call.uid, call.contact) if is_gone else None
-            parts.append(part if other is None else self._moved(part, other))
-        return parts
-
-    def _moved(self, part: PlacedCall, other: Contact) -> PlacedCall:
+    def moved(self, call: ExpertCall, other: Contact) -> ExpertCall:
+        """The call, asked of another node from now on."""
         self.statistics.moved += 1
-        return replace(part, call=replace(part.call, contact=other), seen=None, began=trio.current_time())
+        return replace(call, contact=other, seen=None, began=trio.current_time())
 
-    def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
-        """How many times as long as the median of these hosts each takes for our calls, of those called of late."""
-        return self._times.slowness(hosts, trio.current_time())
+    def _elsewhere_if_gone(self, call: ExpertCall) -> ExpertCall:
+        """The call; at another node, if there is one, where its own has failed just now."""
+        is_gone = not self.directory.answers(call.uid, call.contact)
+        other = self.directory.another(call.uid, call.contact) if is_gone else None
+        return call if other is None else self.moved(call, other)
 
-    def _note_time(self, method: str, part: PlacedCall) -> None:
+    def was_answered(self, method: str, call: ExpertCall) -> None:
+        """Note that a call was answered as it should be."""
+        self.statistics.ok += 1
+        self.statistics.host[call.uid] = call.contact
+        self.directory.health.succeeded(expert_target(call.contact, call.uid))
+        self.has_ended(method, call, "ok")
+
+    def has_failed(self, method: str, call: ExpertCall, failure: "_Failure") -> None:
+        """Note that a call brought nothing."""
+        self.statistics.note_failure(failure.reason, f"expert {call.uid} at {call.contact}: {failure.text}")
+        if failure.blame:
+            self.directory.avoid(call.uid, call.contact, failure.reason)
+        self.has_ended(method, call, failure.reason)
+
+    def has_ended(self, method: str, call: ExpertCall, outcome: str) -> None:
+        """Note when and how a call has ended."""
         now = trio.current_time()
-        self._times.note(method, part.call.contact.peer_id, now - part.began, now)
-
-    def _note_end(self, method: str, part: PlacedCall, outcome: str) -> None:
-        call = part.call
         if self.on_call is not None:
             self.on_call(
                 CallRecord(
@@ -190,139 +184,180 @@ class ExpertCaller:
                     contact=call.contact,
                     rows=len(call.rows),
                     outcome=outcome,
-                    began=part.began,
-                    ended=trio.current_time(),
+                    began=call.began,
+                    ended=now,
                 )
             )
+        self._times.note(method, call.contact.peer_id, now - call.began, now)
 
-    async def _place(
-        self,
-        request: LayerRequest,
-        finish: Callable[[PlacedCall, "Answer | _Failure"], None],
-        moves: Callable[[PlacedCall], None],
-        *,
-        retry: bool,
-    ) -> None:
-        """Place a request, say of each of its parts how it ended, and ask for those that failed elsewhere, once."""
-        deadline = trio.current_time() + request.config.timeout_s
-        elsewhere: dict[Contact, list[PlacedCall]] = {}
-        for part, failure in await self._ask(request, finish, deadline, retry=retry, may_move=True):
-            call, is_over = part.call, trio.current_time() >= deadline
-            other = None if is_over else self.directory.another(call.uid, call.contact)
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a call brought nothing: one of `REASONS`, a sentence, and whether the expert is to blame for it."""
+
+    reason: str
+    text: str
+    blame: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _LayerCalls:
+    """The calls of one layer, under way; each by its place among them. See `ExpertCaller.fan_out`."""
+
+    caller: ExpertCaller
+    method: str
+    inputs: Sequence[Array]
+    output_grads: Array | None
+    replies: Sequence[TensorSpec]
+    config: MixtureConfig
+    common: Mapping[str, Any]
+    quorum: Quorum
+    left: dict[int, ExpertCall]
+    """Calls that have not come to their end; each does once, or is given up."""
+    answers: list[tuple[ExpertCall, Answer] | None]
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Ends with the grace time."""
+
+    async def place(self, indices: Sequence[int]) -> None:
+        """Place a request for these calls, finish each, and ask for those that failed elsewhere, once."""
+        directory = self.caller.directory
+        deadline = trio.current_time() + self.config.timeout_s
+        elsewhere: dict[Contact, list[int]] = {}
+        for index, failure in await self._ask(indices, deadline, may_move=True):
+            call, is_over = self.left[index], trio.current_time() >= deadline
+            other = None if is_over else directory.another(call.uid, call.contact)
             if other is None:
-                finish(part, failure)
+                self._finish(index, failure)
                 continue
             logger.debug("expert %s at %s: %s; asked of %s", call.uid, call.contact, failure.text, other)
             if failure.blame:
-                self.directory.avoid(call.uid, call.contact, failure.reason)
-            moved = self._moved(part, other)
-            moves(moved)
-            elsewhere.setdefault(other, []).append(moved)
+                directory.avoid(call.uid, call.contact, failure.reason)
+            self.left[index] = self.caller.moved(call, other)
+            elsewhere.setdefault(other, []).append(index)
 
-        async def ask(parts: Sequence[PlacedCall]) -> None:
-            again = replace(request, parts=parts)
-            for part, failure in await self._ask(again, finish, deadline, retry=retry, may_move=False):
-                finish(part, failure)
+        async def ask(moved: Sequence[int]) -> None:
+            for index, failure in await self._ask(moved, deadline, may_move=False):
+                self._finish(index, failure)
 
-        await together([functools.partial(ask, parts) for parts in elsewhere.values()])
+        await together([functools.partial(ask, moved) for moved in elsewhere.values()])
 
-    async def _ask(
-        self,
-        request: LayerRequest,
-        finish: Callable[[PlacedCall, "Answer | _Failure"], None],
-        deadline: float,
-        *,
-        retry: bool,
-        may_move: bool,
-    ) -> list[tuple[PlacedCall, "_Failure"]]:
-        """Place a request, say of each of its parts how it was answered, and return those that were not, with the
+    def _finish(self, index: int, outcome: Answer | _Failure) -> None:
+        """Note that a call has come to its end."""
+        call = self.left.pop(index)
+        if isinstance(outcome, Answer) and (fault := fault_in(outcome, self.replies, rows=len(call.rows))):
+            outcome = _Failure(*fault, blame=True)
+        if isinstance(outcome, Answer):
+            self.answers[index] = (call, outcome)
+            self.caller.was_answered(self.method, call)
+        else:
+            self.caller.has_failed(self.method, call, outcome)
+        self.quorum.note(index, answered=isinstance(outcome, Answer))
+        if self.scope.deadline == math.inf and self.quorum.reached:
+            self.scope.deadline = trio.current_time() + self.config.grace_s
+
+    async def _ask(self, indices: Sequence[int], deadline: float, *, may_move: bool) -> list[tuple[int, _Failure]]:
+        """Place a request for calls of one node, finish those that were answered, and return the others, with the
         reasons.
 
-        Parts for which the node has no room yet are asked again when it says, if there is time until then; or, with
+        Calls for which the node has no room yet are asked again when it says, if there is time until then; or, with
         `may_move`, returned if another node serves their expert and is not busy. A node that has no room for the whole
-        call does not say when: it is asked again after 0.1, 0.2, 0.4, 0.8 seconds, and then every second.
+        request does not say when: it is asked again after 0.1, 0.2, 0.4, 0.8 seconds, and then every second.
         """
-        left = {part.index: part for part in request.parts}
-        contact = request.parts[0].call.contact
-        lost: list[tuple[PlacedCall, _Failure]] = []
-        pause_s = _LEAST_PAUSE_S
-        comes_again = functools.partial(self._comes_again, deadline=deadline, may_move=may_move)
-        while left:
-            asked, again_at = list(left.values()), dict[int, float]()
+        waiting = dict.fromkeys(indices)
+        contact = self.left[indices[0]].contact
+        lost: list[tuple[int, _Failure]] = []
+        may_retry, pause_s = self.method == BACKWARD, _LEAST_PAUSE_S
+        again_at: dict[int, float] = {}
+        asked: Sequence[int] = ()
 
-            def take(
-                answer: Reply,
-                asked: Sequence[PlacedCall] = asked,
-                again_at: dict[int, float] = again_at,
-                lost: list[tuple[PlacedCall, _Failure]] = lost,
-            ) -> None:
-                open_parts = {number: part for number, part in enumerate(asked) if part.index in left.keys() - again_at}
-                for number, outcome in _outcomes(answer, open_parts):
-                    part = open_parts[number]
-                    after_s = outcome.retry_after_s if isinstance(outcome, PeerBusy) else None
-                    if after_s is not None and comes_again(part, after_s, again_at):
-                        continue
-                    del left[part.index]
-                    if isinstance(outcome, TooManyRows):
-                        self.takes_rows(contact, outcome.max_rows)
-                    if isinstance(outcome, CallFailed):
-                        lost.append((part, _failure_of(outcome)))
-                    else:
-                        finish(part, outcome)
+        def comes_again(index: int, after_s: float) -> bool:
+            """True if a call for which the node has no room is asked of it once more; `again_at` then says when."""
+            at, directory = trio.current_time() + after_s, self.caller.directory
+            directory.busy(contact, after_s)
+            is_better_off = may_move and directory.another(self.left[index].uid, contact) is not None
+            if at >= deadline or is_better_off:
+                return False
+            again_at[index] = at
+            return True
 
-            body, tensors = request.encoded(asked)
+        def take(reply: Reply) -> None:
+            rows = {
+                number: len(self.left[index].rows)
+                for number, index in enumerate(asked)
+                if index in waiting and index not in again_at
+            }
+            for number, outcome in _outcomes(reply, rows):
+                index = asked[number]
+                after_s = outcome.retry_after_s if isinstance(outcome, PeerBusy) else None
+                if after_s is not None and comes_again(index, after_s):
+                    continue
+                del waiting[index]
+                if isinstance(outcome, TooManyRows):
+                    self.caller.takes_rows(contact, outcome.max_rows)
+                if isinstance(outcome, CallFailed):
+                    lost.append((index, _failure_of(outcome)))
+                else:
+                    self._finish(index, outcome)
+
+        while waiting:
+            asked = tuple(waiting)
+            again_at.clear()
             try:
-                timeout_s = deadline - trio.current_time()
-                take(await self.rpc.call(contact, request.method, body, tensors, timeout_s=timeout_s, on_partial=take))
+                take(await self._call(contact, asked, deadline, take))
                 failure = _Failure(BAD_ANSWER, "the answer says nothing of this expert", blame=True)
             except ConnectionLost as error:
-                if retry:
-                    retry = False
+                if may_retry:
+                    may_retry = False
                     continue
                 failure = _Failure(reason_of(error), str(error))
             except PeerBusy as error:  # none of its parts was looked at, and so there is no word when to come back
                 failure = _failure_of(error)
-                for part in left.values():
-                    comes_again(part, pause_s, again_at)
+                for index in waiting:
+                    comes_again(index, pause_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except NetError as error:
                 failure = _failure_of(error)
-            lost += [(left.pop(index), failure) for index in left.keys() - again_at]
+            for index in [index for index in waiting if index not in again_at]:
+                del waiting[index]
+                lost.append((index, failure))
             if again_at:
-                self.statistics.asked_again += len(again_at)
+                self.caller.statistics.asked_again += len(again_at)
                 await trio.sleep_until(max(again_at.values()))
         return lost
 
-    def _comes_again(
-        self,
-        part: PlacedCall,
-        retry_after_s: float,
-        again_at: dict[int, float],
-        *,
-        deadline: float,
-        may_move: bool,
-    ) -> bool:
-        """Whether a part for which its node has no room is asked of it once more; `again_at` then says when."""
-        call, at = part.call, trio.current_time() + retry_after_s
-        self.directory.busy(call.contact, retry_after_s)
-        is_better_off = may_move and self.directory.another(call.uid, call.contact) is not None
-        if at >= deadline or is_better_off:
-            return False
-        again_at[part.index] = at
-        return True
+    async def _call(
+        self, contact: Contact, asked: Sequence[int], deadline: float, on_partial: Callable[[Reply], None]
+    ) -> Reply:
+        calls = [self.left[index] for index in asked]
+        body, tensors = request_of(calls, self.inputs, self.output_grads, self.common, self.config.compression)
+        timeout_s = deadline - trio.current_time()
+        return await self.caller.rpc.call(
+            contact, self.method, body, tensors, timeout_s=timeout_s, on_partial=on_partial
+        )
 
-    def _note_outcome(self, method: str, part: PlacedCall, outcome: "Answer | _Failure") -> None:
-        call = part.call
-        if isinstance(outcome, Answer):
-            self.statistics.ok += 1
-            self.statistics.host[call.uid] = call.contact
-            self.directory.health.succeeded(expert_target(call.contact, call.uid))
-            self._note_end(method, part, "ok")
-            return
-        self.statistics.note_failure(outcome.reason, f"expert {call.uid} at {call.contact}: {outcome.text}")
-        if outcome.blame:
-            self.directory.avoid(call.uid, call.contact, outcome.reason)
-        self._note_end(method, part, outcome.reason)
+
+def grouped(calls: Sequence[ExpertCall], *, row_bytes: int, most: int) -> list[list[int]]:
+    """Return which calls travel together: indices, in the calls' order.
+
+    Those of one node do, but at most `most` of them, and not more than `REQUEST_BYTES`, unless one has more by itself.
+    """
+    groups: list[list[int]] = []
+    open_groups: dict[Contact, tuple[list[int], int]] = {}  # by node: the last one, and its bytes
+    for index, call in enumerate(calls):
+        nbytes = len(call.rows) * row_bytes
+        group, filled = open_groups.get(call.contact, ([], 0))
+        if not group or len(group) >= most or filled + nbytes > REQUEST_BYTES:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(index)
+        open_groups[call.contact] = group, filled + nbytes
+    return groups
+
+
+def row_bytes_of(inputs: Sequence[Array], output_grads: Array | None) -> int:
+    """Bytes of a row of a call, before compression."""
+    own = 0 if output_grads is None else output_grads.nbytes // max(1, math.prod(output_grads.shape[:2]))
+    return own + sum(array.nbytes // max(1, len(array)) for array in inputs)
 
 
 async def together(functions: Sequence[Callable[[], Awaitable[None]]]) -> None:
@@ -335,27 +370,18 @@ async def together(functions: Sequence[Callable[[], Awaitable[None]]]) -> None:
             nursery.start_soon(function)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a call brought nothing: one of `REASONS`, a sentence, and whether the expert is to blame for it."""
-
-    reason: str
-    text: str
-    blame: bool = False
-
-
 class _BadAnswer(RemoteProtocolError):
     """An answer that is none to what was asked."""
 
 
-def _outcomes(answer: Reply, parts: Mapping[int, PlacedCall]) -> list[tuple[int, Answer | CallFailed]]:
-    """What an answer says of these parts, by number.
+def _outcomes(reply: Reply, rows: Mapping[int, int]) -> list[tuple[int, Answer | CallFailed]]:
+    """The outcomes of the parts of which a reply speaks, see `outcomes_of_untrusted`.
 
     Raises:
       _BadAnswer: it is none to what was asked.
     """
     try:
-        return outcomes_of_untrusted(answer, {number: len(part.call.rows) for number, part in parts.items()})
+        return outcomes_of_untrusted(reply, rows)
     except RemoteProtocolError as error:
         raise _BadAnswer(str(error)) from error
 

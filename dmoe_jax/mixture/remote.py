@@ -22,7 +22,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,7 +30,7 @@ import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.device import Device, to_host
-from dmoe_jax.expert_calls import BACKWARD, FORWARD
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
@@ -39,7 +39,6 @@ from dmoe_jax.mixture.coverage import Coverage
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
-from dmoe_jax.mixture.requests import ExpertCall
 from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import (
     Router,
@@ -80,13 +79,13 @@ class Residual(NamedTuple):
 
     Attributes:
       inputs: the experts' inputs, each [batch, ...].
-      answered: for each call that was answered: the call, at the node that did, and how many updates the expert had
-        taken there, as it said; None if it said no such thing. The backward pass goes there and tells it what it said.
+      answered: the calls that were answered, each at the node that did, with what it said of the expert's updates as
+        `seen`. The backward pass goes there and tells it what it said.
       body: what the requests said beside their parts; the backward pass says the same.
     """
 
     inputs: Sequence[Array]
-    answered: list[tuple[ExpertCall, int | None]]
+    answered: list[ExpertCall]
     body: dict[str, Any]
 
 
@@ -225,7 +224,7 @@ class RemoteMixture:
         """Calls of like size for the rows of one, none of more than its node takes."""
         count = -(-len(call.rows) // self._caller.most_rows(call.contact, self.config.max_rows))
         pairs = zip(np.array_split(call.rows, count), np.array_split(call.slots, count), strict=True)
-        return [ExpertCall(uid=call.uid, contact=call.contact, rows=rows, slots=slots) for rows, slots in pairs]
+        return [replace(call, rows=rows, slots=slots) for rows, slots in pairs]
 
     async def _capacity(self) -> Array | None:
         """How much each expert can do; None for grids that are too large to be known as a whole."""
@@ -269,11 +268,11 @@ class RemoteMixture:
         answered = np.zeros(choice.indices.shape[:2], bool)
         for each in answers:
             if each is not None:
-                call = each.call
-                outputs[call.rows, call.slots] = each.answer.tensors[0]
+                call, answer = each
+                outputs[call.rows, call.slots] = answer.tensors[0]
                 answered[call.rows, call.slots] = True
-                residual.answered.append((call, each.answer.updates))
-        found, replied = ({call.uid for call in each} for each in (calls, (call for call, _ in residual.answered)))
+                residual.answered.append(replace(call, seen=answer.updates))
+        found, replied = ({call.uid for call in each} for each in (calls, residual.answered))
         self._note_answers(answered, found=len(found), replied=len(replied))
         return outputs, answered, residual
 
@@ -287,22 +286,20 @@ class RemoteMixture:
         sums = [np.zeros((batch, *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
         returned = await self._caller.fan_out(
             BACKWARD,
-            [call for call, _ in residual.answered],
+            residual.answered,
             inputs=residual.inputs,
             output_grads=output_grads,
             replies=[spec for spec in specs if spec.differentiable],
             config=self.config,
             common=residual.body,
-            seen=[updates for _, updates in residual.answered],
-            retry=True,
         )
         wanted = [array for array in sums if array is not None]
-        for (call, updates), each in zip(residual.answered, returned, strict=True):
+        for each in returned:
             if each is not None:
-                for array, grad in zip(wanted, each.answer.tensors, strict=True):
+                call, answer = each
+                for array, grad in zip(wanted, answer.tensors, strict=True):
                     _add_rows(array, call.rows, grad)
-                is_same_copy = each.call.contact == call.contact
-                self._note_update(call, updates if is_same_copy else None, each.answer.updates)
+                self._note_update(call, answer.updates)
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
@@ -335,12 +332,12 @@ class RemoteMixture:
                 f"k_min={config.k_min} answers from experts"
             )
 
-    def _note_update(self, call: ExpertCall, before: int | None, after: int | None) -> None:
+    def _note_update(self, call: ExpertCall, updates: int | None) -> None:
         statistics = self.statistics
         statistics.load[call.uid] = statistics.load.get(call.uid, 0) + len(call.rows)
-        if before is not None and after is not None:
+        if call.seen is not None and updates is not None:  # a copy that was asked in another's place was not seen
             # Our own update is not staleness; an expert that does not learn, or was restarted, shows none.
-            statistics.staleness_total += max(0, after - before - 1)
+            statistics.staleness_total += max(0, updates - call.seen - 1)
             statistics.staleness_calls += 1
 
 

@@ -84,7 +84,7 @@ def calls_host(turn: Sequence[Jobs], backends: Backends) -> bool:
 
 def backend_of(jobs: Jobs, backends: Backends) -> ExpertBackend:
     """Their expert."""
-    return backends[jobs[0].request.uid]
+    return backends[jobs[0].uid]
 
 
 def rows_of(jobs: Jobs) -> int:
@@ -94,16 +94,15 @@ def rows_of(jobs: Jobs) -> int:
 
 def joined(jobs: Jobs) -> Batch:
     """The rows of all jobs."""
-    parts = [job.request for job in jobs]
-    inputs = tuple(below_one_another(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True))
-    grads = [part.output_grads for part in parts if part.output_grads is not None]
-    keys = [part.keys for part in parts if part.keys is not None]
+    inputs = tuple(below_one_another(arrays) for arrays in zip(*(job.inputs for job in jobs), strict=True))
+    grads = [job.output_grads for job in jobs if job.output_grads is not None]
+    keys = [job.keys for job in jobs if job.keys is not None]
     return Batch(
         inputs=inputs,
         output_grads=below_one_another(grads) if grads else None,
         keys=below_one_another(keys) if keys else None,
         # Not how stale they are: until the device has time for them, other batches may step the expert.
-        seen=np.repeat([part.seen for part in parts], [part.rows for part in parts]),
+        seen=np.repeat([job.seen for job in jobs], [job.rows for job in jobs]),
         # By which an expert remembers that it has learnt from these requests.
         requests={job.replay_key: job.arrived_at for job in jobs if job.replay_key is not None},
     )

@@ -1,62 +1,181 @@
-"""Reading what a trainer sent to an expert: everything is checked before it costs a flop.
+"""Forward and backward requests at a node: read strictly, put into the queue as jobs, and answered.
 
-A request that does not fit is refused with a message that says what was expected, in the words of the expert's own
-specification, so that the person at the other end can mend it without reading this code.
+Theory of operation. Everything that a trainer sent is checked before it costs a flop. What does not fit is refused with
+a message that says what was expected, in the words of the expert's own specification, so that the person at the other
+end can mend it without reading this code. What fits becomes jobs, one for each expert that is asked, and the call waits
+for them: it answers when nothing is missing, and tells a caller that takes parts what is ready ahead of the rest, when
+it has waited a moment for it. Each frame costs both ends as much as a small batch.
+
+A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.job`).
 """
 
+import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
+import trio
 
-from dmoe_jax.expert_calls import MAX_ID_BYTES, MAX_UPDATES, Part, TooManyRows, is_finite, parts_of_untrusted
+from dmoe_jax.expert_calls import (
+    BACKWARD,
+    FORWARD,
+    MAX_ID_BYTES,
+    Answer,
+    RequestPart,
+    TooManyRows,
+    answer_of,
+    is_finite,
+    parts_of_untrusted,
+)
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
-from net.errors import CallRefused, RemoteProtocolError
-from net.rpc.base import Body, Request
+from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.batching import QueueFull
+from dmoe_jax.node.job import NOT_STALE, Job, RememberedJobs, learnt_before, name_of, one_has_ended
+from dmoe_jax.node.runners import DeviceRunners
+from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
+from net.rpc.base import Body, Reply, Request
 from net.types import Array
 from net.wire.compression import COMPRESSIONS, Compression
 from net.wire.fields import integer, octets, optional
-
-NOT_STALE = MAX_UPDATES
-"""A gradient that saw so many updates is never stale."""
 
 _SEEN = optional(integer(0, NOT_STALE))
 _REQUEST_ID = octets(1, MAX_ID_BYTES)
 _SEED = optional(integer(0, 2**63 - 1))
 
+_HOLD_S = 0.01
+"""What is ready waits so long for the rest of its call: a few turns of small batches, less than a wide network takes.
+Parts that take longer do not hold up the others."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRequest:
-    """A checked part of a forward or backward request.
 
-    Attributes:
-      uid: the expert.
-      inputs: one array per input specification, [rows, ...].
-      output_grads: gradient of the output, [rows, ...]; None in a forward request, as the next.
-      request_id: names a part of a backward request across retries.
-      seen: how many updates the expert had taken when it computed this request's forward.
-      keys: uint32 [rows, 2], a dropout key for each row; None in evaluation, and for an expert that takes none.
+class Answering:
+    """Answers forward and backward calls.
+
+    Args:
+      experts: which may be asked, by uid; a mapping that may change.
+      backends: their states, and those of experts that are being given up.
+      runner: computes.
+      max_rows: of one part of a request.
+      recorder: is told of every part and what became of it.
     """
 
-    uid: str
-    inputs: tuple[Array, ...]
-    output_grads: Array | None = None
-    request_id: bytes | None = None
-    seen: int = NOT_STALE
-    keys: Array | None = None
+    def __init__(
+        self,
+        experts: Mapping[str, Expert],
+        backends: Mapping[str, ExpertBackend],
+        runner: DeviceRunners,
+        *,
+        max_rows: int,
+        recorder: NodeRecorder,
+    ) -> None:
+        self.handlers = {
+            FORWARD: functools.partial(self._serve, backward=False),
+            BACKWARD: functools.partial(self._serve, backward=True),
+        }
+        """The RPC methods, see `dmoe_jax.expert_calls`."""
+        self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
+        """Jobs by kind, and parts that were turned away or known."""
+        self.is_leaving = False
+        """Refuse what was not asked before."""
+        self._experts = experts
+        self._backends = backends
+        self._runner = runner
+        self._max_rows = max_rows
+        self._recorder = recorder
+        self._remembered = RememberedJobs()
+        self._num_calls = 0  # accepted and not yet answered
+        self._answered_all = trio.Event()  # set, and replaced, when there is none left
 
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return int(self.inputs[0].shape[0])
+    async def answer_accepted(self) -> None:
+        """Return when every call that was accepted is answered, or given up by its caller."""
+        while self._num_calls:
+            await self._answered_all.wait()
 
-    @property
-    def nbytes(self) -> int:
-        """Size of its tensors as arrays."""
-        grads = 0 if self.output_grads is None else self.output_grads.nbytes
-        return grads + sum(array.nbytes for array in self.inputs)
+    async def _serve(self, request: Request, *, backward: bool) -> Reply:
+        self._num_calls += 1
+        try:
+            return await self._answer(request, "backward" if backward else "forward")
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._answered_all.set()
+                self._answered_all = trio.Event()
+
+    async def _answer(self, request: Request, kind: str) -> Reply:
+        """Answer a call, part by part. If it is cancelled its jobs leave the queue, but for what somebody else wants.
+
+        Raises:
+          CallRefused: the request as a whole does not fit.
+        """
+        try:
+            parts, compression = jobs_of_untrusted(
+                request, self._experts, max_rows=self._max_rows, backward=kind == "backward"
+            )
+        except CallRefused:
+            self._recorder.does_not_fit(kind)
+            raise
+        ready: list[tuple[int, Answer | CallFailed]] = []  # outcomes that the caller does not have yet, by part
+        jobs: dict[int, Job] = {}  # parts that wait
+        for number, part in enumerate(parts):
+            if isinstance(part, CallRefused):
+                self._recorder.does_not_fit(kind)
+                ready.append((number, part))
+                continue
+            try:
+                jobs[number] = self._submitted(part)
+            except CallFailed as error:
+                self._recorder.ended(kind, part.uid, error)
+                ready.append((number, error))
+        told_at = math.inf
+        try:
+            while True:
+                for number in [number for number, job in jobs.items() if job.outcome is not None]:
+                    job = jobs.pop(number)
+                    assert job.outcome is not None
+                    self._recorder.ended(kind, job.uid, job.outcome if isinstance(job.outcome, CallFailed) else None)
+                    ready.append((number, job.outcome))
+                if not jobs:
+                    return answer_of(ready, compression)
+                if ready and request.send_partial is not None:
+                    told_at = min(told_at, trio.current_time() + _HOLD_S)
+                    if told_at <= trio.current_time():
+                        if request.send_partial(answer_of(ready, compression)):
+                            ready = []
+                        told_at = math.inf
+                with trio.move_on_at(told_at):
+                    await one_has_ended(jobs.values())
+        finally:
+            for job in jobs.values():
+                self._recorder.given_up(kind, job.uid)
+                if not job.waiters and self._runner.withdraw(job) and job.replay_key is not None:
+                    self._remembered.forget(job.replay_key)
+
+    def _submitted(self, job: Job) -> Job:
+        """The job, put into the queue, or that of the same part if it was asked before.
+
+        Raises:
+          CallRefused: the node is leaving, or the expert has learnt from the request, whose answer is gone.
+          PeerBusy: too much waits; half of it will be done when it is asked to retry.
+        """
+        replay_key = job.replay_key
+        if replay_key is not None and (known := self._remembered.find(replay_key)) is not None:
+            self.counts["replayed"] += 1
+            return known
+        if replay_key in self._backends[job.uid].learnt_from:
+            self.counts["replayed"] += 1
+            raise learnt_before(job.uid)
+        if self.is_leaving:
+            raise CallRefused("this node is leaving the swarm")
+        try:
+            self._runner.submit(job)
+        except QueueFull as full:
+            self.counts["busy"] += 1
+            raise PeerBusy(f"the node is busy: {full}", retry_after_s=full.waiting_s / 2) from full
+        self.counts[job.kind] += 1
+        if replay_key is not None:
+            self._remembered.remember(replay_key, job)
+        return job
 
 
 def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
@@ -74,9 +193,9 @@ def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
     return uid
 
 
-def parse_request(
+def jobs_of_untrusted(
     request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool
-) -> tuple[list[ExpertRequest | CallRefused], Compression]:
+) -> tuple[list[Job | CallRefused], Compression]:
     """Check each part of a request against its expert's specification, see `dmoe_jax.expert_calls`.
 
     Returns: (the parts in their order, with what was expected in place of one that does not fit; how the float32
@@ -87,81 +206,64 @@ def parse_request(
     """
     try:
         parts = parts_of_untrusted(request)
-        whole = _Whole(
-            inputs=request.tensors[1:-1] if backward else request.tensors[1:],
-            output_grads=request.tensors[-1] if backward else None,
-            num_pairs=len(request.tensors[0]),
-            seed=_SEED.of_untrusted(request.body, "dropout_seed"),
-            is_finite=all(map(is_finite, request.tensors[1:])),
-        )
+        seed = _SEED.of_untrusted(request.body, "dropout_seed")
     except RemoteProtocolError as error:
         raise CallRefused(str(error)) from error
     compression = _compression_of(request.body)
-    parsed: list[ExpertRequest | CallRefused] = []
+    looks = not all(map(is_finite, request.tensors[1:]))
+    jobs: list[Job | CallRefused] = []
     for part in parts:
         try:
-            uid = uid_of(part.body, experts)
-            parsed.append(_parse_part(part, uid, experts[uid], whole, max_rows=max_rows))
+            expert = experts[uid_of(part[0], experts)]
+            jobs.append(_job_of_untrusted(request, part, expert, seed, max_rows, backward=backward, looks=looks))
         except CallRefused as refused:
-            parsed.append(refused)
-    return parsed, compression
+            jobs.append(refused)
+    return jobs, compression
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Whole:
-    """What the parts of a request share.
-
-    Attributes:
-      inputs: each [rows, ...], if it fits the expert.
-      output_grads: [pairs, ...] likewise; None in a forward request.
-      num_pairs: rows of all parts.
-      seed: of the dropout; None in evaluation.
-      is_finite: every number of all tensors is.
-    """
-
-    inputs: tuple[Array, ...]
-    output_grads: Array | None
-    num_pairs: int
-    seed: int | None
-    is_finite: bool
-
-
-def _parse_part(part: Part, uid: str, expert: Expert, whole: _Whole, *, max_rows: int) -> ExpertRequest:
-    rows, grads, who = len(part.index), whole.output_grads, f"expert {uid}"
-    if not 1 <= rows <= max_rows:
-        message = f"{who}: expected 1 to {max_rows} rows in a part of a request, got {rows}"
-        raise TooManyRows(message, max_rows=max_rows) if rows else CallRefused(message)
-    num_tensors = len(whole.inputs) + (grads is not None)
-    if len(whole.inputs) != len(expert.inputs):
-        names = [f"input {spec.name!r}" for spec in expert.inputs]
-        names += [] if grads is None else [f"gradient of {expert.output.name}"]
+def _job_of_untrusted(
+    request: Request, part: RequestPart, expert: Expert, seed: int | None, max_rows: int, *, backward: bool, looks: bool
+) -> Job:
+    """The job of a part; with `looks` some number of the whole request is not finite."""
+    described, pairs, rows = part
+    uid, num_rows = described["uid"], pairs.stop - pairs.start
+    who = f"expert {uid}"
+    if not 1 <= num_rows <= max_rows:
+        message = f"{who}: expected 1 to {max_rows} rows in a part of a request, got {num_rows}"
+        raise TooManyRows(message, max_rows=max_rows) if num_rows else CallRefused(message)
+    index, *tensors = request.tensors
+    names = [f"input {spec.name!r}" for spec in expert.inputs]
+    if backward:
+        names.append(f"gradient of {expert.output.name}")
+    if len(tensors) != len(names):
         listed = f"{len(names)} tensors ({', '.join(names)}) after the index"
-        raise CallRefused(f"{who}: expected {listed}, got {num_tensors}")
-    inputs = []
-    for spec, array in zip(expert.inputs, whole.inputs, strict=True):
-        _check_tensor(who, f"input {spec.name!r}", spec, array, rows=len(whole.inputs[0]))
-        inputs.append(part.rows_of(array))
-    if grads is not None:
-        _check_tensor(who, f"gradient of {expert.output.name}", expert.output, grads, rows=whole.num_pairs)
-        grads = part.pairs_of(grads)
-    if not whole.is_finite:
-        names = [f"input {spec.name!r}" for spec in expert.inputs] + [f"gradient of {expert.output.name}"]
-        for name, array in zip(names, [*inputs, *([] if grads is None else [grads])], strict=False):
-            if not is_finite(array):
-                raise CallRefused(f"{who}: expected finite numbers in {name}, got NaN or infinity")
+        raise CallRefused(f"{who}: expected {listed}, got {len(tensors)}")
+    own = []
+    for number, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        if number < len(expert.inputs):
+            _check_tensor(who, name, expert.inputs[number], tensor, rows=len(tensors[0]))
+            own.append(tensor[rows])
+        else:
+            _check_tensor(who, name, expert.output, tensor, rows=len(index))
+            own.append(tensor[pairs])
+    for name, array in zip(names, own, strict=True) if looks else ():
+        if not is_finite(array):
+            raise CallRefused(f"{who}: expected finite numbers in {name}, got NaN or infinity")
+    keys = row_keys_of_seed(seed, num_rows) if seed is not None and expert.takes_key else None
+    if not backward:
+        return Job(uid=uid, inputs=tuple(own), keys=keys)
     try:
-        request_id = _REQUEST_ID.of_untrusted(part.body, "id") if grads is not None else None
-        seen = _SEEN.of_untrusted(part.body, "seen") if grads is not None else None
+        request_id = _REQUEST_ID.of_untrusted(described, "id")
+        seen = _SEEN.of_untrusted(described, "seen")
     except RemoteProtocolError as error:
         raise CallRefused(f"{who}: {error}") from error
-    takes_keys = whole.seed is not None and expert.takes_key
-    return ExpertRequest(
+    return Job(
         uid=uid,
-        inputs=tuple(inputs),
-        output_grads=grads,
-        request_id=request_id,
+        inputs=tuple(own[:-1]),
+        output_grads=own[-1],
+        keys=keys,
         seen=NOT_STALE if seen is None else seen,  # of a peer that does not know of staleness nothing is stale
-        keys=row_keys_of_seed(cast(int, whole.seed), rows) if takes_keys else None,
+        replay_key=name_of(request.peer_id.raw, uid, request_id),
     )
 
 

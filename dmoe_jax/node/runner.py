@@ -36,8 +36,7 @@ from dmoe_jax.node.composing import (
     turn_of,
 )
 from dmoe_jax.node.gathering import Gathering
-from dmoe_jax.node.job import Job
-from dmoe_jax.node.replay import learnt_before
+from dmoe_jax.node.job import Job, learnt_before
 from dmoe_jax.node.turns import BatchTimes
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
@@ -123,7 +122,7 @@ class BatchRunner:
         job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
         self.queue.submit(job)
         self._work_arrived.set()
-        self._gathering.has_arrived(job.request.uid)
+        self._gathering.has_arrived(job.uid)
 
     def withdraw(self, job: Job) -> bool:
         """Take a job back, whose caller has given up. Returns whether it was still waiting."""
@@ -183,13 +182,13 @@ class BatchRunner:
                 continue
             key, backend = jobs[0].key, backend_of(jobs, self._backends)
             rows, limit = rows_of(jobs), self._row_limit(key)
-            self._running[jobs[0].request.uid] += 1
+            self._running[jobs[0].uid] += 1
             if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
                 nursery.start_soon(self._grow, backend, backend.bucket_of(max(rows, limit + 1)))
             if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
                 nursery.start_soon(self._run_cold, backend, jobs, backend.bucket_of(rows))
             else:
-                turn[jobs[0].request.uid] = jobs
+                turn[jobs[0].uid] = jobs
                 expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
 
@@ -235,7 +234,7 @@ class BatchRunner:
     def _work_of(self, job: Job) -> tuple[Hashable, ...]:
         """What decides how long a row takes: the program."""
         _, *kind = job.key
-        return (id(self._backends[job.request.uid].programs), *kind)
+        return (id(self._backends[job.uid].programs), *kind)
 
     def _row_limit(self, key: Hashable) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
@@ -344,12 +343,12 @@ class BatchRunner:
         kind, before = jobs[0].kind, backend.update_count - 1
         self._recorder.batch(
             kind,
-            jobs[0].request.uid,
+            jobs[0].uid,
             rows=[job.rows for job in jobs],
             waited_s=[started - job.arrived_at for job in jobs],
             device_s=device_s,
-            staleness=[max(0, before - job.request.seen) for job in jobs] if kind == "backward" else (),
-            received_bytes=sum(job.request.nbytes for job in jobs),
+            staleness=[max(0, before - job.seen) for job in jobs] if kind == "backward" else (),
+            received_bytes=sum(job.nbytes for job in jobs),
             sent_bytes=sent_bytes,
         )
 
@@ -383,7 +382,7 @@ class BatchRunner:
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1
-        uid = job.request.uid
+        uid = job.uid
         what = {
             "update": f"its gradient would make expert {uid} not finite",
             "input gradient": "the gradient of its input is not finite",
@@ -392,7 +391,7 @@ class BatchRunner:
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
-        text, uid = "a batch of %d requests for expert %s failed", jobs[0].request.uid
+        text, uid = "a batch of %d requests for expert %s failed", jobs[0].uid
         logger.error(text, len(jobs), uid, exc_info=error)
         self.counts.failed += len(jobs)
         for job in jobs:

@@ -76,7 +76,7 @@ class DeviceRunners:
         Raises:
           QueueFull: if too much waits there already.
         """
-        self._runner_of(self._backends[job.request.uid]).submit(job)
+        self._runner_of(self._backends[job.uid]).submit(job)
 
     def withdraw(self, job: Job) -> bool:
         """Take a job back (its caller gave up). Returns whether it was still waiting."""

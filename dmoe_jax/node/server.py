@@ -1,6 +1,6 @@
 """The expert node: serves experts to trainers, batch by batch.
 
-Theory of operation. Each call is checked and becomes a job (`dmoe_jax.node.answering`) in the queue of a `BatchRunner`,
+Theory of operation. Each call is checked and becomes a job (`dmoe_jax.node.requests`) in the queue of a `BatchRunner`,
 which runs batches on a device, off the event loop; each device, or mesh of devices, has one for the experts that live
 there. While a batch runs, further requests gather, so a busy node makes larger batches by itself. The node lists its
 experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
@@ -39,12 +39,11 @@ from dmoe_jax.freed_memory import give_back
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.announcements import Announcements, LoadReport
-from dmoe_jax.node.answering import Answering
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.listing import ExpertListing
-from dmoe_jax.node.requests import uid_of
+from dmoe_jax.node.requests import Answering, uid_of
 from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.strategies.settling import Strategies
 from net.dht.node import DhtNode
@@ -168,7 +167,6 @@ class ExpertNode:
         """Serve and announce for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._runner.run)
-            nursery.start_soon(self._answering.run)
             nursery.start_soon(self._tidy)
             while True:
                 await trio.sleep(self.config.announce_period_s)

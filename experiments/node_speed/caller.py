@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.expert_calls import ExpertCall
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.remote import Choice, RemoteMixture
-from dmoe_jax.mixture.requests import ExpertCall
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm import Swarm, open_swarm

@@ -300,7 +300,7 @@ async def _train(layers: Sequence[_Layer], batch: Sequence[Array], load: Load, s
       start: the layer call of the first batch to begin with. Trainers begin at different places, as asynchronous ones
         that have run for a while; at one place, all of them would queue at the same server.
     """
-    residuals = [Residual(batch, [(call, None) for call in layer.choice.calls], {}) for layer in layers]
+    residuals = [Residual(batch, list(layer.choice.calls), {}) for layer in layers]
     gradient = np.full_like(batch[0], 1e-3)
     hidden, grads = batch[0], gradient
     for number in itertools.count(start):

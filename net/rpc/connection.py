@@ -1,5 +1,4 @@
-"""One live connection: a link, its session, one reader, one writer, and a task for each call being served that needs
-one."""
+"""One live connection: a link, its session, one reader, one writer, and a task for each call being served."""
 
 import logging
 import math
@@ -15,7 +14,6 @@ from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from net.rpc.faults import FaultInjector, misbehave
 from net.rpc.service import Method, Service
 from net.rpc.session import Action, RpcSession
-from net.rpc.taskless import TasklessCalls, TasklessHandler
 from net.transport.base import Link
 from net.wire.frames import Frame, Part
 from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, Hello
@@ -135,7 +133,6 @@ class Connection:
         self._faults = faults
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
-        self._taskless = TasklessCalls(reply=self._answer, fail=self._fail, forget=self._forget)
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
         self._was_greeted = trio.Event()
@@ -179,7 +176,6 @@ class Connection:
 
     def check(self, now: float) -> None:
         """Part from a peer without calls, ping a silent one, give up a dead one. To be called every few seconds."""
-        self._taskless.sweep(now)
         if self.link.num_moved != self._num_moved:
             # Not only frames: a large one takes its time on a slow line, in either direction.
             self._num_moved, self.last_heard = self.link.num_moved, now
@@ -223,7 +219,6 @@ class Connection:
         finally:
             is_mute = self._scope.cancelled_caught and self.remote is None
             self.end(ConnectionLost(f"{where} did not say who it is" if is_mute else "this peer was closed"))
-            self._taskless.close()
             if not isinstance(self.cause, RemoteProtocolError):
                 with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
                     await self.link.aclose()
@@ -345,27 +340,20 @@ class Connection:
             case CallPartial():
                 self._pending[action.call_id].add(action)
             case CallCancel():
-                if not self._taskless.give_up(action.call_id):
-                    self._handler_scopes[action.call_id].cancel()
+                self._handler_scopes[action.call_id].cancel()
             case CallStart():
                 self.last_used = self.last_heard
                 self._start(action, nursery)
 
     def _start(self, start: CallStart, nursery: trio.Nursery) -> None:
         """Serve a call that has come in, if it is admitted."""
-        call_id, deadline = start.call_id, self.last_heard + start.timeout_s
         try:
             method = self._service.admit(start.method)
         except CallFailed as exc:
-            self._fail(call_id, exc)
+            self._fail(start.call_id, exc)
             return
-        handler = method.handler
-        if isinstance(handler, TasklessHandler) and self._faults is None:
-            self._taskless.begin(
-                call_id, self._request(start), method, handler, caller=self.link.remote_address, deadline=deadline
-            )
-            return
-        scope = self._handler_scopes[call_id] = trio.CancelScope(deadline=deadline)
+        scope = trio.CancelScope(deadline=self.last_heard + start.timeout_s)
+        self._handler_scopes[start.call_id] = scope
         nursery.start_soon(self._serve, start, scope, method)
 
     async def _serve(self, start: CallStart, scope: trio.CancelScope, method: Method) -> None:
@@ -402,17 +390,8 @@ class Connection:
         self._last_part = part
         self._wake.set()
 
-    def _answer(self, call_id: int, reply: Reply) -> None:
-        self.session.reply(call_id, reply.body, reply.tensors)
-        self._wake.set()
-
     def _fail(self, call_id: int, error: CallFailed) -> None:
         self.session.fail(call_id, kind_of(error), str(error))
-        self._wake.set()
-
-    def _forget(self, call_id: int) -> None:
-        self.session.forget(call_id)
-        self._wake.set()
 
     def _request(self, start: CallStart) -> Request:
         remote = self.session.remote

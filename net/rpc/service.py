@@ -43,39 +43,27 @@ class Method:
         Raises:
           TypeError: the handler returned something else than a `Reply`.
         """
-        return self.check(await self.handler(request))
-
-    def check(self, reply: object) -> Reply:
-        """What the handler answered. Raises `TypeError` if it is no `Reply`."""
+        reply = await self.handler(request)
         if not isinstance(reply, Reply):
             raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
         return reply
 
-    def failure_of(self, error: Exception, caller: object) -> CallFailed:
-        """What its caller learns of an error of the handler: the handler's own words for it as they are; of anything
-        else, which goes into our log, only that it failed."""
-        if isinstance(error, CallFailed):
-            return error
-        _log.error("serving %r to %s failed", self.name, caller, exc_info=error)
-        failure = RemoteFailure(_failed(self.name))
-        failure.__cause__ = error
-        return failure
-
     @contextmanager
     def serving(self, caller: object) -> Iterator[None]:
-        """Guard the serving of an admitted call. Its place is free afterwards, and what the handler raises comes out as
-        `failure_of` it.
+        """Guard the serving of an admitted call. Its place is free afterwards. What the handler raises goes into our
+        log, and the caller only learns that it failed.
 
         Raises:
-          CallFailed: what the caller is told.
+          CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
         """
+        failure = f"the handler of {self.name!r} failed; the log of the peer says why"
         try:
             yield
         except CallFailed:
             raise
         except Exception as exc:
-            failure = self.failure_of(exc, caller)
-            raise failure from exc
+            _log.exception("serving %r to %s failed", self.name, caller)
+            raise RemoteFailure(failure) from exc
         except BaseExceptionGroup as group:
             # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
             cancelled, failed = group.split(trio.Cancelled)
@@ -83,13 +71,9 @@ class Method:
                 _log.exception("serving %r to %s failed", self.name, caller)
             if cancelled is not None:
                 raise cancelled from None
-            raise RemoteFailure(_failed(self.name)) from failed
+            raise RemoteFailure(failure) from failed
         finally:
             self.num_running -= 1
-
-
-def _failed(method: str) -> str:
-    return f"the handler of {method!r} failed; the log of the peer says why"
 
 
 async def _ping(_: Request) -> Reply:

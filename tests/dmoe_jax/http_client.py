@@ -1,9 +1,15 @@
 """A client of one request, for the tests of what processes show."""
 
+from collections.abc import Iterable
+
 import trio
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from net.identity import Address
+
+Figures = dict[str, dict[tuple[tuple[str, str], ...], float]]
+"""Sample name -> labels -> value."""
 
 
 async def ask(address: Address, request: bytes, *, ends: bool = False) -> tuple[int, bytes]:
@@ -32,16 +38,20 @@ async def fetch(address: Address, path: str) -> tuple[int, bytes]:
     return await ask(address, f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
 
 
-def parsed(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """Sample name -> labels -> value, as Prometheus' own client reads the text."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(text.decode()):
+def figures_of(families: Iterable[Metric]) -> Figures:
+    found: Figures = {}
+    for family in families:
         for sample in family.samples:
             found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
     return found
 
 
-async def scrape(address: Address) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def parsed(text: bytes) -> Figures:
+    """The figures as Prometheus' own client reads the text."""
+    return figures_of(text_string_to_metric_families(text.decode()))
+
+
+async def scrape(address: Address) -> Figures:
     """A process's metrics, as `parsed`."""
     status, text = await fetch(address, "/metrics")
     assert status == 200, text

@@ -69,9 +69,12 @@ class Rig:
         return await self.call("expert.backward", body, *tensors, timeout_s=timeout_s)
 
     def shown(self) -> dict[str, dict[tuple[str, ...], Any]]:
-        """The node's metrics by name: each family's values by those of their labels."""
-        families = node_families(self.node.recorder, self.node.status())
-        return {family.name: {tuple(labels.values()): value for labels, value in family.samples} for family in families}
+        """The node's metrics by name: each one's values by those of their labels."""
+        found: dict[str, dict[tuple[str, ...], Any]] = {}
+        for family in node_families(self.node.recorder, self.node.status()):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+        return found
 
 
 class AsideDevice(InlineDevice):

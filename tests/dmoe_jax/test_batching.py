@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from dmoe_jax.expert_calls import Answer
 from dmoe_jax.mixture.quorum import Quorum
 from dmoe_jax.node.batching import BatchQueue, QueueFull
-from dmoe_jax.node.job import Job
-from dmoe_jax.node.replay import ReplayCache
-from dmoe_jax.node.requests import ExpertRequest
+from dmoe_jax.node.job import Job, RememberedJobs
 
 
 class Asked(NamedTuple):
@@ -135,38 +134,56 @@ def test_impossible_requests_are_refused(rows: int) -> None:
         queue_of(Asked("a", rows), max_batch_rows=4)
 
 
-def test_replay_cache_forgets_the_oldest() -> None:
+def backward_job(nbytes: int) -> Job:
+    return Job(uid="a.0", inputs=(np.zeros((1, nbytes), np.uint8),), output_grads=np.zeros(1), arrived_at=0.0)
+
+
+def test_the_oldest_jobs_are_forgotten() -> None:
     """Entries and bytes are bounded; the newest entry always stays."""
-    cache: ReplayCache[str] = ReplayCache(is_finished=lambda work: True, max_entries=2, max_bytes=100)
-    cache.remember(b"1", "one", nbytes=10)
-    cache.remember(b"2", "two", nbytes=10)
-    cache.remember(b"3", "three", nbytes=10)
-    assert (cache.find(b"1"), cache.find(b"2"), cache.find(b"3")) == (None, "two", "three")
-    cache.remember(b"4", "four", nbytes=1000)
-    assert (cache.find(b"2"), cache.find(b"3"), cache.find(b"4")) == (None, None, "four")
+    remembered = RememberedJobs(max_entries=2, max_bytes=100)
+    jobs = [backward_job(nbytes) for nbytes in (10, 10, 10, 1000)]
+
+    def known() -> list[int]:
+        return [number for number in range(4) if remembered.find(bytes([number])) is jobs[number]]
+
+    for number, found in enumerate(([0], [0, 1], [1, 2], [3])):
+        remembered.remember(bytes([number]), jobs[number])
+        assert known() == found
+        jobs[number].answer((), 1)
+    remembered.forget(b"unknown")
+    remembered.forget(bytes([3]))
+    assert known() == []
 
 
-async def test_what_is_remembered_keeps_its_own_rows_alone() -> None:
+def test_what_is_remembered_keeps_its_own_rows_alone() -> None:
     """A part of a large batch is copied out of it; what is nearly all of its batch is not, and nothing else is."""
     batch = np.arange(40, dtype=np.float32).reshape(10, 4)
-    request = ExpertRequest(uid="a.0", inputs=(batch,), output_grads=batch)
     for replay_key, rows, is_copied in ((b"key", 3, True), (b"key", 9, False), (None, 3, False)):
-        job = Job(request, replay_key)
+        job = Job(uid="a.0", inputs=(batch,), output_grads=batch, replay_key=replay_key, arrived_at=0.0)
         job.answer((batch[:rows],), 1)
-        assert np.shares_memory(job.results[0], batch) != is_copied
-        np.testing.assert_array_equal(job.results[0], batch[:rows])
+        assert isinstance(job.outcome, Answer)
+        (result,) = job.outcome.tensors
+        assert np.shares_memory(result, batch) != is_copied
+        np.testing.assert_array_equal(result, batch[:rows])
+        assert job.nbytes == 0
 
 
-def test_replay_cache_keeps_what_is_not_finished() -> None:
-    """However much comes after it: its retry would train a second time. Once finished it is the oldest."""
-    finished = {"two", "three", "four"}
-    cache: ReplayCache[str] = ReplayCache(is_finished=finished.__contains__, max_entries=2, max_bytes=100)
-    for name in ("one", "two", "three"):
-        cache.remember(name.encode(), name, nbytes=60)
-    assert (cache.find(b"one"), cache.find(b"two"), cache.find(b"three")) == ("one", None, "three")
-    finished.add("one")
-    cache.remember(b"four", "four", nbytes=60)
-    assert (cache.find(b"one"), cache.find(b"three"), cache.find(b"four")) == (None, None, "four")
+def test_jobs_that_have_not_ended_are_remembered() -> None:
+    """However much comes after them: a retry would train a second time. One that has ended since is the oldest."""
+    remembered = RememberedJobs(max_entries=2, max_bytes=100)
+    jobs = [backward_job(60) for _ in range(4)]
+
+    def known() -> list[int]:
+        return [number for number in range(4) if remembered.find(bytes([number])) is jobs[number]]
+
+    for number, job in enumerate(jobs[:3]):
+        remembered.remember(bytes([number]), job)
+        if number:
+            job.answer((), 1)
+    assert known() == [0, 2]
+    jobs[0].answer((), 1)
+    remembered.remember(bytes([3]), jobs[3])
+    assert known() == [3]
 
 
 def test_quorum_counts_per_sample() -> None:

@@ -20,13 +20,12 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.cli.watching import watching
-from dmoe_jax.metrics.exposition import as_text, snapshot
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.processes import open_local_swarm
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.identity import Address
-from tests.dmoe_jax.http_client import fetch, parsed, scrape
+from tests.dmoe_jax.http_client import fetch, figures_of, scrape
 from tests.dmoe_jax.training_rig import command, served_swarm
 
 
@@ -95,7 +94,7 @@ async def test_processes_show_themselves(tmp_path: Path, capsys: pytest.CaptureF
             {"targets": [dht.metrics], "labels": {"process": "dht", "command": "dht"}},
             {"targets": [node.metrics], "labels": {"process": "node0", "command": "node"}},
         ]
-        figures = parsed(as_text(snapshot(shown.families())))
+        figures = figures_of(shown.families())
         states = {tuple(value for _, value in labels): count for labels, count in figures["dmoe_up_processes"].items()}
         assert states == {("dht", "serving"): 1, ("node", "serving"): 1}
         assert figures["dmoe_up_trainer_step"] == {(("process", "trainer0"),): 0}
@@ -126,10 +125,6 @@ def outcome_elsewhere(args: list[str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def figures_of(monitor: Monitor) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    return parsed(as_text(snapshot(monitor.families())))
-
-
 async def run(settings: TrainCommand, swarm: Swarm, monitor: Monitor) -> dict[str, Any]:
     return await run_training(settings, settings.prepared(), swarm, monitor)
 
@@ -142,7 +137,7 @@ async def test_a_run_shows_its_figures_and_writes_its_trace(text: str, tmp_path:
         settings = command(tmp_path / "run", text, steps=4, eval_every=4, trace=tmp_path / "trace.json")
         assert monitor.why_not_ready() == "starting"
         headline = await run(settings, swarm, monitor)
-        found = figures_of(monitor)
+        found = figures_of(monitor.families())
         updates = sum(backend.update_count for backend in served.backends.values())
         node = served.node.recorder
     assert monitor.why_not_ready() == ""
@@ -177,7 +172,7 @@ async def test_a_trace_is_written_also_after_ctrl_c(text: str, tmp_path: Path) -
     monitor = Monitor("train")
     async with served_swarm() as (_, swarm), trio.open_nursery() as nursery:
         nursery.start_soon(run, settings, swarm, monitor)
-        await until(lambda: figures_of(monitor).get("dmoe_train_steps_total", {}).get((), 0) >= 3)
+        await until(lambda: figures_of(monitor.families()).get("dmoe_train_steps_total", {}).get((), 0) >= 3)
         nursery.cancel_scope.cancel()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "step" for event in events) >= 3
@@ -189,7 +184,7 @@ async def test_a_collaboration_shows_the_whole_swarm(text: str, tmp_path: Path) 
     settings = command(tmp_path / "run", text, steps=2, eval_every=2, target_batch_size=16, average_window_s=0.5)
     async with served_swarm() as (_, swarm):
         headline = await run(settings, swarm, monitor)
-        found = figures_of(monitor)
+        found = figures_of(monitor.families())
     assert found["dmoe_collaboration_target_samples"] == {(): 16}
     assert found["dmoe_collaboration_global_step"] == {(): 2}
     assert found["dmoe_collaboration_steps_alone_total"] == {(): 2}

@@ -42,9 +42,9 @@ def test_a_row_that_several_parts_take_travels_once() -> None:
         assert len(distinct) == len({int(row) for rows in wanted for row in rows})
         request = request_of([{"rows": len(rows)} for rows in wanted], index, batch[distinct])
         parts = parts_of_untrusted(request)
-        for rows, part in zip(wanted, parts, strict=True):
-            np.testing.assert_array_equal(part.rows_of(batch[distinct]), batch[rows])
-        pairs = np.concatenate([part.pairs_of(np.arange(len(index))) for part in parts])
+        for wanted_rows, (_, _, rows) in zip(wanted, parts, strict=True):
+            np.testing.assert_array_equal(batch[distinct][rows], batch[wanted_rows])
+        pairs = np.concatenate([np.arange(len(index))[own] for _, own, _ in parts])
         np.testing.assert_array_equal(pairs, np.arange(len(index)))
 
 
@@ -54,8 +54,8 @@ def test_rows_that_lie_together_are_not_copied() -> None:
     indices = (int32(1, 2, 3), int32(4), int32(1, 3), int32(2, 1), int32(0, 2, 2), int32(3, 4), int32())
     described = [{"rows": len(index)} for index in indices]
     parts = parts_of_untrusted(request_of(described, np.concatenate(indices), batch))
-    for part, is_view in zip(parts, (True, True, False, False, False, True, False), strict=True):
-        assert np.shares_memory(part.rows_of(batch), batch) == is_view
+    for (_, _, rows), is_view in zip(parts, (True, True, False, False, False, True, False), strict=True):
+        assert np.shares_memory(batch[rows], batch) == is_view
 
 
 X = np.zeros((3, 2), np.float32)

@@ -11,10 +11,10 @@ import pytest
 import trio
 
 from dmoe_jax.device import CostModel, Device, InlineDevice
-from dmoe_jax.expert_calls import BACKWARD, FORWARD
+from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.mixture.fan_out import REQUEST_BYTES, grouped
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, _add_rows
-from dmoe_jax.mixture.requests import REQUEST_BYTES, ExpertCall, grouped
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from net.errors import CallRefused, ConnectionLost, PeerBusy
@@ -134,7 +134,7 @@ async def test_a_node_gets_no_more_rows_in_a_call_than_it_takes(
             choice = choice._replace(calls=tuple(calls))
         outputs, answered, residual = await mixture.forward(choice, [X])
         assert swarm.statistics.failures == ({} if is_checked else {"refused": 3})
-        assert sorted(len(call.rows) for call, _ in residual.answered) == [1, 1, 1, 1, 2, 2, 2]
+        assert sorted(len(call.rows) for call in residual.answered) == [1, 1, 1, 1, 2, 2, 2]
         assert answered.tolist() == [[True, True, True, False]] * 2 + [[True] * 4]
         # Programs for one row, two and three round otherwise.
         np.testing.assert_allclose(outputs[[0, 1, 2], 0], swarm.backends["ffn.0"].forward([X]), rtol=1e-6, atol=1e-6)
@@ -176,7 +176,7 @@ async def test_grace_counts_for_each_part(autojump_clock: trio.testing.MockClock
     async with one_node(k_min=2, grace_s=1.5) as (swarm, mixture, _, choice):
         _, answered, residual = await mixture.forward(choice, [X])
         assert answered.tolist() == [[True, True, True, False]] * 3
-        assert [call.uid for call, _ in residual.answered] == ["ffn.0", "ffn.1", "ffn.2"]
+        assert [call.uid for call in residual.answered] == ["ffn.0", "ffn.1", "ffn.2"]
         assert (swarm.statistics.ok, swarm.statistics.failures) == (3, {"late": 1})
         await trio.sleep(5.0)
         status = swarm.nodes[0].status()

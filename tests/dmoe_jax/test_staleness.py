@@ -239,12 +239,14 @@ class Spy:
             is_first = not self.said[method]
             request = Request(method=method, body=body, tensors=tensors, peer_id=self.peer_id, peer_address=None)
             parts = parts_of_untrusted(request)
-            for number, outcome in outcomes_of_untrusted(reply, dict(enumerate(len(part.index) for part in parts))):
+            for number, outcome in outcomes_of_untrusted(
+                reply, {n: part["rows"] for n, (part, *_) in enumerate(parts)}
+            ):
                 assert isinstance(outcome, Answer)
-                part = parts[number]
-                self.said[method].append((dict(part.body), part.rows_of(tensors[1]).tobytes(), outcome.updates))
+                part, _, rows = parts[number]
+                self.said[method].append((dict(part), tensors[1][rows].tobytes(), outcome.updates))
             if method == BACKWARD and is_first:
-                self.lost = [dict(part.body) for part in parts]
+                self.lost = [dict(part) for part, *_ in parts]
                 raise ConnectionLost("the connection broke")
         return reply
 
