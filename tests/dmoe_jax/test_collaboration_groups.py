@@ -71,7 +71,7 @@ def test_sixteen_in_rows_of_four_make_the_steps_of_one_machine() -> None:
 
 def in_round(peer: Collaboration) -> int:
     """1: its row brings it chunks, and none is whole; 2: the first mean of its row is under way across; else 0."""
-    reducers = list(peer._stepping._rounds._all_reduce._running.values())
+    reducers = list(peer._forming.rounds._all_reduce._running.values())
     rows = [each.reduction for each in reducers if each._most_vectors is None]
     across = [each.reduction for each in reducers if each._most_vectors is not None]
     if not rows or any(count is not None for reduction in across for count in reduction.num_senders):
