@@ -55,9 +55,6 @@ class AveragingOptions:
     """Processes in a full group, the same for all."""
     average_dims: int = 1
     """Axes of the grid of processes: with 1 all are one group, with 2 and side M there are M groups of M in turn."""
-    average_group_size: int = 0
-    """With --target-batch-size: of more processes than this each exchanges gradients with twice as many others at most,
-    in two rounds on a grid, and not with all; the same for all processes. 0: all with all."""
     average_window_s: float = 5.0
     """How long a group waits for more members, seconds; a full one begins at once."""
     average_timeout_s: float = 30.0
@@ -166,7 +163,6 @@ class AveragingOptions:
         yield "--average-every or --target-batch-size", every or together, names
         alone = ("average_share", "average_fragments", "average_by_samples", "average_dims")
         yield "--average-every", every, alone
-        yield "--target-batch-size", together, ("average_group_size",)
         kept = ("average_kept", "average_value_bits", "average_residual_decay")
         yield "--average-compression top-k", self.is_sparse, kept
         outer = ("outer_learning_rate", "outer_momentum")
@@ -252,7 +248,6 @@ class AveragingOptions:
 
         return CollaborationConfig(
             target_batch_size=self.target_batch_size,
-            group_size=self.average_group_size or None,
             lead_s=self.average_window_s,
             timeout_s=self.average_timeout_s,
             role="client" if self.average_client else "auto",

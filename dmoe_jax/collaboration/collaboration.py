@@ -268,9 +268,7 @@ async def open_collaboration(
     if layout.rounding:
         _log.warning("collaboration %r: %s", name, layout.rounding)
     schema = f"{together.shared} {config.target_batch_size}\n{layout.schema}"
-    plan = plan_of(
-        size=layout.size, side=config.side, schema=schema, group_size=config.group_size, meaning=config.meaning
-    )
+    plan = plan_of(size=layout.size, side=config.side, schema=schema, meaning=config.meaning)
     within = plan.within(name)
     standing = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
     async with background_nursery() as nursery:

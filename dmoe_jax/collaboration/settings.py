@@ -18,19 +18,12 @@ from net.wire.compression import Compression
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollaborationConfig:
-    """How a peer takes part. Target, side and group size are the same for all peers."""
+    """How a peer takes part. Target and side are the same for all peers."""
 
     target_batch_size: int = 4096
     """Samples of all peers together that make a step (DeDLOC's and hivemind's default)."""
     side: int = 256
     """Most peers with gradients."""
-    group_size: int | None = None
-    """G: of more than G peers each exchanges gradients with about 2 (G - 1) others and not with all of them, in two
-    Moshpit rounds, within the rows of a grid and across them (`net.averaging.reduction.grid`). It is meant for up to
-    G * G peers; of more, columns are longer. Each row needs a peer with gradients that can be called: where these are
-    fewer than one in G, rows are longer. The step is the same but for rounding, and has the same bits on all peers. It
-    takes as many bytes in fewer messages, and some round trips more: see `python -m experiments.collaborative --part
-    groups`. None: all with all."""
     lead_s: float = 3.0
     """Seconds before a full batch at which groups form: as long as peers need to find each other, over the slowest
     line. Where a batch takes less than twice as long, groups form in the time in which peers answer each other, and a
@@ -71,11 +64,6 @@ class CollaborationConfig:
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:
             raise ValueError(f"target_batch_size must be at least 1, got {self.target_batch_size}")
-        if self.group_size is not None and not 2 <= self.group_size <= self.side:
-            raise ValueError(
-                f"group_size must be at least 2 peers and at most side ({self.side}), or None for all together, "
-                f"got {self.group_size}"
-            )
         for name in ("lead_s", "timeout_s", "silence_s", "late_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")

@@ -11,7 +11,6 @@ from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import FAINT, GREY, dress, series_style
 from experiments.bench import Experiment, Run
 from experiments.collaborative.albert_part import albert_figures, bars, draw_albert, measure_albert
-from experiments.collaborative.groups import group_figures
 from experiments.collaborative.processes import RealPeer, real_swarm
 from experiments.collaborative.scenes import (
     Played,
@@ -36,7 +35,6 @@ BARS: Mapping[str, Sequence[Bar]] = {
     ),
     "shares": (Bar(name="shares_over_optimum", bound=1.05),),
     "churn": (Bar(name="goodput", bound=0.9, comparison=">="), Bar(name="chains_apart", bound=0)),
-    "groups": (Bar(name="groups_bytes_over_one_group", bound=1.01),),
     "real": (Bar(name="equal_over_tls", bound=1e-5), Bar(name="real_next_step_s", bound=10)),
 }
 """Of each part."""
@@ -73,8 +71,6 @@ def measure(run: Run[CollaborativeSettings]) -> None:
         played = play_churn(virtual_s=settings.virtual_s, failure_every_s=settings.failure_every_s, seed=settings.seed)
         log_steps(run, "churn", played)
         run.log("figures", part="churn", **churn_figures(played))
-    if "groups" in settings.parts:
-        run.log("figures", part="groups", **group_figures(settings.group_peers, seed=settings.seed, say=run.say))
     if "albert" in settings.parts:
         measure_albert(run)
     if "real" in settings.parts:

@@ -7,7 +7,7 @@ from experiments.bench import Settings
 
 NAME = "collaborative"
 
-Part = Literal["equal", "batches", "shares", "churn", "groups", "albert", "real"]
+Part = Literal["equal", "batches", "shares", "churn", "albert", "real"]
 
 FRACTION = 0.05
 """How far from the target a batch may be."""
@@ -22,9 +22,8 @@ class CollaborativeSettings(Settings):
     part: tuple[Part, ...] = ()
     """equal: five peers, one joins and one is killed, beside one machine with the same samples. batches: eight peers
     with speeds of 1 to 10. shares: who reduces how much, against the optimum. churn: 16 peers of which one fails every
-    few seconds. groups: averaging in groups beside one group of all, among 16, 36 and 64 peers, with --quick 16.
-    albert: a small ALBERT on WikiText-2 beside one machine, all-reduce and a parameter server. real: processes over TLS
-    on this machine, with a kill -9 of each kind. Default: all, with --quick all but real."""
+    few seconds. albert: a small ALBERT on WikiText-2 beside one machine, all-reduce and a parameter server. real:
+    processes over TLS on this machine, with a kill -9 of each kind. Default: all, with --quick all but real."""
     steps: int = 20
     """Global steps of the scene `equal`."""
     minutes: float = 10.0
@@ -57,11 +56,6 @@ class CollaborativeSettings(Settings):
         """What is measured."""
         every: tuple[Part, ...] = get_args(Part)
         return self.part or (every[:-1] if self.quick else every)
-
-    @property
-    def group_peers(self) -> tuple[int, ...]:
-        """Sizes of the swarms of `groups`, whose groups are of their square root."""
-        return (16,) if self.quick else (16, 36, 64)
 
     @property
     def albert_sizes(self) -> tuple[int, ...]:

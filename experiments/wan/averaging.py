@@ -11,11 +11,11 @@ from experiments.wan.settings import Line
 from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.reduction.reducer import Array
 from net.identity import Address, PeerId
 from net.rpc.bulk import MemoryBudget
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim import Constant, HostOptions, run, simulate
+from net.types import Array
 
 TICK_S = 0.0002
 """Deliveries are rounded up to multiples of it: a fraction of what a part of half a MiB takes on the fastest line."""

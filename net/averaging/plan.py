@@ -1,6 +1,6 @@
 """Plans: the vectors that peers of one name average, announced in the DHT for each other and for auxiliary peers.
 
-    DHT, PREFIX.plan / peer id      [size, side, dims, schema, group size or null, whether it is reduced, meaning]
+    DHT, PREFIX.plan / peer id      [size, side, dims, schema, whether it is reduced, meaning]
 
 Peers of one name and one plan meet under `AveragingPlan.within(PREFIX)`: groups, states and progress of other plans are
 elsewhere, so that numbers of different meaning never come together. Each peer looks here who has another plan, and
@@ -20,14 +20,13 @@ from typing import Any
 
 import trio
 
-from net.averaging.grouping.group import MAX_GROUP_SIZE
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
 from net.errors import NetError, RemoteProtocolError
 from net.identity import PeerId
 from net.meaning import check_meaning, differing, is_meaning
-from net.wire.fields import FLAG, Field, integer, octets, optional, row_untrusted
+from net.wire.fields import FLAG, Field, integer, octets, row_untrusted
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +36,15 @@ ANNOUNCE_PERIOD_S = 60.0
 MAX_SIZE = 2**40
 """Numbers in the largest vector that can be announced."""
 
-_SCHEMA_BYTES = 32
 _WITHDRAWAL_S = 1.0
+_FIELDS: dict[str, Field[Any]] = {
+    "size": integer(1, MAX_SIZE),
+    "side": integer(2, 2**31),
+    "dims": integer(1, 31),
+    "schema": octets(32, 32),
+    "kind": FLAG,
+    "meaning": Field("a text that can be printed", is_meaning),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +52,7 @@ class AveragingPlan:
     """What peers must agree on to average together.
 
     Raises:
-      ValueError: the size, the grid, the group size or the meaning is out of range.
+      ValueError: the size, the grid or the meaning is out of range.
     """
 
     size: int
@@ -55,9 +61,6 @@ class AveragingPlan:
     """How its peers meet."""
     schema: bytes
     """Hash of all of it, and of what the numbers mean: peers of another one are refused."""
-    group_size: int | None = None
-    """Most members that average with each other in each of two rounds, 2 or more (`reduction.grid`); None: a group
-    averages in one."""
     is_reduced: bool = True
     """True if others can reduce the vectors; sparse ones are gathered."""
     meaning: str = ""
@@ -68,31 +71,19 @@ class AveragingPlan:
             raise ValueError(f"a vector has at least one number and at most {MAX_SIZE}, got size {self.size}")
         if self.grid.side < 2:
             raise ValueError(f"a grid of side {self.grid.side} has no groups of two")
-        if self.group_size is not None and self.group_size < 2:
-            raise ValueError(f"group_size must be at least 2 members, or None for all together, got {self.group_size}")
         check_meaning(self.meaning)
 
     @classmethod
     def of(
-        cls,
-        *,
-        size: int,
-        grid: MoshpitGrid,
-        schema: str,
-        group_size: int | None = None,
-        is_reduced: bool = True,
-        meaning: str = "",
+        cls, *, size: int, grid: MoshpitGrid, schema: str, is_reduced: bool = True, meaning: str = ""
     ) -> "AveragingPlan":
         """The plan of peers who know what their numbers mean.
 
         Args:
           schema: names and shapes of the parameters, and how they are averaged.
         """
-        two_rounds = "" if group_size is None else f" in groups of {group_size}"
-        agreed = hashlib.sha256(
-            f"{size} float32 {grid.side} {grid.dims}{two_rounds}\n{schema}\n{meaning}".encode()
-        ).digest()
-        return cls(size=size, grid=grid, schema=agreed, group_size=group_size, is_reduced=is_reduced, meaning=meaning)
+        agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}\n{meaning}".encode()).digest()
+        return cls(size=size, grid=grid, schema=agreed, is_reduced=is_reduced, meaning=meaning)
 
     def within(self, prefix: str) -> str:
         """The prefix under which peers of this name and plan find each other, and no others."""
@@ -100,8 +91,7 @@ class AveragingPlan:
 
     def to_value(self) -> Value:
         """What `parse_plan_untrusted` reads."""
-        grid = self.grid
-        return [self.size, grid.side, grid.dims, self.schema, self.group_size, self.is_reduced, self.meaning]
+        return [self.size, self.grid.side, self.grid.dims, self.schema, self.is_reduced, self.meaning]
 
     def facts(self) -> str:
         """The facts in which it may differ from other plans, for people, one a line."""
@@ -120,24 +110,12 @@ def parse_plan_untrusted(value: object) -> AveragingPlan:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    number, schema = integer(1, MAX_SIZE), octets(_SCHEMA_BYTES, _SCHEMA_BYTES)
-    fields: dict[str, Field[Any]] = {"size": number, "side": integer(2, 2**31), "dims": integer(1, 31)}
-    fields |= {"schema": schema, "group size": optional(integer(2, MAX_GROUP_SIZE)), "kind": FLAG, "meaning": _MEANING}
-    size, side, dims, agreed, group_size, is_reduced, meaning = row_untrusted(value, "a plan", **fields)
+    size, side, dims, schema, is_reduced, meaning = row_untrusted(value, "a plan", **_FIELDS)
     try:
-        return AveragingPlan(
-            size=size,
-            grid=MoshpitGrid(side=side, dims=dims),
-            schema=agreed,
-            group_size=group_size,
-            is_reduced=is_reduced,
-            meaning=meaning,
-        )
+        grid = MoshpitGrid(side=side, dims=dims)
+        return AveragingPlan(size=size, grid=grid, schema=schema, is_reduced=is_reduced, meaning=meaning)
     except ValueError as error:
         raise RemoteProtocolError(f"bad plan: {error}") from error
-
-
-_MEANING: Field[str] = Field("a text that can be printed", is_meaning)
 
 
 async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: AveragingPlan) -> None:

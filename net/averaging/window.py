@@ -1,10 +1,12 @@
 """How many bytes an exchange keeps under way towards a peer: enough for the line, within the memory of the process."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import trio
 
-from net.rpc.bulk import GAIN, MemoryBudget
+from net.averaging.grouping.group import Group
+from net.rpc.bulk import GAIN, BulkTraffic, MemoryBudget
 
 
 class BulkWindow:
@@ -69,3 +71,34 @@ class BulkWindow:
         """Let those look again who wait in `take`: more may be allowed now."""
         self._change.set()
         self._change = trio.Event()
+
+
+class Pace:
+    """What one member of an all-reduce keeps under way to fill its line, for each reducer.
+
+    All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
+    to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
+
+    A chunk is averaged when the furthest sender has brought it. How far that one is from the reducer a member does not
+    know, but no further than from the member itself plus from there to the reducer: so a mean takes up to half of the
+    round trip to the furthest sender longer than the round trip to its reducer. Where the triangle inequality does not
+    hold, windows are somewhat small.
+
+    Args:
+      bulk: of this member. group: whose members are meant. own: its place among them.
+      lengths: of what each of them reduces.
+    """
+
+    def __init__(self, bulk: BulkTraffic, group: Group, own: int, lengths: Sequence[int]) -> None:
+        self._line = bulk.line
+        self._paths = {index: bulk.path(member.peer_id) for index, member in enumerate(group.members) if index != own}
+        self._senders = [path for index, path in self._paths.items() if group.members[index].sends]
+        self._lengths = {index: lengths[index] for index in self._paths}
+        self._total = max(1, sum(self._lengths.values()))
+
+    def full_bytes(self, reducer: int) -> float:
+        """What fills the line, of chunks for this reducer."""
+        rate = min(self._line.rate, math.fsum(path.rate for index, path in self._paths.items() if self._lengths[index]))
+        furthest_s = max((path.round_trip_s or 0.0 for path in self._senders), default=0.0)
+        answer_s = (self._paths[reducer].round_trip_s or 0.0) + 0.5 * furthest_s
+        return rate * self._lengths[reducer] / self._total * answer_s

@@ -44,19 +44,6 @@ def test_a_collaboration_may_compress() -> None:
     assert options.collaboration().rounds().all_reduce.compression is Compression.BLOCKWISE_8BIT
 
 
-def test_a_collaboration_may_average_in_groups() -> None:
-    """Not a single averager, which has a grid of its own."""
-    assert AveragingOptions(target_batch_size=64).collaboration().group_size is None
-    options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-group-size", "8"])
-    options.check()
-    assert options.collaboration().group_size == 8
-    for group_size in (1, -4, 257):
-        with pytest.raises(UsageError, match="group_size must be at least 2 peers and at most side"):
-            AveragingOptions(target_batch_size=64, average_group_size=group_size).check()
-    with pytest.raises(UsageError, match="--average-group-size is for --target-batch-size"):
-        AveragingOptions(average_every=10, average_group_size=8).check()
-
-
 def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> None:
     """What is kept for later takes its place; flags that are given count. The optimiser keeps it in its state."""
     words = ["--average-every", "50", "--average", "pseudo-gradients", "--average-compression", "top-k"]
@@ -176,7 +163,6 @@ def test_methods_become_their_optimisers() -> None:
         ("--average pseudo-gradients --average-fragments 2 --target-batch-size 64", "--average-fragments is for"),
         ("--average-dims 2 --target-batch-size 64", "--average-dims is for --average-every"),
         ("--no-average-by-samples --target-batch-size 64", "--no-average-by-samples is for --average-every"),
-        ("--average-group-size 8 --average-every 5", "--average-group-size is for --target-batch-size"),
         ("--average-kept 32 --average-every 5", "--average-kept is for --average-compression top-k"),
         ("--average-value-bits 4 --average-every 5", "--average-value-bits is for --average-compression top-k"),
         ("--average-residual-decay 0.5 --average-every 5", "--average-residual-decay is for --average-compression"),

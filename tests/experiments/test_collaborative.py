@@ -10,7 +10,6 @@ from rich.console import Console
 from dmoe_jax.collaboration import GlobalStep
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
-from experiments.collaborative.groups import averagings
 from experiments.collaborative.measurement import EXPERIMENT, measure
 from experiments.collaborative.processes import RealPeer, real_swarm
 from experiments.collaborative.regression import batch_gradient, gradient, regression
@@ -93,17 +92,6 @@ def test_real_processes_over_tls_survive_a_kill(tmp_path: Path) -> None:
     assert found.unexplained == ()
     assert found.difference <= 1e-5
     assert assisted >= 1
-
-
-def test_groups_send_as_many_bytes_in_fewer_messages() -> None:
-    """2 (1 - 1 / 9) vectors each, of nine peers; what else is sent is small beside 400 kB."""
-    one, groups = (
-        averagings(9, group_size=group_size, size=100_000, bits_per_s=1e8, latency_s=0.05)[1]
-        for group_size in (None, 3)
-    )
-    assert one.nbytes == pytest.approx(16 / 9, rel=0.01)
-    assert groups.nbytes == pytest.approx(16 / 9, rel=0.01)
-    assert groups.frames < one.frames
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"minutes": 0.0}, {"failure_every_s": -1.0}])

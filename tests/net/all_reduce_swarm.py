@@ -11,12 +11,12 @@ import trio
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig, parts_of
-from net.averaging.reduction.reducer import Array
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.rpc.peer import open_rpc_peer
 from net.transport.sim import simulate
 from net.transport.sim.links import Constant, HostOptions
+from net.types import Array
 from net.wire.tensors import Outgoing
 from tests.net.sim_hosts import peer
 

@@ -12,8 +12,8 @@ import trio
 
 from net.averaging.reduction.all_reduce import AllReduceResult
 from net.averaging.reduction.partition import ChunkName
-from net.averaging.reduction.reducer import Array
 from net.errors import CallRefused, DialFailed, PeerBusy
+from net.types import Array
 from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, T, Watched, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation, peer
 
@@ -54,7 +54,7 @@ async def test_calls_for_groups_that_never_come() -> None:
         errors: list[Exception] = []
 
         async def call(group_id: bytes) -> None:
-            body = ChunkName(group_id=group_id, size=1234, start=0).body()
+            body = ChunkName(group_id=group_id, size=1234, start=0, wish=1).body()
             target = peers.group.members[1].contact
             try:
                 await peers.callers[0].call(target, METHOD, body, [np.zeros(100, np.float32)], timeout_s=60.0)
@@ -97,7 +97,7 @@ def test_bad_calls_are_refused(caller: int, body: dict[str, Any], tensor: Array,
             start, _ = peers.part(1)
 
             async def bad_call() -> None:
-                name = ChunkName(group_id=GROUP, size=1234, start=start).body()
+                name = ChunkName(group_id=GROUP, size=1234, start=start, wish=1).body()
                 target = peers.group.members[1].contact
                 with pytest.raises(CallRefused, match=reason):
                     await peers.callers[caller].call(target, METHOD, {**name, **body}, [tensor], timeout_s=60.0)

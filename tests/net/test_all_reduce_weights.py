@@ -10,9 +10,10 @@ import trio
 from net.averaging.grouping.group import Role
 from net.averaging.reduction.all_reduce import AllReduceResult
 from net.averaging.reduction.partition import MAX_WEIGHT, AllReduceConfig, ChunkName, Part
-from net.averaging.reduction.reducer import Array, PartReduction
+from net.averaging.reduction.reducer import PartReduction
 from net.errors import CallRefused, RemoteProtocolError
 from net.rpc.base import Reply
+from net.types import Array
 from net.wire.compression import Compressed, Compression, compressed_in_place, encode
 from net.wire.tensors import plain
 from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, Swarm, assert_complete, mean, swarm, vectors
@@ -128,7 +129,7 @@ def test_weights_of_others_that_cannot_be(weight: Any) -> None:
     async def test() -> None:
         async with swarm(3) as peers:
             start, _ = peers.part(1)
-            body = ChunkName(group_id=GROUP, size=1234, start=start).body()
+            body = ChunkName(group_id=GROUP, size=1234, start=start, wish=1).body()
             call = peers.callers[0].call
             with pytest.raises(CallRefused, match=r"weight must be a float from 0 to 1e\+12"):
                 await call(
@@ -201,26 +202,6 @@ async def test_who_is_lost_is_missing_in_the_sums() -> None:
             results = await peers.run(vectors(4, 8000), delays_s={0: None})
         assert not any(result.complete for result in results)
         assert {result.weight for result in results} == {None}
-
-
-@in_simulation
-async def test_an_answer_without_a_weight_is_weighted_as_announced() -> None:
-    """As those of earlier versions; and nobody else may have told another weight then."""
-    async with swarm(3) as peers:
-        for caller in peers.callers:
-            entry = caller._caller._service._methods[METHOD]  # type: ignore[attr-defined]
-            serve = entry.handler
-
-            async def without(request: Any, serve: Any = serve) -> Any:
-                reply = await serve(request)
-                return replace(reply, body={key: value for key, value in reply.body.items() if key != "weight"})
-
-            entry.handler = without
-        results = await peers.run(vectors(3))
-        assert_complete(results, mean(vectors(3)))
-        assert {result.weight for result in results} == {3.0}
-        peers.group = replace(peers.group, group_id=b"h" * 16)
-        assert not any(each.complete for each in await weighted(peers, [*vectors(3)], [1.0, 1.0, 2.0]))
 
 
 @pytest.mark.parametrize("compression", LOSSY)

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.reduction.chunk_exchange import ChunkReducer
-from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig, ChunkName, parts_of
-from net.rpc.bulk import MIN_BUDGET_BYTES, MemoryBudget
+from net.averaging.reduction.chunk_exchange import ChunkReducer, Task
+from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig, parts_of
+from net.rpc.bulk import MIN_BUDGET_BYTES
 from net.rpc.peer import RpcPeer
 from net.transport.sim.links import HostOptions
 from tests.net.all_reduce_swarm import METHOD, Swarm, assert_complete, mean, swarm, vectors
@@ -53,7 +53,7 @@ async def test_a_small_budget_costs_time_and_nothing_else() -> None:
 
 @in_simulation
 async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -> None:
-    """As those of earlier versions, whose answers have no room in them: `MAX_WINDOW` chunks of each sender at most."""
+    """`MAX_WINDOW` chunks of each sender at most."""
     async with swarm(3, config=CONFIG, hosts=LINE) as peers:
         originals = [caller._caller for caller in peers.callers]
         assert all(isinstance(original, RpcPeer) for original in originals)
@@ -63,7 +63,7 @@ async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -
 
             async def without_room(request: Any, serve: Any = serve) -> Any:
                 reply = await serve(request)
-                return replace(reply, body={key: value for key, value in reply.body.items() if key != "room"})
+                return replace(reply, body={**reply.body, "room": 0})
 
             entry.handler = without_room
         values = vectors(3, SIZE)
@@ -76,20 +76,22 @@ async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -
 @in_simulation
 async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
     """Whatever it wishes for: by the most that is ever granted, by its share of half of the budget, and by what is
-    left of that; nothing without a wish. All of it comes back when the reducer is closed."""
+    left of that; nothing to who wishes for nothing. All of it comes back when the reducer is closed."""
     async with swarm(3) as peers:
-        part = parts_of(peers.group, 10**6, chunk_size=1024)[0]
-        budget = MemoryBudget(2 * 2**20)
-        reducer = ChunkReducer(
-            peers.group,
-            0,
-            part=part,
+        part, budget = parts_of(peers.group, 10**6, chunk_size=1024)[0], peers.callers[0].bulk.budget
+        budget.max_bytes = 2 * 2**20
+        task = Task(
+            caller=peers.callers[0],
+            method=METHOD,
+            group=peers.group,
+            own=0,
             vector=np.zeros(10**6, np.float32),
             average=np.zeros(10**6, np.float32),
+            weight=None,
             config=CONFIG,
-            budget=budget,
         )
-        assert reducer._room(1, None) == MAX_WINDOW
+        reducer = ChunkReducer(task, part)
+        assert reducer._room(1, 0) == MAX_WINDOW
         # Half of 2 MiB for three senders is 85 chunks of 4 KiB for each.
         assert reducer._room(1, 10**9) == MAX_WINDOW + 85
         assert reducer._room(1, 1) == MAX_WINDOW + 85  # never fewer than it was told
@@ -98,15 +100,5 @@ async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
         assert reducer._room(2, 10**9) == MAX_WINDOW
         reducer.close()
         assert budget.used_bytes == budget.max_bytes - 85 * 4096
-        large = ChunkReducer(
-            peers.group, 0, part=part, vector=None, average=np.zeros(10**6, np.float32), config=CONFIG,
-            budget=MemoryBudget(),
-        )  # fmt: skip
+        large = ChunkReducer(replace(task, caller=peers.callers[1], vector=None), part)
         assert large._room(1, 10**9) == min(MAX_ROOM, part.num_chunks)
-
-
-def test_a_wish_is_said_or_not() -> None:
-    """Those of earlier versions do not."""
-    name = ChunkName(group_id=bytes(16), size=10, start=0)
-    assert "wish" not in name.body()
-    assert name._replace(wish=7).body()["wish"] == 7

@@ -133,19 +133,12 @@ def test_a_plan_travels() -> None:
     """By value; what it is made of is checked, with the numbers in the message."""
     assert parse_plan_untrusted(PLAN.to_value()) == PLAN
     assert PLAN.schema != AveragingPlan.of(size=50, grid=GRID, schema="other").schema
-    in_groups = AveragingPlan.of(size=50, grid=GRID, schema="", group_size=4)
-    assert parse_plan_untrusted(in_groups.to_value()) == in_groups
-    assert in_groups.schema != PLAN.schema  # who averages otherwise is not met
-    with pytest.raises(RemoteProtocolError, match="group size of a plan must be"):
-        parse_plan_untrusted([50, 4, 1, bytes(32), 1, True, ""])
-    with pytest.raises(ValueError, match=r"group_size must be at least 2 members, .* got 1"):
-        AveragingPlan.of(size=50, grid=GRID, schema="", group_size=1)
     with pytest.raises(ValueError, match="got size 0"):
         AveragingPlan.of(size=0, grid=GRID, schema="")
     with pytest.raises(ValueError, match="side 1 has no groups of two"):
         AveragingPlan.of(size=5, grid=MoshpitGrid(side=1), schema="")
     with pytest.raises(RemoteProtocolError, match="at most 2147483647 cells"):
-        parse_plan_untrusted([50, 2**31, 2, bytes(32), None, True, ""])
+        parse_plan_untrusted([50, 2**31, 2, bytes(32), True, ""])
 
 
 anything = st.recursive(

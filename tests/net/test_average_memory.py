@@ -10,7 +10,7 @@ import pytest
 from net.averaging.grouping.group import Role
 from net.averaging.reduction.all_reduce import AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.reduction.reducer import Array
+from net.types import Array
 from net.wire.frames import EncodedFrame
 from net.wire.messages import CallReply, encode_message
 from tests.net.all_reduce_swarm import Swarm, assert_complete, mean, swarm, vectors

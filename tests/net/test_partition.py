@@ -17,7 +17,7 @@ from net.errors import RemoteProtocolError
 from net.identity import Address, PeerId
 from net.wire.codec import decode_untrusted, encode
 
-NAME = ChunkName(group_id=b"g" * 16, size=100, start=8)
+NAME = ChunkName(group_id=b"g" * 16, size=100, start=8, wish=3, weight=2.5)
 
 
 def test_chunks_of_a_part() -> None:
@@ -65,7 +65,10 @@ def test_names_survive_the_wire() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"group": b"short"}, {"group": "g" * 16}, {"group": None}, {"size": -1}, {"size": True}, {"start": 1.0}],
+    [
+        *({"group": b"short"}, {"group": "g" * 16}, {"group": None}, {"size": -1}, {"size": True}, {"start": 1.0}),
+        *({"wish": None}, {"wish": -1}, {"weight": -1.0}, {"weight": 1}),
+    ],
 )
 def test_names_that_are_none(changes: dict[str, object]) -> None:
     """Of another length, type or sign."""

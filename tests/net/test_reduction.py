@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from net.averaging.reduction.partition import MAX_WINDOW, Part
-from net.averaging.reduction.reducer import Array, PartReduction, is_finite, mean_into, values_untrusted
+from net.averaging.reduction.reducer import PartReduction, is_finite, mean_into, values_untrusted
 from net.errors import RemoteProtocolError
+from net.types import Array
 from net.wire.compression import Compression
 
 T = 5.0

@@ -12,12 +12,6 @@ times, and less again as steps are made. Whoever's connection breaks is gone at 
 
 All members hold the very same numbers afterwards, or their parameters would part: under compression, too
 (`AllReduceConfig.is_identical`). What they vote on is a digest of the average and of the weights behind it.
-
-Where a group is larger than the plan's `group_size` its members average in two Moshpit rounds, on a grid that each of
-them makes of the list of members (`net.averaging.reduction.grid`), and a member exchanges vectors, and signs of life,
-with its row and its column alone. The group stays one in all else: it forms as one, and it settles as one, over both
-rounds. So whoever fails in either of them costs what it costs in one group: those that are left average once more, on a
-grid of their own, and nobody ever has an average that others have not.
 """
 
 import hashlib
@@ -102,23 +96,22 @@ class Averaged:
     """All-reduces that it took."""
 
 
-def plan_of(*, size: int, side: int, schema: str, group_size: int | None = None, meaning: str = "") -> AveragingPlan:
+def plan_of(*, size: int, side: int, schema: str, meaning: str = "") -> AveragingPlan:
     """What the peers of a collaboration agree on.
 
     Args:
       size: numbers in the vector.
       side: most members that have a vector.
       schema: names and shapes of the parameters. meaning: what the numbers mean beyond that (`net.meaning`).
-      group_size: most members that exchange vectors with each other in each of two rounds; None: all do in one.
 
     Raises:
-      ValueError: size, side or group size is out of range.
+      ValueError: size or side is out of range.
     """
     # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
-    # and those of earlier versions.
+    # and those who do not, or otherwise.
     grid = MoshpitGrid(side=side, dims=1)
     schema = f"weights with chunks, unknown lines are slow\n{schema}"
-    return AveragingPlan.of(size=size, grid=grid, schema=schema, group_size=group_size, meaning=meaning)
+    return AveragingPlan.of(size=size, grid=grid, schema=schema, meaning=meaning)
 
 
 class StepAveraging:
@@ -158,7 +151,6 @@ class StepAveraging:
         self._dht = dht
         self._size = plan.size
         self._agreed = plan.schema
-        self._group_size = plan.group_size
         self._role = role
         self._speeds = speeds
         self._nursery = nursery
@@ -306,14 +298,11 @@ class StepAveraging:
         return following
 
     async def _reduce(self, group: Group, vector: Array | None, weight: float) -> AllReduceResult:
-        partners = self._all_reduce.partners(group, self._size, group_size=self._group_size)
         async with background_nursery() as nursery:
             for member in group.members:
-                if member.peer_id in partners:
+                if member.peer_id != self._caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            result = await self._all_reduce.run(
-                group, vector, size=self._size, weight=weight, group_size=self._group_size
-            )
+            result = await self._all_reduce.run(group, vector, size=self._size, weight=weight)
         # How long it took tells nothing of the line: others may have compressed what they sent.
         return result
 
@@ -348,9 +337,8 @@ class StepAveraging:
             with suppress(*PEER_ERRORS):
                 await ping(self._caller, contact, silence_s=self._config.silence_s)
 
-        partners = self._all_reduce.partners(group, self._size, group_size=self._group_size)
         for member in group.members:
-            if member.address is not None and member.peer_id in partners:
+            if member.address is not None and member.peer_id != self._caller.peer_id:
                 self._nursery.start_soon(connect, member.contact)
 
 

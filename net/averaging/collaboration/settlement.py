@@ -293,7 +293,7 @@ class Settlement:
             complete = optional(FLAG).of_untrusted(request.body, "complete")
             digest = optional(_DIGEST).of_untrusted(request.body, "digest")
             note = optional(_NOTE).of_untrusted(request.body, "note")
-            weight = TOTAL_WEIGHT.of_untrusted(request.body, "weight")
+            weight = optional(TOTAL_WEIGHT).of_untrusted(request.body, "weight")
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
         case = await self._known(group_id)
@@ -344,7 +344,7 @@ def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
         survivors=_PLACES.of_untrusted(body, "survivors"),
         next_id=octets(0, GROUP_ID_BYTES).of_untrusted(body, "next"),
         notes=_NOTE.of_untrusted(body, "notes"),
-        weight=TOTAL_WEIGHT.of_untrusted(body, "weight") or 0.0,
+        weight=TOTAL_WEIGHT.of_untrusted(body, "weight"),
     )
     if not outcome.committed:
         if max(outcome.survivors, default=0) >= len(group.members):

@@ -23,7 +23,6 @@ Memory. A member holds one payload of each other member; see `payloads`.
 
 import math
 import sys
-from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -41,27 +40,20 @@ from net.averaging.gathering.payloads import (
     Payloads,
     bytes_untrusted,
 )
+from net.averaging.group_calls import MAX_CALLS, KnownGroups, placed
 from net.averaging.grouping.group import Group, Role
-from net.averaging.placing import placed
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
-from net.errors import CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
+from net.errors import CallRefused, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.rpc.base import Body, Caller, Reply, Request, read_request
 from net.types import Array
 
-MAX_CALLS = 4096
-"""Calls served at once, of each method, of all groups."""
-
-MAX_EARLY_CALLS = 512
-"""Of these, calls for a group that this member has not heard of yet; of one peer at most `_MAX_EARLY_OF_ONE`."""
-
 _MAX_EARLY_OF_ONE = 32
+"""Calls of one peer for groups that this member has not heard of yet."""
+
 _MAX_PIECES = 128
 """Pieces under way to one member at most: one connection serves 256 calls at once."""
-
-_MAX_PAST_GROUPS = 64
-"""Groups that are over and still known, so that late calls are refused at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,12 +85,9 @@ class AllGather:
         self._caller = caller
         self._config = config
         self._bring, self._fetch = f"averaging.{prefix}.bring", f"averaging.{prefix}.fetch"
-        self._held: OrderedDict[bytes, _Gathering] = OrderedDict()
-        """The group at work, and the last one that is over: others may still fetch from it."""
-        self._past: deque[bytes] = deque(maxlen=_MAX_PAST_GROUPS)
+        # The group at work, and the last one that is over: others may still fetch from it.
+        self._groups = KnownGroups[_Gathering]("gather", max_early=_MAX_EARLY_OF_ONE, wait_s=config.sender_timeout_s)
         self._sent_bytes = 0
-        self._num_early: Counter[PeerId] = Counter()
-        self._arrival = trio.Event()  # of the next group
         caller.add_handler(self._bring, self._serve_bring, max_concurrent=MAX_CALLS)
         caller.add_handler(self._fetch, self._serve_fetch, max_concurrent=MAX_CALLS)
 
@@ -106,11 +95,11 @@ class AllGather:
         """Serve no more calls, and hold nothing any more."""
         self._caller.remove_handler(self._bring)
         self._caller.remove_handler(self._fetch)
-        self._held.clear()
+        self._groups.at_work.clear()
 
     def knows(self, group_id: bytes) -> bool:
-        """Whether such a group is or was at work here: a sound leader draws a new id for each."""
-        return group_id in self._held or group_id in self._past
+        """True if such a group is or was at work here: a sound leader draws a new id for each."""
+        return group_id in self._groups
 
     async def run(self, group: Group, payload: Array, *, timeout_s: float = math.inf) -> Gathered:
         """Exchange payloads with the group. Ends within the timeouts, whatever the others do.
@@ -127,11 +116,9 @@ class AllGather:
         """
         methods = self._bring, self._fetch
         gathering = _Gathering(self._caller, methods, group, payload, self._config, on_sent=self._count)
-        self._held[group.group_id] = gathering
-        while len(self._held) > 2:
-            self._past.append(self._held.popitem(last=False)[0])
-        self._arrival.set()
-        self._arrival = trio.Event()
+        self._groups.begin(group.group_id, gathering)
+        if len(self._groups.at_work) > 2:
+            self._groups.end(next(iter(self._groups.at_work)))
         try:
             with trio.move_on_after(min(timeout_s, self._config.timeout_s)):
                 await gathering.run()
@@ -145,7 +132,7 @@ class AllGather:
 
     async def _serve_bring(self, request: Request) -> Reply:
         group_id, nbytes, start = read_request(request, group=GROUP_ID, size=NBYTES, start=NBYTES)
-        gathering = await self._known(request.peer_id, group_id)
+        gathering = await self._groups.find(request.peer_id, group_id)
         try:
             gathering.receive_untrusted(request, nbytes, start)
         except RemoteProtocolError as error:
@@ -154,35 +141,11 @@ class AllGather:
 
     async def _serve_fetch(self, request: Request) -> Reply:
         group_id, nbytes, start, of = read_request(request, group=GROUP_ID, size=NBYTES, start=NBYTES, of=PLACE)
-        gathering = await self._known(request.peer_id, group_id)
+        gathering = await self._groups.find(request.peer_id, group_id)
         try:
             return await gathering.give_untrusted(request, nbytes, start, of)
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
-
-    async def _known(self, peer_id: PeerId, group_id: bytes) -> "_Gathering":
-        """The group, for which members may call that have heard of it earlier.
-
-        Raises:
-          CallRefused: it is over, or does not come.
-          PeerBusy: too many calls wait already.
-        """
-        if (known := self._held.get(group_id)) is not None:
-            return known
-        if self._num_early[peer_id] >= _MAX_EARLY_OF_ONE or self._num_early.total() >= MAX_EARLY_CALLS:
-            raise PeerBusy("too many calls wait for groups to be heard of")
-        self._num_early[peer_id] += 1
-        try:
-            with trio.move_on_after(self._config.sender_timeout_s):
-                while group_id not in self._past:
-                    if (known := self._held.get(group_id)) is not None:
-                        return known
-                    await self._arrival.wait()
-        finally:
-            self._num_early[peer_id] -= 1
-            if not self._num_early[peer_id]:
-                del self._num_early[peer_id]
-        raise CallRefused(f"this peer does not gather with group {group_id.hex()}")
 
 
 class _Gathering:

@@ -15,7 +15,7 @@ overwritten with own values. The average's memory stays with the process, and is
 nobody has the last one any more: pages that are touched for the first time cost a tenth.
 
 Windows. On a long line `window_bytes` would leave it idle. So the window towards each reducer follows the line
-(`net.averaging.window`, `exchange.Pace`), as far as the reducer grants: a chunk says how many its sender would like to
+(`net.averaging.window`), as far as the reducer grants: a chunk says how many its sender would like to
 have under way, and the answer how many it may. What goes beyond `window_bytes` at either end comes out of the process's
 memory budget.
 
@@ -25,43 +25,28 @@ Differences are smaller than values and lose less, and members that agree keep w
 coarse the compression. But each then has its own rounding: where all must end with the very same numbers
 (`AllReduceConfig.is_identical`), the answer is the compressed mean itself, and the reducer keeps what the others get.
 
-Large groups. In one group each member calls all others. Told a `group_size`, a larger group averages on a grid, in two
-rounds: within rows of so many members, and across the rows (`grid`, `two_rounds`). All of the above is true of each.
-
 Weights. What a member's vector counts was announced when the group formed, or is told with its chunks, if it was not
 known then. Answers say the sum of the weights in them. Where two of them differ somebody is missing in one of them, or
 has told its reducers different weights: the average is not complete.
 """
 
+import functools
 import math
 import sys
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import trio
 
+from net.averaging.group_calls import MAX_CALLS, KnownGroups
 from net.averaging.grouping.group import Group
-from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender
-from net.averaging.reduction.exchange import OneRound
-from net.averaging.reduction.grid import ReductionGrid, grid_of
-from net.averaging.reduction.partition import MAX_WEIGHT, MAX_WINDOW, AllReduceConfig, Part, parse_name_untrusted
-from net.averaging.reduction.reducer import Array
-from net.averaging.reduction.two_rounds import TwoRounds
-from net.errors import CallRefused, PeerBusy, RemoteProtocolError
+from net.averaging.reduction.chunk_exchange import ChunkReducer, ChunkSender, Task
+from net.averaging.reduction.partition import MAX_WEIGHT, MAX_WINDOW, AllReduceConfig, parse_name_untrusted, parts_of
+from net.averaging.window import Pace
+from net.errors import CallRefused, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
-
-MAX_CALLS = 4096
-"""Calls served at once, of all groups: a full window of 256 members. How many bytes a member may have under way is
-bounded for each connection by the RPC layer."""
-
-MAX_EARLY_CALLS = 512
-"""Of these, calls for a group that this member has not heard of yet; of one peer at most `MAX_WINDOW`."""
-
-_MAX_PAST_GROUPS = 64
-"""Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
+from net.types import Array
 
 _KEPT_BYTES = 8 * 2**20
 """Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, up to
@@ -107,13 +92,7 @@ class AllReduce:
         self._caller = caller
         self._config = config
         self._method = f"averaging.{prefix}.reduce"
-        self._running: dict[bytes, ChunkReducer] = {}
-        """By the group ids that calls name: on a grid there are several to a group."""
-        self._reducing: dict[bytes, tuple[ChunkReducer, ...]] = {}
-        self._sending: dict[bytes, tuple[ChunkSender, ...]] = {}
-        self._past: deque[frozenset[bytes]] = deque(maxlen=_MAX_PAST_GROUPS)
-        self._num_early: Counter[PeerId] = Counter()
-        self._arrival = trio.Event()  # of the next group
+        self._groups = KnownGroups[_Exchange]("average", max_early=MAX_WINDOW, wait_s=config.sender_timeout_s)
         self._last: Array | None = None  # average, see `_memory`
         caller.add_handler(self._method, self._serve, max_concurrent=MAX_CALLS)
         # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
@@ -127,19 +106,13 @@ class AllReduce:
         self._caller.remove_handler(self._method)
 
     def knows(self, group_id: bytes) -> bool:
-        """Whether such a group is or was at work here: a sound leader draws a new id for each."""
-        return group_id in self._sending or self._is_past(group_id)
-
-    def _is_past(self, group_id: bytes) -> bool:
-        return any(group_id in each for each in self._past)
+        """True if such a group is or was at work here: a sound leader draws a new id for each."""
+        return group_id in self._groups
 
     def lose(self, group_id: bytes, peer_id: PeerId) -> None:
-        """A member is known to be gone: what is not averaged yet goes on without waiting for it."""
-        for reducer in self._reducing.get(group_id, ()):
-            reducer.lose(peer_id)
-        for sender in self._sending.get(group_id, ()):
-            if sender.reducer.peer_id == peer_id:
-                sender.stop()
+        """Go on without a member that is known to be gone: what is not averaged yet does not wait for it."""
+        if (exchange := self._groups.at_work.get(group_id)) is not None:
+            exchange.lose(peer_id)
 
     async def run(
         self,
@@ -148,7 +121,6 @@ class AllReduce:
         *,
         size: int,
         weight: float | None = None,
-        group_size: int | None = None,
         timeout_s: float = math.inf,
     ) -> AllReduceResult:
         """Average with the group. Ends within the timeouts, whatever the others do.
@@ -160,36 +132,35 @@ class AllReduce:
           size: of everybody's vector, 1 or more.
           weight: of this member's, 0 to `MAX_WEIGHT`, in place of what the group was told; None: as it was told. With 0
             it adds nothing to the mean; where all have 0 the mean is 0.
-          group_size: most members that average with each other in each of two rounds, the same in all members; see
-            `net.averaging.reduction.grid`. On a grid all members end with the very same numbers. None: one round.
           timeout_s: the longest it may take, if that is less than configured.
 
         Raises:
-          ValueError: this peer is not in the group, or the weight or the group size is out of range.
+          ValueError: this peer is not in the group, or the weight is out of range.
         """
         if weight is not None and not 0 <= weight <= MAX_WEIGHT:
             raise ValueError(f"the weight of a vector is from 0 to {MAX_WEIGHT:g}, got {weight}")
-        weight = None if weight is None else float(weight)  # as the wire demands
-        own = group.index(self._caller.peer_id)
-        average = self._memory(size)
+        own, average = group.index(self._caller.peer_id), self._memory(size)
         if vector is None:
             average[:] = 0.0
-        exchange = self._exchange(group, own, vector, average, weight, group_size)
-        self._reducing[group.group_id] = tuple(exchange.reducers.values())
-        self._sending[group.group_id] = tuple(exchange.senders)
-        self._running.update(exchange.reducers)
-        self._arrival.set()
-        self._arrival = trio.Event()
+        task = Task(
+            caller=self._caller,
+            method=self._method,
+            group=group,
+            own=own,
+            vector=vector,
+            average=average,
+            weight=None if weight is None else float(weight),  # as the wire demands
+            config=self._config,
+        )
+        exchange = _Exchange(task)
+        self._groups.begin(group.group_id, exchange)
         try:
             with trio.move_on_after(min(timeout_s, self._config.timeout_s)):
                 await exchange.run()
         finally:
-            for group_id, reducer in exchange.reducers.items():
-                reducer.close()
-                del self._running[group_id]
-            del self._reducing[group.group_id], self._sending[group.group_id]
-            self._past.append(frozenset({group.group_id, *exchange.reducers}))
-        result = _result(group, exchange, vector, average)
+            exchange.reducer.close()
+            self._groups.end(group.group_id)
+        result = exchange.result()
         self._last = average
         return result
 
@@ -205,96 +176,73 @@ class AllReduce:
         last.flags.writeable = True
         return last
 
-    def _exchange(
-        self,
-        group: Group,
-        own: int,
-        vector: Array | None,
-        average: Array,
-        weight: float | None,
-        group_size: int | None,
-    ) -> OneRound | TwoRounds:
-        """This member's part: on a grid if the group is larger than `group_size`."""
-        caller, method, config = self._caller, self._method, self._config
-        grid = self._grid(group, average.size, group_size)
-        if grid is None:
-            return OneRound(
-                caller, method, group=group, own=own, vector=vector, average=average, weight=weight, config=config
-            )
-        return TwoRounds(
-            caller, method, grid=grid, own=own, vector=vector, average=average, weight=weight, config=config
-        )
-
-    def partners(self, group: Group, size: int, *, group_size: int | None) -> frozenset[PeerId]:
-        """With whom this member exchanges anything in such a `run`."""
-        grid = self._grid(group, size, group_size)
-        if grid is None:
-            return frozenset(member.peer_id for member in group.members) - {self._caller.peer_id}
-        return grid.partners(group.index(self._caller.peer_id))
-
-    def _grid(self, group: Group, size: int, group_size: int | None) -> ReductionGrid | None:
-        return None if group_size is None else grid_of(group, size, group_size=group_size, config=self._config)
-
     async def _serve(self, request: Request) -> Reply:
         try:
             name = parse_name_untrusted(request.body)
-            reducer = self._running.get(name.group_id) or await self._early(request.peer_id, name.group_id)
-            return await reducer.serve_untrusted(request, name)
+            exchange = await self._groups.find(request.peer_id, name.group_id)
+            return await exchange.reducer.serve_untrusted(request, name)
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
 
-    async def _early(self, peer_id: PeerId, group_id: bytes) -> ChunkReducer:
-        """Wait for the group: its members do not hear of it at the same moment.
 
-        Raises:
-          CallRefused: it is over, or does not come.
-          PeerBusy: too many calls wait already.
-        """
-        if self._num_early[peer_id] >= MAX_WINDOW or self._num_early.total() >= MAX_EARLY_CALLS:
-            raise PeerBusy("too many calls wait for groups to be heard of")
-        self._num_early[peer_id] += 1
-        try:
-            with trio.move_on_after(self._config.sender_timeout_s):
-                while not self._is_past(group_id):
-                    if (reducer := self._running.get(group_id)) is not None:
-                        return reducer
-                    await self._arrival.wait()
-        finally:
-            self._num_early[peer_id] -= 1
-            if not self._num_early[peer_id]:
-                del self._num_early[peer_id]
-        raise CallRefused(f"this peer does not average with group {group_id.hex()}")
+class _Exchange:
+    """One member's part in one all-reduce: what it reduces, and what it brings to whom."""
 
+    def __init__(self, task: Task) -> None:
+        group, own = task.group, task.own
+        self._task = task
+        self._parts = parts_of(group, task.average.size, chunk_size=task.config.chunk_size(len(group.members)))
+        self.reducer = ChunkReducer(task, self._parts[own])
+        self._senders: dict[int, ChunkSender] = {}  # by the places of those to whom they bring
+        if task.vector is not None:
+            pace = Pace(task.caller.bulk, group, own, [each.end - each.start for each in self._parts])
+            self._senders = {
+                place: ChunkSender(task, member, self._parts[place], functools.partial(pace.full_bytes, place))
+                for place, member in enumerate(group.members)
+                if place != own and self._parts[place].num_chunks
+            }
 
-def _result(group: Group, exchange: OneRound | TwoRounds, vector: Array | None, average: Array) -> AllReduceResult:
-    """What has come of an all-reduce that is over."""
-    found = exchange.gathered()
-    counts = found.counts
-    received = _keep_own(found.parts, counts, vector, average)
-    average.flags.writeable = False
-    num_vectors = sum(member.sends for member in group.members)
-    complete = len(found.weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
-    lost_reducers = sorted({found.owners[part] for part in counts if 0 in counts[part]})
-    return AllReduceResult(
-        average=average,
-        received=received,
-        lost_reducers=tuple(group.members[index].peer_id for index in lost_reducers),
-        lost_senders=tuple(group.members[index].peer_id for index in found.lost),
-        complete=complete,
-        weight=next(iter(found.weights)) if found.weights and complete else None,
-    )
+    async def run(self) -> None:
+        """Return when all is done, or given up."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.reducer.run)
+            for sender in self._senders.values():
+                nursery.start_soon(sender.run)
 
+    def lose(self, peer_id: PeerId) -> None:
+        """Go on without a member."""
+        self.reducer.lose(peer_id)
+        for sender in self._senders.values():
+            if sender.reducer.peer_id == peer_id:
+                sender.stop()
 
-def _keep_own(
-    parts: Sequence[Part], counts: Mapping[int, Sequence[int]], vector: Array | None, average: Array
-) -> float:
-    """Put own values where no mean came back. Returns the share of the vector that holds a mean."""
-    num_received = 0
-    for index, chunk_counts in counts.items():
-        for chunk, count in enumerate(chunk_counts):
-            where = parts[index].chunk(chunk)
-            if count:
-                num_received += where.stop - where.start
-            else:  # part of an answer may be there
-                average[where] = 0.0 if vector is None else vector[where]
-    return num_received / average.size
+    def result(self) -> AllReduceResult:
+        """The outcome, when it is over."""
+        members, average, reduction = self._task.group.members, self._task.average, self.reducer.reduction
+        counts = {place: sender.num_senders for place, sender in self._senders.items()}
+        counts[self._task.own] = [count or 0 for count in reduction.num_senders]
+        weights = set(reduction.total_weights).union(*(sender.total_weights for sender in self._senders.values()))
+        num_received = self._keep_own(counts)
+        average.flags.writeable = False
+        num_vectors = sum(member.sends for member in members)
+        complete = len(weights) <= 1 and all(count == num_vectors for each in counts.values() for count in each)
+        return AllReduceResult(
+            average=average,
+            received=num_received / average.size,
+            lost_reducers=tuple(members[place].peer_id for place in sorted(counts) if 0 in counts[place]),
+            lost_senders=tuple(members[place].peer_id for place in reduction.lost),
+            complete=complete,
+            weight=next(iter(weights)) if weights and complete else None,
+        )
+
+    def _keep_own(self, counts: dict[int, list[int]]) -> int:
+        """Put own values where no mean came back. Returns how many numbers hold a mean."""
+        vector, average, num_received = self._task.vector, self._task.average, 0
+        for place, chunk_counts in counts.items():
+            for chunk, count in enumerate(chunk_counts):
+                where = self._parts[place].chunk(chunk)
+                if count:
+                    num_received += where.stop - where.start
+                else:  # part of an answer may be there
+                    average[where] = 0.0 if vector is None else vector[where]
+        return num_received

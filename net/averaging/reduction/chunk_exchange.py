@@ -1,16 +1,15 @@
 """The two ends of the calls that an all-reduce consists of: who brings chunks of a part, and who averages them."""
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import trio
 
+from net.averaging.group_calls import placed
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member
-from net.averaging.placing import placed
 from net.averaging.reduction.partition import (
     MAX_ROOM,
     MAX_WINDOW,
@@ -20,95 +19,72 @@ from net.averaging.reduction.partition import (
     ChunkName,
     Part,
 )
-from net.averaging.reduction.reducer import Array, PartReduction, values_untrusted
+from net.averaging.reduction.reducer import PartReduction, values_untrusted
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, RemoteProtocolError
 from net.identity import PeerId
 from net.rpc.base import Caller, Reply, Request
-from net.rpc.bulk import MemoryBudget
+from net.types import Array
 from net.wire.fields import FLAG, integer
 from net.wire.tensors import Outgoing, as_outgoing, plain
 
 _SENDERS = integer(1, MAX_GROUP_SIZE)
 
 
-class Mean(NamedTuple):
-    """What has come of a chunk: its values as they may leave, the vectors in them, and the sum of their weights."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """What one member has to do in one all-reduce."""
 
-    values: Outgoing
-    num_senders: int
-    weight: float
-
-
-class Ready(NamedTuple):
-    """A chunk that may be brought: of what weight, None for that of the vector, and the mean of how many vectors."""
-
-    chunk: int
+    caller: Caller
+    method: str
+    """To be called, on the others."""
+    group: Group
+    own: int
+    """This member's place in it."""
+    vector: Array | None
+    """This member's values, if it has any."""
+    average: Array
+    """The vector into which the means are written. Answers to others are views of it."""
     weight: float | None
-    vectors: int
+    """Of this member's vector; None: as it was announced."""
+    config: AllReduceConfig
 
 
 class ChunkReducer:
     """Serves this member's part of one all-reduce.
 
-    Args:
-      group: whose members may call.
-      own: this member's place in it.
-      part: what is reduced here.
-      vector: this member's values, if it has any.
-      average: the vector into whose part the means are written. Answers are views of it.
-      budget: from which senders are granted to bring more than `MAX_WINDOW` chunks ahead of the answers.
-      weight: of this member's vector; None: as it was announced.
-      most_vectors: of how many vectors each member may bring the mean, in the order of the group; None: of one.
-      on_mean: told of each chunk that is reduced, in place of those who wait for it, for whom is then `deliver`; None:
-        they are told at once.
+    Senders may bring more than `MAX_WINDOW` chunks ahead of the answers as far as the caller's memory budget allows.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        own: int,
-        *,
-        part: Part,
-        vector: Array | None,
-        average: Array,
-        config: AllReduceConfig,
-        budget: MemoryBudget,
-        weight: float | None = None,
-        most_vectors: Sequence[int] | None = None,
-        on_mean: Callable[[int, Mean], None] | None = None,
-    ) -> None:
-        self._places = {member.peer_id: place for place, member in enumerate(group.members)}
-        self._own = own
+    def __init__(self, task: Task, part: Part) -> None:
+        members, config = task.group.members, task.config
+        self._places = {member.peer_id: place for place, member in enumerate(members)}
         self._part = part
-        self._average = average
+        self._average = task.average
         self._compression = config.compression
-        weights = {place: member.weight for place, member in enumerate(group.members) if member.sends}
-        if weight is not None and own in weights:
-            weights[own] = weight
+        weights = {place: member.weight for place, member in enumerate(members) if member.sends}
+        if task.weight is not None and task.own in weights:
+            weights[task.own] = task.weight
         self.reduction = PartReduction(
             part,
             weights,
-            own=None if vector is None else (own, vector),
-            average=average,
+            own=None if task.vector is None else (task.own, task.vector),
+            average=task.average,
             sender_timeout_s=config.sender_timeout_s,
             now=trio.current_time(),
             compression=config.compression,
             is_identical=config.is_identical,
         )
-        self._most_vectors = most_vectors
-        self._on_mean = on_mean
         # For each chunk that was brought and is not finished, a list to which its mean will be added.
-        self._awaited: dict[int, list[Mean]] = {}
+        self._awaited: dict[int, list[Outgoing]] = {}
         self._change = trio.Event()  # set, and replaced, when a chunk is finished or waiting is pointless
         self._num_lost = 0
         self._is_closed = False
-        self._budget = budget
+        self._budget = budget = task.caller.bulk.budget
         self._reserved_bytes = 0
         # One sender cannot take what others need: all together half of the budget, each as much.
-        num_senders = sum(member.sends for member in group.members)
-        share_bytes = budget.max_bytes // (2 * max(1, num_senders))
+        share_bytes = budget.max_bytes // (2 * max(1, len(weights)))
         self._max_room = min(MAX_ROOM, part.num_chunks, MAX_WINDOW + share_bytes // part.chunk_bytes)
 
     async def run(self) -> None:
@@ -128,14 +104,14 @@ class ChunkReducer:
         self._wake()
 
     def lose(self, peer_id: PeerId) -> None:
-        """A member is gone: nothing more is expected from it."""
+        """Expect nothing more from a member: it is gone."""
         if (place := self._places.get(peer_id)) is not None:
             self.reduction.drop(place, trio.current_time())
             self._tell()
             self._wake()
 
     async def serve_untrusted(self, request: Request, name: ChunkName) -> Reply:
-        """A peer brings a chunk: answer with the mean, when there is one.
+        """Take a chunk that a peer brings, and answer with the mean, when there is one.
 
         Raises:
           RemoteProtocolError: the call is not as it should be.
@@ -149,65 +125,44 @@ class ChunkReducer:
         chunk = self._part.index_untrusted(name.start)
         if self._is_closed:
             raise CallRefused("this peer has left the group")
-        vectors = 1 if name.vectors is None else name.vectors
-        most_vectors = 1 if self._most_vectors is None else self._most_vectors[sender]
-        if vectors > most_vectors:
-            raise RemoteProtocolError(f"you have the mean of {most_vectors} vectors at most, not of {vectors}")
         awaited = self._awaited.setdefault(chunk, [])
         try:
             values = self.reduction.receive_untrusted(
-                sender, chunk, request.tensors, trio.current_time(), weight=name.weight, vectors=vectors
+                sender, chunk, request.tensors, trio.current_time(), weight=name.weight
             )
         finally:
             self._tell()
         try:
-            mean = await self._mean(sender, awaited)
+            answer = await self._mean(sender, awaited)
         except trio.Cancelled:
             # The sender gave up, or its connection broke: it does not come back, and nobody need wait for that.
             self.reduction.drop(sender, trio.current_time())
             self._tell()
             raise
         is_difference = self.reduction.sends_differences
-        answer = mean.values
         if is_difference:
             answer = as_outgoing(np.subtract(plain(answer), values), self._compression)
         return Reply(
             body={
-                "senders": mean.num_senders,
+                "senders": self.reduction.num_senders[chunk],
                 "difference": is_difference,
                 "room": self._room(sender, name.wish),
-                "weight": mean.weight,
+                "weight": self.reduction.total_weights[chunk],
             },
             tensors=(answer,),
         )
 
-    def bring_own(self, ready: Ready, values: Array) -> None:
-        """This member brings a chunk itself, of which it had no vector to begin with. Nobody writes to it any more.
-
-        Values that are not finite do not count, as if another had brought them.
-        """
-        with contextlib.suppress(RemoteProtocolError):  # it is out, which the number of vectors tells all
-            self.reduction.receive_untrusted(
-                self._own, ready.chunk, (values,), trio.current_time(), weight=ready.weight, vectors=ready.vectors
-            )
-        self._tell()
-
-    def deliver(self, chunk: int, mean: Mean) -> None:
-        """Answer those who wait for a chunk."""
-        self._awaited.pop(chunk, []).append(mean)
-        self._wake()
-
-    def _room(self, sender: int, wish: int | None) -> int:
-        """How many chunks the sender may be ahead from now on: never fewer than it was told before."""
+    def _room(self, sender: int, wish: int) -> int:
+        """Chunks that the sender may be ahead from now on: never fewer than it was told before."""
         room = self.reduction.room.get(sender, MAX_WINDOW)
-        wanted = min(wish or 0, self._max_room)
+        wanted = min(wish, self._max_room)
         nbytes = (wanted - room) * self._part.chunk_bytes
         if nbytes > 0 and not self._is_closed and self._budget.reserve(nbytes):
             self._reserved_bytes += nbytes
             self.reduction.room[sender] = room = wanted
         return room
 
-    async def _mean(self, sender: int, awaited: list[Mean]) -> Mean:
+    async def _mean(self, sender: int, awaited: list[Outgoing]) -> Outgoing:
         while not awaited:
             if self._is_closed:
                 raise CallRefused("this peer has left the group")
@@ -219,12 +174,8 @@ class ChunkReducer:
     def _tell(self) -> None:
         """Wake those for whom something has changed."""
         finished = self.reduction.take_finished()
-        for chunk, values in finished:
-            mean = Mean(values, self.reduction.num_senders[chunk] or 0, self.reduction.total_weights[chunk])
-            if self._on_mean is None:
-                self._awaited.pop(chunk, []).append(mean)
-            else:
-                self._on_mean(chunk, mean)
+        for chunk, mean in finished:
+            self._awaited.pop(chunk, []).append(mean)
         if finished or len(self.reduction.lost) != self._num_lost:
             self._num_lost = len(self.reduction.lost)
             self._wake()
@@ -235,78 +186,50 @@ class ChunkReducer:
 
 
 class ChunkSender:
-    """Brings one reducer the chunks of its part, and takes their means.
+    """Brings one reducer the chunks of its part of this member's vector, and takes their means.
 
     Args:
-      caller, method: on which and what to call.
-      group: whose all-reduce it is.
-      reducer: whom of it to call; not a client.
-      part: what that one reduces.
-      vector: this member's values.
-      average: where the means go.
+      reducer: whom to call; not a client. part: what that one reduces.
       full_bytes: what fills the path to the reducer, for its share of the vector.
-      weight: of the vector; None: as it was announced.
-      on_mean: told of each chunk that has come back.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        method: str,
-        *,
-        group: Group,
-        reducer: Member,
-        part: Part,
-        vector: Array,
-        average: Array,
-        config: AllReduceConfig,
-        full_bytes: Callable[[], float],
-        weight: float | None = None,
-        on_mean: Callable[[int], None] = lambda chunk: None,
-    ) -> None:
-        self._group_id = group.group_id
+    def __init__(self, task: Task, reducer: Member, part: Part, full_bytes: Callable[[], float]) -> None:
+        assert task.vector is not None
+        caller, config = task.caller, task.config
         self.reducer = reducer
         """Whom it calls."""
+        self._group_id = task.group.group_id
         self._part = part
-        self._vector = vector
-        self._average = average
-        self._weight = weight
-        self._on_mean = on_mean
-        self._announced_weight = math.fsum(member.weight for member in group.members if member.sends)
+        self._vector = task.vector
+        self._average = task.average
+        self._weight = task.weight
         self._window = BulkWindow(
             caller.bulk.budget,
-            start_bytes=config.window(len(group.members), chunk_size=part.chunk_size) * part.chunk_bytes,
+            start_bytes=config.window(len(task.group.members)) * part.chunk_bytes,
             full_bytes=full_bytes,
             most_bytes=MAX_WINDOW * part.chunk_bytes,
         )
         self._patience_s = 2 * config.sender_timeout_s
         self._compression = config.compression
-        self._call = functools.partial(caller.call, reducer.contact, method, timeout_s=config.timeout_s)
+        self._call = functools.partial(caller.call, reducer.contact, task.method, timeout_s=config.timeout_s)
         self._patience = trio.CancelScope()
-        self.num_chunks = part.num_chunks
-        """How many there are."""
         self.num_senders = [0] * part.num_chunks
         """Vectors in the mean that came back, for each chunk; 0: none did."""
         self.total_weights = [0.0] * part.num_chunks
         """Sum of their weights."""
 
-    async def run(self, ready: trio.MemoryReceiveChannel[Ready] | None = None) -> None:
-        """Return when all chunks have come back, or the reducer is lost.
-
-        Args:
-          ready: the chunks, each when it may be brought; None: all may be.
-        """
+    async def run(self) -> None:
+        """Return when all chunks have come back, or the reducer is lost."""
         with self._patience:
             async with trio.open_nursery() as nursery:
-                if ready is None:
-                    for chunk in range(self._part.num_chunks):
-                        await self._begin(Ready(chunk, self._weight, 1), nursery)
-                else:
-                    async for each in ready:
-                        await self._begin(each, nursery)
+                for chunk in range(self._part.num_chunks):
+                    await self._window.take(self._part.chunk_bytes)
+                    if self._patience.deadline == math.inf:
+                        self._be_patient()
+                    nursery.start_soon(self._bring, chunk)
 
     def stop(self) -> None:
-        """The reducer is lost: what has not come back does not come."""
+        """Wait no more for what has not come back: the reducer is lost."""
         self._patience.cancel()
 
     def _be_patient(self) -> None:
@@ -314,49 +237,32 @@ class ChunkSender:
         owes = self._window.under_way_bytes > 0
         self._patience.deadline = trio.current_time() + self._patience_s if owes else math.inf
 
-    async def _begin(self, ready: Ready, nursery: trio.Nursery) -> None:
-        """Bring a chunk once there is room for it."""
-        await self._window.take(self._part.chunk_bytes)
-        if self._patience.deadline == math.inf:
-            self._be_patient()
-        nursery.start_soon(self._bring, ready)
-
-    async def _bring(self, ready: Ready) -> None:
+    async def _bring(self, chunk: int) -> None:
         """Bring a chunk for which there is room."""
         try:
-            await self._average_untrusted(ready)
+            await self._average_untrusted(chunk)
         except PEER_ERRORS:
             self.stop()  # all that is under way
             return
         finally:
             self._window.give_back(self._part.chunk_bytes)
         self._be_patient()
-        self._on_mean(ready.chunk)
 
-    async def _average_untrusted(self, ready: Ready) -> None:
-        chunk = ready.chunk
+    async def _average_untrusted(self, chunk: int) -> None:
         where = self._part.chunk(chunk)
-        values = self._vector[where]
+        values, average = self._vector[where], self._average[where]
         # Twice of it, so that the room is there when the window has grown.
         wish = min(MAX_ROOM, 2 * self._window.wanted_bytes // self._part.chunk_bytes)
-        vectors = None if ready.vectors == 1 else ready.vectors
-        name = ChunkName(self._group_id, self._vector.size, where.start, wish, ready.weight, vectors)
-        average = self._average[where]
-        reply = await self._placed(name, values, into=average)
+        body = ChunkName(self._group_id, self._vector.size, where.start, wish, self._weight).body()
+        tensors = (as_outgoing(values, self._compression),)
+        reply = await placed(lambda: self._call(body, tensors, bulk_bytes=values.nbytes, into=average))
         num_senders = _SENDERS.of_untrusted(reply.body, "senders")
         total_weight = TOTAL_WEIGHT.of_untrusted(reply.body, "weight")
-        is_difference = FLAG.of_untrusted(reply.body, "difference")
+        is_difference, room = FLAG.of_untrusted(reply.body, "difference"), ROOM.of_untrusted(reply.body, "room")
         received = values_untrusted([plain(tensor) for tensor in reply.tensors], values.size)
         if is_difference:
             np.add(values, received, out=average)
         elif received.ctypes.data != average.ctypes.data:  # it came compressed
             average[:] = received
-        self.num_senders[chunk] = num_senders
-        self.total_weights[chunk] = self._announced_weight if total_weight is None else total_weight
-        room = ROOM.of_untrusted(reply.body, "room")
-        if room is not None:
-            self._window.most_bytes = min(MAX_ROOM, room) * self._part.chunk_bytes
-
-    async def _placed(self, name: ChunkName, values: Array, *, into: Array) -> Reply:
-        body, tensors = name.body(), (as_outgoing(values, self._compression),)
-        return await placed(lambda: self._call(body, tensors, bulk_bytes=values.nbytes, into=into))
+        self.num_senders[chunk], self.total_weights[chunk] = num_senders, total_weight
+        self._window.most_bytes = min(MAX_ROOM, room) * self._part.chunk_bytes

@@ -6,28 +6,20 @@ is refused and not averaged.
 
     call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk,   one float32 tensor: the values
              "wish": chunks that the sender would like to have under way,
-             "weight": of the sender's vector, a float,
-             "vectors": of how many vectors the values are the mean}
+             "weight": of the sender's vector, a float; not there: as announced}
     answer  {"senders": vectors in the mean, "difference": bool,                        one float32 tensor: their mean,
              "room": chunks that it may have under way,                    or the mean minus the values as received
              "weight": sum of the weights in the mean, a float}
 
-Without a wish, or without room, it is `MAX_WINDOW`: peers of earlier versions say neither.
-
 A weight in a call, from 0 to `WEIGHTS[1]`, takes the place of the one that the member announced when the group formed,
 and is the same in all of its calls to a reducer: whoever changes it is out, as whoever brings what is not finite.
-Without one the announced weight counts. A vector of weight 0 adds nothing to the mean and counts among the senders; of
-no weight at all the mean is 0. An answer without a weight (of a reducer of earlier versions) is taken to be weighted as
-announced. The sum is that of the weights of all whose vectors are in this chunk, summed exactly and rounded once: so
-all answers of all reducers say the same sum, to the last bit, if nobody is missing in any of them, and all were told
-the same weights.
-
-Who brings the mean of several vectors says how many they are, and the sum of their weights as its weight. The answer
-counts them all. Without the number it is 1; only the second round of a `ReductionGrid` has more.
+A vector of weight 0 adds nothing to the mean and counts among the senders; of no weight at all the mean is 0. The sum
+is that of the weights of all whose vectors are in this chunk, summed exactly and rounded once: so all answers of all
+reducers say the same sum, to the last bit, if nobody is missing in any of them, and all were told the same weights.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, WEIGHTS, Group
 from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions, split_by_shares
@@ -45,17 +37,16 @@ MAX_ROOM = 192
 """The most that is ever granted. One connection serves 256 calls at once, whatever their size."""
 
 _FLOAT_BYTES = 4
-ROOM = optional(integer(0, 2**31))
+ROOM = integer(0, 2**31)
 """A wish, or the room for it."""
 
 MAX_WEIGHT = WEIGHTS[1]
 """The most that a vector may count."""
 
-_VECTORS = optional(integer(0, MAX_GROUP_SIZE))
-TOTAL_WEIGHT = optional(real(0.0, MAX_GROUP_SIZE * MAX_WEIGHT))
+TOTAL_WEIGHT = real(0.0, MAX_GROUP_SIZE * MAX_WEIGHT)
 """The sum of the weights in a mean."""
 
-_GROUP, _NATURAL = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1)
+_GROUP, _NATURAL, _WEIGHT = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1), real(0.0, MAX_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +88,9 @@ class AllReduceConfig:
         numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
-    def window(self, group_size: int, *, chunk_size: int | None = None) -> int:
-        """Chunks under way to each of the others, to begin with.
-
-        Args:
-          chunk_size: numbers in a chunk, where they are cut smaller; None: `chunk_size(group_size)`.
-        """
-        in_all = self.window_bytes // (_FLOAT_BYTES * (chunk_size or self.chunk_size(group_size)))
+    def window(self, group_size: int) -> int:
+        """Chunks under way to each of the others, to begin with."""
+        in_all = self.window_bytes // (_FLOAT_BYTES * self.chunk_size(group_size))
         return max(1, min(MAX_WINDOW, in_all // max(1, group_size - 1)))
 
 
@@ -171,26 +158,18 @@ def traffic_of(group: Group, index: int, size: int) -> float:
 
 class ChunkName(NamedTuple):
     """Which chunk a call brings: of which group's vector of how many numbers, and where it starts; how many chunks its
-    sender would like to have under way, what its vector counts, and of how many it is the mean: None if it does not
-    say."""
+    sender would like to have under way; and what its vector counts, None if it does not say."""
 
     group_id: bytes
     size: int
     start: int
-    wish: int | None = None
+    wish: int
     weight: float | None = None
-    vectors: int | None = None
 
     def body(self) -> Body:
         """The body of the call."""
-        body: dict[str, Any] = {"group": self.group_id, "size": self.size, "start": self.start}
-        if self.wish is not None:
-            body["wish"] = self.wish
-        if self.weight is not None:
-            body["weight"] = self.weight
-        if self.vectors is not None:
-            body["vectors"] = self.vectors
-        return body
+        body = {"group": self.group_id, "size": self.size, "start": self.start, "wish": self.wish}
+        return body if self.weight is None else {**body, "weight": self.weight}
 
 
 def parse_name_untrusted(body: Body) -> ChunkName:
@@ -201,7 +180,5 @@ def parse_name_untrusted(body: Body) -> ChunkName:
     """
     group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
     size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
-    wish, vectors = ROOM.of_untrusted(body, "wish"), _VECTORS.of_untrusted(body, "vectors")
-    heaviest = MAX_WEIGHT * (1 if vectors is None else vectors)
-    weight = optional(real(0.0, heaviest)).of_untrusted(body, "weight")
-    return ChunkName(group_id, size, start, wish, weight, vectors)
+    wish, weight = ROOM.of_untrusted(body, "wish"), optional(_WEIGHT).of_untrusted(body, "weight")
+    return ChunkName(group_id, size, start, wish, weight)

@@ -22,16 +22,14 @@ put them until their sender is answered; and one pass over all of them together 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from net.averaging.reduction.partition import MAX_WINDOW, Part
 from net.errors import RemoteProtocolError
+from net.types import Array
 from net.wire.compression import Compression, compressed_in_place
 from net.wire.tensors import Outgoing, Tensor, as_outgoing, as_received
-
-Array = np.ndarray[Any, np.dtype[np.float32]]
 
 _TILE_SIZE = 64 * 1024
 """Numbers that are averaged in one go: with the sum and a scratch they stay in the second-level cache."""
@@ -136,8 +134,6 @@ class PartReduction:
         """Chunks that a sender may be ahead of the answers, for those who may be more than `MAX_WINDOW`."""
         # Of chunks that are not finished and for which something has come. Of each sender as many as it has room for.
         self._arrived: dict[int, dict[int, Array]] = {}
-        # Of values that are the mean of more or fewer vectors than one, by chunk and sender.
-        self._vectors: dict[tuple[int, int], int] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
         """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
         self.total_weights: list[float] = [0.0] * part.num_chunks
@@ -169,7 +165,6 @@ class PartReduction:
         now: float,
         *,
         weight: float | None = None,
-        vectors: int = 1,
     ) -> Array:
         """A sender brings a chunk, which nobody writes to any more.
 
@@ -177,7 +172,6 @@ class PartReduction:
           chunk: a chunk of the part.
           tensors: as they came.
           weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
-          vectors: of how many the values are the mean.
 
         Returns: the values.
 
@@ -200,8 +194,6 @@ class PartReduction:
             raise RemoteProtocolError("this chunk came before")
         arrived[sender] = values
         self._arrived[chunk] = arrived
-        if vectors != 1:
-            self._vectors[chunk, sender] = vectors
         if len(arrived) == len(self._awaited):
             self._finish(chunk, now)
         return values
@@ -255,7 +247,7 @@ class PartReduction:
             self._mean_into(average, values)
             if self._compression is not Compression.NONE and not self.sends_differences:
                 finished = compressed_in_place(average, self._compression)
-        self.num_senders[chunk] = sum(self._vectors.pop((chunk, each), 1) for each in values)
+        self.num_senders[chunk] = len(values)
         self.total_weights[chunk] = math.fsum(self._weights[each] for each in values)
         self._newly_finished.append((chunk, finished))
         while not self.is_done and self.num_senders[self._frontier] is not None:
