@@ -14,8 +14,7 @@ the same step: that of one machine with the large batch.
 behind does again; one that dies costs the others what it had gathered.
 """
 
-from dmoe_jax.collaboration.collaboration import Collaboration
-from dmoe_jax.collaboration.opening import open_collaboration
+from dmoe_jax.collaboration.collaboration import Collaboration, open_collaboration
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 
 __all__ = ["Collaboration", "CollaborationConfig", "CollaborationTotals", "GlobalStep", "open_collaboration"]

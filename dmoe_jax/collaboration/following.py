@@ -12,9 +12,8 @@ from dmoe_jax.arrays import sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.collaboration.standing import Standing
+from dmoe_jax.collaboration.state import CollaborationState
 from dmoe_jax.types import PyTree
-from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
 from net.averaging.collaboration.step_log import POLL_S, StepBrought, StepFollower, StepLog
 from net.averaging.state.download import download_state
@@ -32,51 +31,112 @@ class Following:
     """Keeps this peer where the swarm is.
 
     Args:
-      state, standing: of this peer.
+      state: of this peer. training: its parameters and optimiser. forming: whether a step is coming.
       caller: places and serves the calls. dht: where donors are found. name: of the collaboration.
-      forming: whether a step is coming. board: who is how far. log: of this peer's steps.
       rng: chooses among donors.
     """
 
     def __init__(
         self,
-        state: PeerState,
-        standing: Standing,
+        state: CollaborationState,
+        training: PeerState,
+        forming: StepForming,
         *,
         caller: Caller,
         dht: DhtNode,
         name: str,
-        forming: StepForming,
-        board: ProgressBoard,
-        log: StepLog,
         rng: random.Random,
     ) -> None:
         self._state = state
-        self._standing = standing
+        self._training = training
+        self._forming = forming
         self._caller = caller
         self._dht = dht
         self._name = name
-        self._forming = forming
-        self._board = board
-        self._log = log
         self._rng = rng
-        self._follower = StepFollower(
+        self.log = StepLog(caller, prefix=name)
+        """Keeps what steps bring, where somebody wants it."""
+        self.follower = StepFollower(
             caller,
             prefix=name,
-            size=state.layout.size,
+            size=training.layout.size,
             # Whoever is further, and then those who may be soon.
-            donors=lambda: list(dict.fromkeys((*board.ahead, *board.contacts))),
+            donors=lambda: list(dict.fromkeys((*forming.board.ahead, *forming.board.contacts))),
         )
+        """Fetches what steps bring."""
         self._follows = trio.Event()
 
     async def serve(self) -> None:
         """Give state and steps to newcomers, until cancelled."""
-        source = StateSource(lambda: self._standing.step, self._shared_state)
+        source = StateSource(lambda: self._state.step, self._shared_state)
         sharing = StateSharing(self._caller, self._dht, prefix=self._name, source=source, config=_CONFIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sharing.run)
-            nursery.start_soon(self._log.run)
+            nursery.start_soon(self.log.run)
             nursery.start_soon(self._follow_along)
+
+    def in_step(self) -> None:
+        """This peer has made a step with the others."""
+        if self._follows.is_set():
+            self._follows = trio.Event()
+
+    async def catch_up(self) -> bool:
+        """Go where whoever is further is, if somebody is; whether that was done.
+
+        What steps bring that are made meanwhile is fetched beside the state and applied to it. Where only the last ones
+        are missing, and are to be had, they are all that is fetched.
+        """
+        state, board = self._state, self._forming.board
+        leader = board.view.leader
+        if leader is None or state.coming is not None or state.where is None:
+            return False
+        self._follows.set()
+        await self.follower.ask()
+        if await self.follow():
+            return True
+        if leader.chain == state.chain:  # with delayed updates: its last step is under way, and will be told
+            await board.wait_for_news()
+            return False
+        taken: SharedState | None = None
+        with trio.CancelScope() as downloading:
+            async with background_nursery() as nursery:
+                nursery.start_soon(self._follow_along, downloading)
+                taken = await self._download(leader)
+        if taken is None and await self.follow():
+            return True
+        if taken is None or (taken.version, taken.facts["trained"]) <= (state.step, state.trained):
+            board.refresh()
+            await board.wait_for_news()
+            return False
+        await self._training.take(taken.tensors)
+        state.moved(taken.version, taken.facts["chain"], taken.facts["trained"], trio.current_time())
+        state.totals.states_taken += 1
+        await self.follower.ask()
+        await self.follow()
+        self._forming.arrived()
+        return True
+
+    async def follow(self) -> bool:
+        """Make the steps that were fetched and go on where this peer stands; whether there were any."""
+        state, has_moved = self._state, False
+        while (brought := self._next) is not None:
+            # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
+            last = state.under_way
+            if last is not None and last.averaged is not None:
+                await self._training.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+            state.under_way = None
+            await self._training.step(brought.mean, brought.weight, brought.notes)
+            chain = next_chain(state.chain, brought.group_id)
+            state.moved(brought.number, chain, state.trained + brought.weight, trio.current_time())
+            state.totals.steps_followed += 1
+            has_moved = True
+        if has_moved:
+            self._forming.arrived()
+        return has_moved
+
+    @property
+    def _next(self) -> StepBrought | None:
+        return self.follower.following(self._state.step, self._state.chain)
 
     async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:
         """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others.
@@ -86,86 +146,20 @@ class Following:
         """
         while True:
             await self._follows.wait()
-            await self._follower.ask()
+            await self.follower.ask()
             if downloading is not None and self._next is not None:
                 downloading.cancel()
             await trio.sleep(POLL_S)
 
-    @property
-    def _next(self) -> StepBrought | None:
-        """What the step after this peer's last one brought, if that has come."""
-        return self._follower.following(self._standing.step, self._standing.chain)
-
-    def in_step(self) -> None:
-        """This peer has made a step with the others."""
-        if self._follows.is_set():
-            self._follows = trio.Event()
-
-    async def keep_up(self) -> bool:
-        """Go where whoever is further is, if somebody is; whether that was done.
-
-        What steps bring that are made meanwhile is fetched beside the state and applied to it. Where only the last ones
-        are missing, and are to be had, they are all that is fetched.
-        """
-        standing = self._standing
-        leader = self._board.view.leader
-        if leader is None or self._forming.coming is not None or standing.where is None:
-            return False
-        self._follows.set()
-        await self._follower.ask()
-        if await self._follow():
-            return True
-        if leader.chain == standing.chain:  # with delayed updates: its last step is under way, and will be told
-            await self._board.wait_for_news()
-            return False
-        taken: SharedState | None = None
-        with trio.CancelScope() as downloading:
-            async with background_nursery() as nursery:
-                nursery.start_soon(self._follow_along, downloading)
-                taken = await self._download(leader)
-        if taken is None and await self._follow():
-            return True
-        if taken is None or (taken.version, taken.facts["trained"]) <= (standing.step, standing.trained):
-            self._board.refresh()
-            await self._board.wait_for_news()
-            return False
-        standing.totals.samples_lost += standing.gathered
-        await self._state.take(taken.tensors)
-        standing.moved(taken.version, taken.facts["chain"], taken.facts["trained"])
-        standing.totals.states_taken += 1
-        await self._follower.ask()
-        await self._follow()
-        self._forming.arrived()
-        return True
-
-    async def _follow(self) -> bool:
-        """Make the steps that were fetched and go on where this peer stands; whether there were any."""
-        standing, has_moved = self._standing, False
-        while (brought := self._next) is not None:
-            standing.totals.samples_lost += standing.gathered
-            # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
-            last = standing.under_way
-            if last is not None and last.averaged is not None:
-                await self._state.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
-            standing.under_way = None
-            await self._state.step(brought.mean, brought.weight, brought.notes)
-            chain = next_chain(standing.chain, brought.group_id)
-            standing.moved(brought.number, chain, standing.trained + brought.weight)
-            standing.totals.steps_followed += 1
-            has_moved = True
-        if has_moved:
-            self._forming.arrived()
-        return has_moved
-
     async def _download(self, leader: Report) -> SharedState | None:
         """The state of whoever is furthest in the chain that goes on; None if it cannot be had."""
-        table = table_of(self._state.shared)
+        table = table_of(self._training.shared)
 
-        def is_of_use(state: SharedState) -> bool:
+        def is_of_use(shared: SharedState) -> bool:
             # Of two chains of a swarm that fell apart one is given up: not the one whose state is taken.
-            if not _is_chain(state.facts) or not is_finite_state(state):
+            if not _is_chain(shared.facts) or not is_finite_state(shared):
                 return False
-            return (state.version, state.facts["trained"], state.facts["chain"]) >= leader.standing
+            return (shared.version, shared.facts["trained"], shared.facts["chain"]) >= leader.standing
 
         try:
             return await download_state(
@@ -177,31 +171,30 @@ class Following:
                 min_version=leader.step,
                 timeout_s=_TIMEOUT_S,
                 attempts=3,
-                expects=lambda version, offered: version >= self._standing.step and offered == table,
+                expects=lambda version, offered: version >= self._state.step and offered == table,
                 accepts=is_of_use,
             )
         except NetError as error:
-            self._standing.totals.reasons[f"no state: {type(error).__name__}"] += 1
+            self._state.totals.reasons[f"no state: {type(error).__name__}"] += 1
             return None
 
     async def _shared_state(self) -> SharedState:
-        """What a newcomer takes."""
         step, tree = await self.snapshot()
-        facts = {"chain": self._standing.chain, "trained": float(self._standing.trained)}
+        facts = {"chain": self._state.chain, "trained": float(self._state.trained)}
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(tree))), facts=facts)
 
     async def snapshot(self) -> tuple[int, PyTree]:
         """The step, and a copy of the state after it on the host."""
-        standing = self._standing
+        state = self._state
         while True:
-            before, under_way = standing.step, standing.under_way
-            if under_way is not None:
+            before, under_way = state.step, state.under_way
+            while under_way is not None and not under_way.is_over:
                 # What is averaged is in the copy: whoever takes it has nothing under way.
-                await under_way.done.wait()
+                await self._forming.changes()
             last = None if under_way is None else under_way.averaged
             whole = None if last is None else (last.mean, last.weight, last.notes)
-            tree = await self._state.snapshot(whole)
-            if (before, under_way) == (standing.step, standing.under_way):
+            tree = await self._training.snapshot(whole)
+            if (before, under_way) == (state.step, state.under_way):
                 return before, tree
 
 

@@ -1,197 +1,164 @@
 """When a collaboration's next step begins, and the group that makes it; beside the computing."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import random
 
 import trio
 
+from dmoe_jax.collaboration.state import CollaborationState, ComingStep, fewest_of
 from net.averaging.collaboration.board import Beginning, ProgressBoard
-from net.averaging.collaboration.progress import Forecast
-from net.averaging.collaboration.rounds import StepAveraging
-from net.averaging.grouping.group import MAX_GROUP_SIZE, Group
-from net.clock import SwarmClock
+from net.averaging.collaboration.progress import Report
+from net.averaging.collaboration.rounds import Averaged, StepAveraging
+from net.averaging.grouping.group import Group, Role
+from net.averaging.plan import AveragingPlan
+from net.dht.node import DhtNode
 from net.nursery import background_nursery
-
-_MOST_LEADS = 8
-"""How many times as long as it is to be the time may become in which groups form."""
-_ANSWERS = 8.0
-"""Lead in multiples of the time that others took to answer. Forming takes half as many: peers are told, ask each other
-and join. If the batch is full already, only half of the lead is left."""
-_PAUSE_S = 0.2
-"""Seconds added to that lead: a peer that asked too early pauses before it asks again."""
-
-
-@dataclass(slots=True, eq=False)
-class ComingStep:
-    """A step about to be made."""
-
-    step: int
-    """Which, from 0."""
-    chain: bytes
-    """Of which chain."""
-    begins_at: float
-    """Swarm time."""
-    group: Group | None = None
-    """Who makes it; None while that is looked for, and if nobody was found."""
-    has_company: bool = False
-    """True if others were at this step when its group was looked for; False: this peer makes it alone."""
-    found: trio.Event = field(default_factory=trio.Event)
-    """Set when `group` is what it will be."""
-
-
-def fewest_of(view: Forecast) -> int:
-    """How many members with gradients make the step at hand: most of those at it.
-
-    Nobody any more once others have made it: those who are left may be most of those that are at this step still, but
-    not most of the swarm, and would go on in a chain that comes to nothing.
-    """
-    return view.quorum if view.leader is None else MAX_GROUP_SIZE + 1
+from net.rpc.base import Caller
+from net.types import Array
 
 
 class StepForming:
-    """Finds out when steps begin, and looks for their groups meanwhile.
+    """Hears how far the others are, and finds and asks the groups of steps.
 
     Args:
-      rounds: finds groups. board: who is how far; set before anything else is called.
-      lead_s: how long before a step groups form; see `lead_s`.
-      where: step and chain of the step at hand; None while that is not known.
+      state: of this peer.
+      caller: places and serves the calls. dht: where peers report and groups form.
+      plan: what all agree on. name: of the collaboration, within the plan.
+      rng: draws what is drawn.
     """
 
     def __init__(
         self,
-        rounds: StepAveraging,
+        state: CollaborationState,
+        caller: Caller,
+        dht: DhtNode,
         *,
-        clock: SwarmClock,
-        lead_s: float,
+        plan: AveragingPlan,
+        name: str,
+        role: Role,
         nursery: trio.Nursery,
-        where: Callable[[], tuple[int, bytes] | None],
+        rng: random.Random,
     ) -> None:
-        self._rounds = rounds
-        self._clock = clock
-        self._set_lead_s = lead_s
-        self._factor = 1.0  # which grows where no group is found
+        self._state = state
+        self._caller = caller
+        self._role = role
+        self._clock = dht.clock
         self._nursery = nursery
-        self._where = where
         self._changed = trio.Event()
-        self.board: ProgressBoard
+        config = state.config
+        self.board = ProgressBoard(
+            caller,
+            dht,
+            prefix=name,
+            own=self._report,
+            target=config.target_batch_size,
+            config=config.board(),
+            on_begin=self._heard,
+        )
         """Who is how far."""
-        self.coming: ComingStep | None = None
-        """The step whose group forms, or averages."""
+        self.rounds = StepAveraging(
+            caller,
+            dht,
+            prefix=name,
+            plan=plan,
+            role=role,
+            speeds=config.speeds,
+            measures_line=config.measures_line,
+            quiet_s=lambda: state.quiet_s(self.board.view, self.board.num_behind, self._clock.now()),
+            nursery=nursery,
+            rng=rng,
+            config=config.rounds(),
+            on_lost=self.board.forget,
+        )
+        """Finds groups, and averages in them."""
 
-    @property
-    def _view(self) -> Forecast:
-        return self.board.view
-
-    @property
-    def lead_s(self) -> float:
-        """Seconds between the forming of groups and the end of the batch.
-
-        As was set, but at most half of the time that a batch takes, and at least the time that forming a group takes,
-        judged by how soon others answer. It is longer after steps for which no group was found.
-        """
-        answer_s = self.board.answer_s
-        needed = _ANSWERS * answer_s + _PAUSE_S if answer_s else self._set_lead_s
-        lead_s = max(min(self._set_lead_s, self._view.batch_s / 2), needed)
-        return min(self._factor * lead_s, _MOST_LEADS * self._set_lead_s)
-
-    @property
-    def ends_at(self) -> float:
-        """Swarm time at which the batch is full or the step begins, as far as is known."""
-        ends_at = self._view.ends_at
-        return ends_at if self.coming is None else min(ends_at, self.coming.begins_at)
+    def _report(self) -> Report | None:
+        now, local_s = self._clock.now(), trio.current_time()
+        if self._state.is_away(local_s):
+            return None
+        return self._state.report(self._caller.peer_id, self._caller.address, self._role, now=now, local_s=local_s)
 
     async def run(self) -> None:
         """Form groups when steps are near, until cancelled."""
         while True:
-            where = self._where()
-            if self.coming is None and where is not None:
-                now, view, lead_s = self._clock.now(), self._view, self.lead_s
-                if view.ends_at - now <= lead_s and view.leader is None and view.samples > 0:
-                    self._begin(where, max(view.ends_at, now + lead_s / 2 if view.others else now), tell=True)
+            at = self._state.due(self.board.view, now=self._clock.now(), local_s=trio.current_time())
+            if at is not None:
+                self._nursery.start_soon(self._form, self._state.begin(at))
+                self._nursery.start_soon(self._tell, at)
+                self.wake()
             await self.news()
 
     async def news(self) -> None:
         """Wait for a change, or until it is time to look again."""
-        left = self._view.ends_at - self._clock.now() - self.lead_s
+        view = self.board.view
+        left = view.ends_at - self._clock.now() - self._state.lead_s(view)
         with trio.move_on_after(min(max(left, 0.05), 0.5)):
             await self._changed.wait()
 
-    def over(self) -> None:
-        """The step was made; or nobody was found for it, or nothing came of it.
+    async def changes(self) -> None:
+        """Wait for a change."""
+        await self._changed.wait()
 
-        Groups form for longer next time if nobody was found, unless others were and have made it meanwhile.
-        """
-        coming = self.coming
-        is_lost = coming is not None and coming.has_company and coming.group is None and self._view.leader is None
-        self._factor = min(max((2.0 if is_lost else 0.9) * self._factor, 1.0), _MOST_LEADS)
-        self.coming = None
-        self.changed()
+    def wake(self) -> None:
+        """Have those look again who wait for a change."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def changed(self) -> None:
+        """Something has changed that the others shall know."""
+        self.board.refresh()
+        self.wake()
 
     def arrived(self) -> None:
         """This peer has come to where the others are: tell them, who may be about to begin."""
         self.changed()
-        self._nursery.start_soon(self.board.tell, None)
+        self._nursery.start_soon(self._tell, None)
 
-    def changed(self) -> None:
-        """Look again: something has changed."""
-        self.board.refresh()
-        self._changed.set()
-        self._changed = trio.Event()
+    async def average(self, group: Group | None, vector: Array, *, samples: float, overflows: float) -> Averaged | None:
+        """The average of the group, or without one of this peer alone; None if the group did not settle."""
+        if group is None:
+            own = self._caller.peer_id
+            return Averaged(mean=vector, weight=samples, notes=overflows, group_id=own.raw, members=(own,), attempts=0)
+        averaged = await self.rounds.average(group, vector, weight=samples, note=overflows)
+        if averaged is None:
+            self._state.totals.reasons["the group did not settle"] += 1
+        return averaged
 
-    def heard(self, beginning: Beginning) -> float | None:
-        """Another peer is at a step, and may say when it begins; returns when it begins here, if it does.
+    async def _tell(self, at: float | None) -> None:
+        self._state.answer_s = await self.board.tell(at) or self._state.answer_s
 
-        Of several times the latest stands, for everybody hears of it.
-        """
-        where, at = self._where(), beginning.at
-        if (beginning.step, beginning.chain) != where:
-            return None
-        now, coming = self._clock.now(), self.coming
-        known = None if coming is None or coming.found.is_set() else coming.begins_at
-        if at is None or at > now + 2 * _MOST_LEADS * self._set_lead_s:
-            return known
-        if coming is None:
-            # Whoever says so cannot make a batch of nothing: it must be nearly full by what everybody reports.
-            if self._view.ends_at - now > 4 * max(self._set_lead_s, self.lead_s, at - now):
-                return None
-            return self._begin(where, max(now, at), tell=False)
-        if known is not None and at > known:
-            coming.begins_at = at
-            self._rounds.postpone(at)
-        return coming.begins_at
-
-    def _begin(self, where: tuple[int, bytes], at: float, *, tell: bool) -> float:
-        """Look for the group of the step at hand, beside the computing."""
-        self.coming = ComingStep(*where, at)
-        self._nursery.start_soon(self._form, self.coming)
-        if tell:
-            self._nursery.start_soon(self.board.tell, at)
-        self._changed.set()
-        self._changed = trio.Event()
+    def _heard(self, beginning: Beginning) -> float | None:
+        coming = self._state.coming
+        before = None if coming is None else coming.begins_at
+        at = self._state.heard(beginning, self.board.view, now=self._clock.now(), local_s=trio.current_time())
+        if coming is None and self._state.coming is not None:
+            self._nursery.start_soon(self._form, self._state.coming)
+            self.wake()
+        elif at is not None and before is not None and at > before:
+            self.rounds.postpone(at)
         return at
 
     async def _form(self, coming: ComingStep) -> None:
+        """Look for the group of a step, beside the computing."""
         with trio.move_on_after(max(0.0, coming.begins_at - self._clock.now())):
-            while not self._view.others:
+            while not self.board.view.others:
                 await self.board.wait_for_news()
-        if self._view.others:
+        if self.board.view.others:
             coming.has_company = True
             async with background_nursery() as nursery:
-                nursery.start_soon(self._until_made, nursery.cancel_scope)
-                coming.group = await self._rounds.find_group(
+                nursery.start_soon(self._until_made, coming.chain, nursery.cancel_scope)
+                coming.group = await self.rounds.find_group(
                     step=coming.step,
                     chain=coming.chain,
                     begins_at=coming.begins_at,
                     others=self.board.contacts,
-                    fewest=lambda: fewest_of(self._view),
+                    fewest=lambda: fewest_of(self.board.view),
                 )
-        coming.found.set()
+        coming.is_found = True
+        self.wake()
 
-    async def _until_made(self, scope: trio.CancelScope) -> None:
+    async def _until_made(self, chain: bytes, scope: trio.CancelScope) -> None:
         """Cancel `scope` once others have made the step: whoever is missed there need not look on."""
-        assert self.coming is not None
-        chain = self.coming.chain
         # With delayed updates somebody of our chain may be a step further and have it under way, with us.
-        while (leader := self._view.leader) is None or leader.chain == chain:
+        while (leader := self.board.view.leader) is None or leader.chain == chain:
             await self.board.wait_for_news()
         scope.cancel()

@@ -44,18 +44,16 @@ class PeerState:
             found.update(bytes_of(leaf))
         return found.digest()
 
-    async def change(self, work: Callable[..., tuple[Any, CollaborativeState]], *args: Any) -> Any:
-        """Run `work(state, *args)` on the device, which donates the state or does not; keep the new state, return the
-        rest."""
+    async def _change(self, work: Callable[[CollaborativeState], CollaborativeState]) -> None:
+        """Run `work` on the device; it may donate the state that it is given."""
+        # Shielded: a cancelled change would leave a donated, dead state behind.
         async with self._turn:
-            # Shielded: a cancelled change would leave a donated, dead state behind.
             with trio.CancelScope(shield=True):
-                value, self.now = await self.device.run(work, self.now, *args)
-            return value
+                self.now = await self.device.run(work, self.now)
 
     async def gather(self, grads: PyTree, samples: int) -> None:
         """Take in a micro-batch's mean gradient."""
-        await self.change(lambda state: (None, self._programs.gather(state, grads, np.float32(samples))))
+        await self._change(lambda state: self._programs.gather(state, grads, np.float32(samples)))
 
     async def contribution(self) -> tuple[Array, float, float]:
         """(float32 [size], samples, overflows): what this peer brings, on the host."""
@@ -72,13 +70,9 @@ class PeerState:
 
     async def step(self, mean: Array, samples: float, overflows: float) -> None:
         """The global step with what all peers brought."""
+        await self._change(lambda state: self._programs.step(state, self._whole(mean, samples, overflows)))
 
-        def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
-            return None, self._programs.step(state, self._contribution_of(mean, samples, overflows))
-
-        await self.change(work)
-
-    def _contribution_of(self, mean: Array, samples: float, overflows: float) -> Contribution:
+    def _whole(self, mean: Array, samples: float, overflows: float) -> Contribution:
         exact = [tree for vector, tree in self._brought if vector is mean]
         tree = exact[0] if exact else self.layout.to_tree(mean)
         return Contribution(tree, np.float32(samples), np.float32(overflows))
@@ -89,7 +83,7 @@ class PeerState:
 
     async def empty(self) -> None:
         """Drop what is gathered."""
-        await self.change(lambda state: (None, emptied(state)))
+        await self._change(emptied)
 
     @property
     def shared(self) -> PyTree:
@@ -105,7 +99,7 @@ class PeerState:
 
         def work(state: CollaborativeState) -> PyTree:
             if whole is not None:
-                state = self._programs.step_of_copy(state, self._contribution_of(*whole))
+                state = self._programs.step_of_copy(state, self._whole(*whole))
             return host_copy(_shared(state))
 
         async with self._turn:
@@ -113,12 +107,7 @@ class PeerState:
 
     async def take(self, tensors: Sequence[Array]) -> None:
         """Take another peer's state, as the arrays of `shared` in their order."""
-
-        def work(state: CollaborativeState) -> tuple[None, CollaborativeState]:
-            theirs = tree_like(_shared(state), tensors)
-            return None, emptied(state._replace(**theirs))
-
-        await self.change(work)
+        await self._change(lambda state: emptied(state._replace(**tree_like(_shared(state), tensors))))
 
     def restore(self, shared: PyTree) -> None:
         """Go on from a `snapshot`. Only while nothing else is done."""
@@ -137,34 +126,28 @@ class _Programs:
     """The compiled functions of an optimiser; once for all peers of a process."""
 
     def __init__(self, together: Collaborative) -> None:
-        self.gather = keeping_params(together.gather)
+        self.gather = _keeping_params(together.gather)
         self.contribution = jax.jit(together.contribution)
-        self.step = keeping_params(together.step)
+        self.step = _keeping_params(together.step)
         self.step_of_copy = jax.jit(together.step)
 
 
 _programs_of = remembered()(_Programs)
 
 
-def keeping_params(work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading.
+def _keeping_params(work: Callable[..., CollaborativeState]) -> Callable[..., CollaborativeState]:
+    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading."""
 
-    Args:
-      work: returns the new state, or (value, state).
-    """
-
-    def split(params: PyTree, rest: CollaborativeState, *args: Any) -> tuple[tuple[Any, ...], PyTree, PyTree]:
-        result = work(rest._replace(params=params), *args)
-        values, state = ((), result) if isinstance(result, CollaborativeState) else (result[:-1], result[-1])
+    def split(params: PyTree, rest: CollaborativeState, *args: Any) -> tuple[CollaborativeState, PyTree]:
+        state = work(rest._replace(params=params), *args)
         # The parameters last: JAX pairs what is donated with results of the same shape in the order of both, and each
         # array of the rest shall be written where it was.
-        return values, state._replace(params=None), state.params
+        return state._replace(params=None), state.params
 
     compiled = jax.jit(split, donate_argnums=1)
 
-    def kept(state: CollaborativeState, *args: Any) -> Any:
-        values, rest, params = compiled(state.params, state._replace(params=None), *args)
-        new = rest._replace(params=params)
-        return (*values, new) if values else new
+    def kept(state: CollaborativeState, *args: Any) -> CollaborativeState:
+        rest, params = compiled(state.params, state._replace(params=None), *args)
+        return rest._replace(params=params)
 
     return kept

@@ -37,7 +37,7 @@ class _Gathering:
     ) -> int:
         """Take in a micro-batch's gradient; returns the number of the step that it will be in."""
         del read_params
-        await self._peer.on_device(check)
+        await self._peer.device.run(check)
         await self._peer.gather(grads, samples=samples)
         return read_at + 1
 

@@ -105,7 +105,7 @@ def call_families(recorder: TrainingRecorder, statistics: CallStatistics) -> Ite
 
 def collaboration_families(peer: Collaboration) -> Iterator[Family]:
     """The whole swarm of a collaboration as one peer sees it, and what has become of this peer's work."""
-    facts, view, totals = peer.facts(), peer.view, peer.totals
+    facts, view, totals = peer.facts(), peer.board.view, peer.totals
     yield gauge("dmoe_collaboration_target_samples", "Samples of a whole batch.", facts["target"])
     text = "Samples that all peers together have for the step to come."
     yield gauge("dmoe_collaboration_gathered_samples", text, view.samples)
@@ -125,4 +125,4 @@ def collaboration_families(peer: Collaboration) -> Iterator[Family]:
     text = "Attempts at a step that came to nothing, by reason."
     yield by_label("counter", "dmoe_collaboration_failures_total", text, "reason", totals.reasons)
     text = "This peer's measurements of its line, by what became of them."
-    yield by_label("counter", "dmoe_collaboration_measurements_total", text, "outcome", peer.measurements)
+    yield by_label("counter", "dmoe_collaboration_measurements_total", text, "outcome", peer.rounds.measurements)

@@ -142,7 +142,7 @@ class Together:
         """Share of the computed samples that are in a step."""
         # Peers that are about to make the last step still hold what is in it.
         peers = [life.peer for life in self.lives if life.peer is not None and life.ended is None]
-        at_hand = sum(peer.samples_at_hand for peer in peers if peer.step >= self.curve.last.step)
+        at_hand = sum(peer.standing.gathered for peer in peers if peer.step >= self.curve.last.step)
         return (self.curve.last.samples + at_hand) / sum(life.computed for life in self.lives)
 
 

@@ -79,7 +79,7 @@ async def _gather(
             params = [np.asarray(leaf).ravel().tolist() for leaf in jax.tree.leaves(peer.params)]
             done = [asdict(each) for each in steps]
             facts = {**peer.totals.headline(), **peer.facts()}
-            log(now=peer.step, chain=peer.chain.hex(), params=params, steps=done, facts=facts)
+            log(now=peer.step, chain=peer.standing.chain.hex(), params=params, steps=done, facts=facts)
             steps.clear()
 
 

@@ -108,7 +108,7 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
         await world.wait_for_step(steps // 2)
         victim = next(life.peer for life in world.lives if life.spec is specs[1])
         assert victim is not None
-        while not victim.is_averaging:  # noqa: ASYNC110 (virtual time)
+        while not victim.standing.is_averaging:  # noqa: ASYNC110 (virtual time)
             await trio.sleep(0.005)
         await trio.sleep(LATENCY_S / 2)
         await _fail(world, played, specs[1].name)
@@ -199,7 +199,7 @@ def batch_figures(played: Played, target: int) -> dict[str, Any]:
 def churn_figures(played: Played) -> dict[str, Any]:
     """What failures cost."""
     used = sum(samples for _, _, samples in played.steps())
-    at_hand = sum(life.peer.samples_at_hand for life in played.lives if life.peer is not None and life.ended is None)
+    at_hand = sum(life.peer.standing.gathered for life in played.lives if life.peer is not None and life.ended is None)
     computed = sum(life.computed for life in played.lives)
     times = np.diff([at for _, at, _ in played.steps()])
     return {

@@ -223,7 +223,7 @@ class World:
         life.steps.append(done)
         life.stepped_at.append(trio.current_time())
         if life.peer is not None:
-            life.chains[done.number] = life.peer.chain
+            life.chains[done.number] = life.peer.standing.chain
             self._tell(life, done)
         self._stepped.set()
         self._stepped = trio.Event()

@@ -11,10 +11,10 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.collaboration import CollaborationConfig, open_collaboration
-from dmoe_jax.collaboration.forming import fewest_of
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.peer import SIM_PORT, SwarmPeer, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import (
@@ -27,12 +27,13 @@ from experiments.collaborative.world import (
     relative_difference,
 )
 from net.averaging.collaboration.assisting import assist_collaboration
-from net.averaging.collaboration.progress import NO_CHAIN, Report, forecast, next_chain
-from net.averaging.collaboration.step_log import StepBrought
-from net.averaging.grouping.group import MAX_GROUP_SIZE, Role
-from net.identity import Address, PeerId
+from net.averaging.collaboration.progress import next_chain, report_to_wire
+from net.averaging.plan import wait_for_plan
+from net.identity import Address, Contact
+from net.rpc.base import Reply, Request, handlers
 from net.transport.sim import run, simulate
 from net.transport.sim.links import Constant, HostOptions
+from net.types import Array
 
 CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
 PROBLEM = regression()
@@ -109,25 +110,6 @@ def test_nobody_misses_a_step_over_long_lines() -> None:
         assert [done.peers for life in lives for done in life.steps if done.number == number] == [8] * 8
 
 
-def test_nobody_makes_a_step_that_others_have_made_already() -> None:
-    """Two that missed it are most of those at it still."""
-    now = Report(
-        peer_id=PeerId(bytes(32)),
-        address=Address("host", 1),
-        role=Role.NODE,
-        step=3,
-        chain=NO_CHAIN,
-        samples=10.0,
-        rate=2.0,
-        at=100.0,
-        trained=300.0,
-    )
-    other = replace(now, peer_id=PeerId(bytes([1]) * 32))
-    ahead = replace(now, peer_id=PeerId(bytes([2]) * 32), step=4, chain=next_chain(NO_CHAIN, b"group"), trained=400.0)
-    assert fewest_of(forecast(now, [other], target=100, now=100.0)) == 2
-    assert fewest_of(forecast(now, [other, ahead], target=100, now=100.0)) > MAX_GROUP_SIZE
-
-
 @pytest.mark.parametrize(
     ("victim", "silent"),
     [(0, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (3, False), (3, True)))],
@@ -145,7 +127,7 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
         await world.wait_for_step(6)
         peer = next(life.peer for life in world.lives if life.spec.name == specs[victim].name)
         assert peer is not None
-        await until(lambda: peer.is_averaging)
+        await until(lambda: peer.standing.is_averaging)
         await trio.sleep(0.03)
         world.kill(specs[victim].name, silent=silent)
         killed_at = trio.current_time()
@@ -179,10 +161,10 @@ def test_a_client_that_is_killed_costs_no_more_than_others(silent: bool) -> None
         assert client is not None
 
         def others_wait() -> bool:
-            coming = client._forming.coming
+            coming = client.standing.coming
             return client.step >= 4 and coming is not None and coming.group is not None
 
-        await until(lambda: others_wait() and not client.is_averaging)
+        await until(lambda: others_wait() and not client.standing.is_averaging)
         world.kill(specs[3].name, silent=silent)
         died_at, killed_at = client.step, trio.current_time()
         await world.wait_for_step(died_at + 1)
@@ -295,6 +277,28 @@ def test_a_newcomer_is_in_step_though_its_state_takes_longer_than_a_step(delayed
         assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0
 
 
+async def followed(peer: Collaboration, place: SwarmPeer, other: SwarmPeer, mean: Array) -> None:
+    """Have a peer hear of another one, which has made the next step with 8 samples and this mean."""
+    here = peer.board.view.peers[0]
+    prefix = (await wait_for_plan(other.dht, "run")).within("run")
+    chain = next_chain(here.chain, b"g" * 16)
+    there = replace(here, peer_id=other.rpc.peer_id, address=other.rpc.address, step=here.step + 1, chain=chain)
+    there = replace(there, samples=0.0, rate=0.0)
+
+    async def steps(request: Request) -> Reply:
+        return Reply(body={"steps": [[there.step, here.chain, b"g" * 16, 8.0, 0.0]]})
+
+    async def piece(request: Request) -> Reply:
+        return Reply(tensors=(mean,))
+
+    with handlers(other.rpc, {f"averaging.{prefix}.steps": steps, f"averaging.{prefix}.steps.piece": piece}):
+        assert place.rpc.address is not None
+        contact = Contact(place.rpc.peer_id, place.rpc.address)
+        body = {"report": report_to_wire(there), "at": None}
+        await other.rpc.call(contact, f"averaging.{prefix}.begin", body, timeout_s=5.0)
+        assert await peer.add(PROBLEM.params, samples=8, took_s=1.0)
+
+
 def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -> None:
     """Alone for two steps, of which the second is still to be applied; then it follows a third that others made."""
 
@@ -320,19 +324,11 @@ def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -
                     await peer.add(brought[number], samples=8, took_s=1.0)
                     await trio.sleep(3)
             assert peer.step == 2
-            standing, following = peer._standing, peer._following
-            third = StepBrought(
-                number=3,
-                chain_before=peer.chain,
-                group_id=b"g" * 16,
-                weight=8.0,
-                notes=0.0,
-                mean=peer._state.layout.to_vector(brought[2]),
-            )
-            following._follower._found[3, peer.chain] = third
-            assert standing.under_way is not None
-            assert await following._follow()
+            assert peer.standing.under_way is not None
+            async with open_peer([Address(ROOT, SIM_PORT)], network=network, host="other", seed=1) as other:
+                await followed(peer, place, other, TreeLayout(PROBLEM.params).to_vector(brought[2]))
             assert peer.step == 3
+            assert (peer.totals.steps_followed, peer.totals.states_taken, peer.totals.samples_lost) == (1, 0, 8.0)
             params, state = PROBLEM.params, PROBLEM.optimizer.init(PROBLEM.params)
             for grads in brought:
                 updates, state = PROBLEM.optimizer.update(grads, state, params)

@@ -77,7 +77,7 @@ def trained(
                 name, after_s = victim
                 peer = next(life.peer for life in world.lives if life.spec.name == name)
                 assert peer is not None
-                while peer.step < 5 or not peer.is_averaging:  # noqa: ASYNC110 (no event says so)
+                while peer.step < 5 or not peer.standing.is_averaging:  # noqa: ASYNC110 (no event says so)
                     await trio.sleep(0.01)
                 await trio.sleep(after_s)
                 world.kill(name, silent=True)

@@ -88,7 +88,7 @@ def test_where_steps_come_every_half_minute_no_averaging_is_slower_for_it_and_la
         assert averaged_s(measured, number) <= 1.05 * longest
     for life in measured:
         assert life.peer is not None
-        assert life.peer.measurements["measured"] == 1
+        assert life.peer.rounds.measurements["measured"] == 1
     assert averaged_s(measured, steps) < 0.85 * averaged_s(equal, as_ever)
 
 

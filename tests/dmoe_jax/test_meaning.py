@@ -128,7 +128,7 @@ def test_collaborations_of_another_meaning_are_two(caplog: pytest.LogCaptureFixt
         for name, value, meaning in (("cats", 1.0, CATS), ("more", 1.0, CATS), ("dogs", 7.0, DOGS)):
             swarm.network.start(name, lambda *each: live(swarm, *each), name, value, meaning)
         await trio.sleep(40.0)
-        assert {name: len(peer.view.peers) for name, peer in found.items()} == {"cats": 2, "more": 2, "dogs": 1}
+        assert {name: len(peer.board.view.peers) for name, peer in found.items()} == {"cats": 2, "more": 2, "dogs": 1}
         assert all(peer.step > 2 for peer in found.values())
         assert {name: float(peer.params["w"][0]) for name, peer in found.items()} == {"cats": 1, "more": 1, "dogs": 7}
 

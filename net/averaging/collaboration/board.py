@@ -106,8 +106,6 @@ class ProgressBoard:
         self._expiration = 0.0
         self._last: Report | None = None
         self._is_withdrawn = False
-        self.answer_s = 0.0
-        """Seconds that the slowest of those who answered took, when the others were told last."""
 
     def _now(self) -> Report:
         """This peer's report, of now, or its last one if it makes none."""
@@ -178,14 +176,16 @@ class ProgressBoard:
                 with trio.move_on_after(1.0, shield=True):
                     await self._store(None)
 
-    async def tell(self, at: float | None) -> None:
-        """Tell everybody at this step who can be called that this peer is at it, too. Returns when all have heard, or
-        their time is over.
+    async def tell(self, at: float | None) -> float:
+        """Tell everybody at this step who can be called that this peer is at it, too, until all have heard or their
+        time is over.
 
         One that is further says so; and one that begins at another time, which is as if it had told us.
 
         Args:
           at: swarm time at which the step begins; None: others may know.
+
+        Returns: seconds that the slowest of those who answered took; 0 if nobody did.
         """
         own, began = self._now(), trio.current_time()
         body = {"report": report_to_wire(own), "at": at}
@@ -213,7 +213,7 @@ class ProgressBoard:
         async with trio.open_nursery() as nursery:
             for contact in self.contacts:
                 nursery.start_soon(call, contact)
-        self.answer_s = slowest or self.answer_s
+        return slowest
 
     def _known(self, now: float) -> list[Report]:
         oldest = now - self._config.lifetime_s

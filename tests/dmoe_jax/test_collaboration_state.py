@@ -1,0 +1,197 @@
+"""What a peer of a collaboration decides, without network and clock."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay, fewest_of
+from net.averaging.collaboration.board import Beginning
+from net.averaging.collaboration.progress import NO_CHAIN, Forecast, Report, forecast, next_chain
+from net.averaging.collaboration.rounds import Averaged
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
+from net.identity import Address, PeerId
+
+IDS = [PeerId(bytes([number]) * 32) for number in range(3)]
+CONFIG = CollaborationConfig(target_batch_size=100, lead_s=2.0, late_s=10.0)
+OTHER = Report(
+    peer_id=IDS[1],
+    address=Address("host", 1),
+    role=Role.NODE,
+    step=0,
+    chain=NO_CHAIN,
+    samples=40.0,
+    rate=2.0,
+    at=100.0,
+    trained=0.0,
+)
+"""Alone it needs 30 s more; with one like it, 5."""
+AHEAD = replace(OTHER, peer_id=IDS[2], step=1, chain=next_chain(NO_CHAIN, b"group"), trained=100.0)
+
+
+def peer() -> CollaborationState:
+    """One that has ended ten micro-batches of four samples and two seconds; its own time is swarm time less 100."""
+    made = CollaborationState(config=CONFIG, chain=NO_CHAIN, since=-20.0, last_step_at=-20.0)
+    for number in range(10):
+        made.took_in(4, 2.0, -18.0 + 2 * number)
+        made.goes_on(-18.0 + 2 * number)
+    return made
+
+
+def view_of(state: CollaborationState, *others: Report, now: float = 100.0) -> Forecast:
+    own = state.report(IDS[0], Address("host", 0), Role.NODE, now=now, local_s=now - 100)
+    return forecast(own, others, target=CONFIG.target_batch_size, now=now)
+
+
+def averaged(weight: float) -> Averaged:
+    return Averaged(
+        mean=np.zeros(1, np.float32), weight=weight, notes=0.0, group_id=b"group", members=(IDS[0], IDS[1]), attempts=1
+    )
+
+
+def test_a_report_counts_the_micro_batch_that_is_computed() -> None:
+    """Up to the whole of it; and from whoever waits too, unless it has brought nothing to the batch."""
+    state = peer()
+    for now, samples in ((100.0, 40.0), (101.0, 42.0), (110.0, 44.0)):
+        own = state.report(IDS[0], None, Role.CLIENT, now=now, local_s=now - 100)
+        assert (own.samples, own.rate, own.address) == (samples, 2.0, None)
+    state.took_in(4, 2.0, 2.0)
+    assert view_of(state, now=103.0).samples == 46.0
+    state.gathered = 0.0
+    assert view_of(state, now=103.0).rate == 0.0
+
+
+def test_a_step_is_due_when_its_group_has_just_time_to_form() -> None:
+    """The batch is full at 105; with a full one half of the lead is left, and alone nobody is waited for."""
+    state = peer()
+    assert state.due(view_of(state, OTHER), now=100.0, local_s=0.0) is None
+    assert state.due(view_of(state, OTHER), now=103.5, local_s=3.5) == pytest.approx(105.0)
+    state.gathered = 90.0
+    assert state.due(view_of(state, OTHER), now=100.0, local_s=0.0) == 101.0
+    assert state.due(view_of(state, OTHER, AHEAD), now=100.0, local_s=0.0) is None  # others have made it
+    state.gathered = 100.0
+    assert state.due(view_of(state), now=100.0, local_s=0.0) == 100.0
+    state.under_way = UnderWay(8.0, 0.0)
+    assert state.due(view_of(state), now=100.0, local_s=0.0) is None  # nobody knows after what
+    state.under_way.is_over = True
+    state.begin(100.0)
+    assert state.due(view_of(state), now=100.0, local_s=0.0) is None  # it comes already
+
+
+def test_groups_form_for_as_long_as_others_take_to_answer() -> None:
+    state = peer()
+    view = view_of(state, OTHER)
+    assert state.lead_s(view) == 2.0
+    assert state.quiet_s(view, 0, 100.0) == pytest.approx(3.0)
+    assert state.quiet_s(view, 1, 100.0) == 0.0
+    state.answer_s = 0.5
+    assert state.lead_s(view) == pytest.approx(4.2)
+    state.answer_s = 0.05
+    quick = replace(view, batch_s=0.2)
+    assert state.lead_s(quick) == pytest.approx(0.6)
+    for factor in (2.0, 4.0, 8.0, 8.0):  # nobody was found though somebody was there
+        state.begin(100.0).has_company = True
+        state.over(view)
+        assert state.lead_s(quick) == pytest.approx(0.6 * factor)
+    for has_company, leader in ((False, None), (True, AHEAD)):  # nobody was there, or others have made it
+        before = state.lead_factor
+        state.begin(100.0).has_company = has_company
+        state.over(replace(view, leader=leader))
+        assert state.lead_factor == pytest.approx(0.9 * before)
+
+
+def test_who_hears_of_a_beginning_joins_it_and_of_two_the_later_one() -> None:
+    state = peer()
+    view, here = view_of(state, OTHER), Beginning(step=0, chain=NO_CHAIN, at=104.0)
+
+    def heard(beginning: Beginning) -> float | None:
+        return state.heard(beginning, view, now=100.0, local_s=0.0)
+
+    assert heard(replace(here, step=1)) is None
+    assert heard(replace(here, chain=AHEAD.chain)) is None
+    assert heard(replace(here, at=None)) is None
+    assert heard(replace(here, at=1e6)) is None
+    assert state.coming is None
+    assert heard(here) == 104.0
+    assert heard(replace(here, at=103.0)) == 104.0
+    assert heard(replace(here, at=105.0)) == 105.0
+    assert heard(replace(here, at=None)) == 105.0
+    assert state.ends_at(view) == pytest.approx(105.0)
+    assert state.coming is not None
+    state.coming.is_found = True
+    assert heard(replace(here, at=None)) is None
+
+
+def test_a_batch_that_is_far_from_full_begins_for_nobody() -> None:
+    state = peer()
+    state.gathered = 0.0
+    far = view_of(state, replace(OTHER, samples=0.0))  # full at 125
+    assert state.heard(Beginning(step=0, chain=NO_CHAIN, at=101.0), far, now=100.0, local_s=0.0) is None
+    assert state.coming is None
+
+
+def test_whose_loop_does_something_else_is_not_counted_on() -> None:
+    """Four micro-batches of 2 s and ten seconds more."""
+    state = peer()
+    assert not state.is_away(18.0)
+    assert state.is_away(18.1)
+    assert state.heard(Beginning(step=0, chain=NO_CHAIN, at=119.0), view_of(state), now=118.2, local_s=18.2) is None
+    state.took_in(4, 2.0, 18.1)
+    assert not state.is_away(1000.0)  # it waits
+
+
+def test_after_a_micro_batch_it_computes_steps_waits_or_catches_up() -> None:
+    state = peer()
+    view = view_of(state, OTHER)  # full at 105
+    assert state.has_time_for_more(view, 104.0)
+    assert not state.has_time_for_more(view, 104.1)
+    latest = state.latest(view, 104.1)
+    assert latest == pytest.approx(106.0)
+    assert state.next_move(view, now=104.1, latest=latest) is Move.WAIT
+    assert state.next_move(view, now=106.1, latest=latest) is Move.COMPUTE  # the others do not fill it
+    assert state.next_move(replace(view, leader=AHEAD), now=104.1, latest=latest) is Move.CATCH_UP
+    state.under_way = UnderWay(8.0, 0.0)
+    assert state.next_move(replace(view, leader=AHEAD), now=106.1, latest=latest) is Move.WAIT
+    state.begin(105.0)
+    assert state.next_move(view, now=104.1, latest=latest) is Move.STEP
+
+
+def test_it_averages_while_it_waits_for_its_group() -> None:
+    state = peer()
+    coming = state.begin(100.0)
+    assert not state.is_averaging
+    members = tuple(Member(peer_id=each, address=OTHER.address, role=Role.NODE) for each in IDS)
+    coming.group = Group(group_id=b"g" * 16, members=members, side=16)
+    assert not state.is_averaging
+    state.took_in(4, 2.0, 0.0)
+    assert state.is_averaging
+
+
+def test_a_step_moves_the_chain_and_counts_what_was_in_it() -> None:
+    state = peer()
+    state.step = 1
+    done = state.settled(UnderWay(40.0, 1.0), averaged(100.0), 3.0)
+    assert (done.number, done.peers, done.samples, done.own_samples, done.attempts) == (1, 2, 100.0, 40.0, 1)
+    assert (done.gathered_s, done.averaged_s) == (23.0, 2.0)
+    assert (state.chain, state.trained) == (next_chain(NO_CHAIN, b"group"), 100.0)
+    assert (state.totals.steps, state.totals.alone, state.totals.samples, state.totals.whole) == (1, 0, 40.0, 100.0)
+
+
+def test_who_goes_elsewhere_loses_what_it_had_and_who_is_restored_does_not() -> None:
+    state = peer()
+    state.under_way = UnderWay(8.0, 0.0)
+    state.moved(1, AHEAD.chain, 100.0, 5.0)
+    assert (state.where, state.trained, state.gathered, state.last_step_at) == ((1, AHEAD.chain), 100.0, 0.0, 5.0)
+    assert state.totals.samples_lost == 40.0
+    restored = peer()
+    restored.restore(1, state.saved(), 6.0)
+    assert (restored.where, restored.trained, restored.gathered) == (state.where, 100.0, 0.0)
+    assert restored.totals.samples_lost == 0.0
+
+
+def test_nobody_makes_a_step_that_others_have_made_already() -> None:
+    """Two that missed it are most of those at it still."""
+    state = peer()
+    assert fewest_of(view_of(state, OTHER)) == 2
+    assert fewest_of(view_of(state, OTHER, AHEAD)) > MAX_GROUP_SIZE
