@@ -11,11 +11,11 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import check_prefix
 from dmoe_jax.joining import parse_targets
 from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget

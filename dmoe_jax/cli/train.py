@@ -5,14 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
-from dmoe_jax.cli.flags import words_of
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import mistakes_in_one_line
+from dmoe_jax.runs.flags import words_of
 from dmoe_jax.runs.run_folder import flat
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.training.saving import PreparedRun, check_code, prepare_run, saved_settings
 
 

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.collaboration import Collaboration, GlobalStep, open_collaboration
 from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.security import Tls
 from experiments.collaborative.real_settings import config_of
 from experiments.collaborative.regression import regression

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from dmoe_jax.cli.common import fail
+from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.saving import prepare_run

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED
 from experiments.children import Ended
-from experiments.exits import EXIT_INTERRUPTED
 from experiments.gpu.steps import Step
 
 Outcome = Literal["finished", "unfinished", "cut", "failed", "interrupted"]

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.grid import layer_prefix
@@ -26,6 +25,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.run_folder import append_metric
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer

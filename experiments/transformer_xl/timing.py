@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
-from dmoe_jax.cli.common import mistakes_in_one_line
 from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.runs.report import format_value
 from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Run

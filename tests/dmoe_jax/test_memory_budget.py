@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from dmoe_jax.cli.assist import AssistCommand
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import NetworkOptions, check_memory_budget, join_swarm
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member

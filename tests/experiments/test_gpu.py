@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.runs.command_line import parse_command_line
 from experiments.bench import UnseededSettings, run_experiment
 from experiments.children import Ended, is_resumable
 from experiments.gpu.__main__ import main
