@@ -108,12 +108,12 @@ class InspectCommand:
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.asking import read_in_swarm
         from dmoe_jax.inspection.reading import cut
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
         async with (
             join_swarm(self.network, join=self.join) as peer,
-            open_swarm(peer=peer, name=self.swarm) as swarm,
+            swarm_of(peer, name=self.swarm) as swarm,
         ):
             with _mistakes_of_others():
                 return await read_in_swarm(model, swarm, batches)

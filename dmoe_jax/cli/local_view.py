@@ -1,4 +1,4 @@
-"""Processes of a local swarm as `dmoe up` shows them: on a terminal, in lines, to scrapers, and at the end in figures."""
+"""Processes of a local swarm as `dmoe up` shows them: on a terminal, in lines, to scrapers, at the end in figures."""
 
 import json
 import os
@@ -152,8 +152,8 @@ class LocalView:
 class LocalMetrics:
     """Figures of a local swarm for scrapers, and where to find the metrics of each of its processes.
 
-    `/targets` is what Prometheus' HTTP service discovery reads (`http_sd_configs`): every process has a port of its own,
-    which the system chose, and new ones appear there by themselves.
+    `/targets` is what Prometheus' HTTP service discovery reads (`http_sd_configs`): every process has a port of its
+    own, which the system chose, and new ones appear there by themselves.
 
     Args:
       announce: this machine as others reach it, in place of the addresses that the processes listen at; None: as they

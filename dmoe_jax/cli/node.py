@@ -150,7 +150,7 @@ class NodeCommand(DhtCommand):
             set_xla_threads(self.xla_threads)
         set_up_jax()
         await self.processes.initialize()
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         with mistakes_in_one_line():
             self._check_devices()
@@ -165,7 +165,7 @@ class NodeCommand(DhtCommand):
             self._opened_lead(stop) as placed,
             self.metrics.opened("node") as monitor,
             joining as peer,
-            open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm,
+            swarm_of(peer, name=self.swarm, seed=self.seed) as swarm,
         ):
             monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.

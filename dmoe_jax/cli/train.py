@@ -67,7 +67,7 @@ class TrainCommand(TrainOptions):
         set_up_jax()
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None
@@ -78,7 +78,7 @@ class TrainCommand(TrainOptions):
             async with (
                 self.metrics.opened("train") as monitor,
                 join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
-                open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
+                swarm_of(peer, name=self.swarm, seed=self.data.seed) as swarm,
             ):
                 monitor.show(partial(peer_families, peer))
                 await run_training(self, prepared, swarm, monitor)

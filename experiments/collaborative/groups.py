@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from dmoe_jax.peer import SIM_PORT, SwarmPeer, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
 from experiments.collaborative.world import ROOT
 from net.averaging.collaboration.progress import NO_CHAIN
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging, plan_of
@@ -97,7 +97,7 @@ def averagings(
             places = []
             for number in range(num_peers + 1):
                 join, host = ([Address(ROOT, SIM_PORT)], f"peer{number}") if number else ([], ROOT)
-                opened = open_peer(join, network=network, host=host, seed=seed + number)
+                opened = open_peer(join, PeerConfig(network=network, host=host, seed=seed + number))
                 places.append(await stack.enter_async_context(opened))
             nursery = await stack.enter_async_context(trio.open_nursery())
             plan = plan_of(size=size, side=256, schema="groups", group_size=group_size)

@@ -14,7 +14,7 @@ import trio
 from dmoe_jax.collaboration import CollaborationConfig, open_collaboration
 from dmoe_jax.collaboration.forming import fewest_of
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import (
@@ -200,7 +200,9 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
 
     async def body(world: World) -> None:
         async def assistant() -> None:
-            async with open_peer([Address(ROOT, SIM_PORT)], network=world.network, host="helper", seed=9) as place:
+            async with open_peer(
+                [Address(ROOT, SIM_PORT)], PeerConfig(network=world.network, host="helper", seed=9)
+            ) as place:
                 await assist_collaboration(
                     place.rpc,
                     place.dht,
@@ -301,7 +303,7 @@ def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -
     async def main() -> None:
         async with (
             simulate(latency=Constant(0.02)) as network,
-            open_peer((), network=network, host=ROOT, seed=0) as place,
+            open_peer((), PeerConfig(network=network, host=ROOT, seed=0)) as place,
             open_collaboration(
                 place.rpc,
                 place.dht,

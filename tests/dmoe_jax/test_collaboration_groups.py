@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine
 from net.averaging.collaboration.assisting import assist_collaboration
@@ -149,7 +149,9 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
 
     async def body(world: World) -> None:
         async def assistant() -> None:
-            async with open_peer([Address(ROOT, SIM_PORT)], network=world.network, host="helper", seed=9) as place:
+            async with open_peer(
+                [Address(ROOT, SIM_PORT)], PeerConfig(network=world.network, host="helper", seed=9)
+            ) as place:
                 await assist_collaboration(
                     place.rpc,
                     place.dht,
