@@ -20,26 +20,20 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import jax
 import trio
 
 from dmoe_jax.autodiff import value_and_grad
-from dmoe_jax.averaging import AveragingTotals, TreeAverager
-from dmoe_jax.collaboration import Collaboration, CollaborationTotals
-from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.flax_layers import BlockingMixture
 from dmoe_jax.interrupts import put_off_in_callbacks
-from dmoe_jax.joining import Target
-from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.swarm import Served, Swarm, open_swarm
-from dmoe_jax.trainer import Trainers
 from dmoe_jax.types import PyTree
 from dmoe_jax.xla_threads import make_room
 
@@ -187,166 +181,71 @@ class TrioThread:
             self._thread.join()
 
 
-class _Blocking(Generic[_T]):
-    """Stands for an object that lives in a `TrioThread`, and waits for its methods."""
+class Waiting(Generic[_T]):
+    """Stands for an object that lives in a `TrioThread`: its attributes are those of the object, and its asynchronous
+    methods are carried out in the thread and waited for."""
 
     def __init__(self, inner: _T, thread: TrioThread) -> None:
         self.inner = inner
         """The object itself, for use inside `BlockingSwarm.run`."""
         self._thread = thread
 
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return _waiting(found, self._thread) if inspect.iscoroutinefunction(found) else found
 
-@overload
-def _waiting(method: Callable[Concatenate[Any, _P], Awaitable[_T]]) -> Callable[Concatenate[Any, _P], _T]: ...
-
-
-@overload
-def _waiting(
-    method: Callable[Concatenate[Any, _P], Awaitable[_T]], wrap: Callable[[_T, TrioThread], _W]
-) -> Callable[Concatenate[Any, _P], _W]: ...
+    def __dir__(self) -> Iterable[str]:
+        return {*super().__dir__(), *dir(self.inner)}
 
 
-@overload
-def _waiting(
-    method: Callable[Concatenate[Any, _P], _T], wrap: Callable[[_T, TrioThread], _W]
-) -> Callable[Concatenate[Any, _P], _W]: ...
-
-
-def _waiting(method: Callable[..., Any], wrap: Callable[[Any, TrioThread], Any] | None = None) -> Callable[..., Any]:
-    """The method of the inner object, with its arguments and docstring, carried out in the thread and waited for; one
-    that does not wait is carried out here, since the thread must not wait for JAX.
-
-    Args:
-      wrap: makes of the result what stands for it here; None: the result itself.
-    """
+def _waiting(method: Callable[_P, Awaitable[_T]], thread: TrioThread) -> Callable[_P, _T]:
+    """The method, with its arguments and docstring, carried out in the thread and waited for."""
 
     @functools.wraps(method)
-    def wait(self: _Blocking[Any], *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(method, self.inner, *args, **kwargs)
-        result = self._thread.run(call) if inspect.iscoroutinefunction(method) else call()
-        return result if wrap is None else wrap(result, self._thread)
+    def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return thread.run(functools.partial(method, *args, **kwargs))
 
     return wait
 
 
 def _holding(
-    method: Callable[Concatenate[Any, _P], AbstractAsyncContextManager[_T]], wrap: Callable[[_T, TrioThread], _W]
-) -> Callable[Concatenate[Any, _P], AbstractContextManager[_W]]:
-    """The asynchronous context manager that the method returns, as an ordinary one of the `wrap`ped value."""
+    method: Callable[Concatenate[Swarm, _P], AbstractAsyncContextManager[_T]],
+) -> Callable[Concatenate["BlockingSwarm", _P], AbstractContextManager[Waiting[_T]]]:
+    """The asynchronous context manager that the method returns as an ordinary one, whose value waits."""
 
     @functools.wraps(method)
     @contextlib.contextmanager
-    def hold(self: _Blocking[Any], *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_W]:
-        with self._thread.held_open(method(self.inner, *args, **kwargs)) as value:
-            yield wrap(value, self._thread)
+    def hold(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Waiting[_T]]:
+        with self._thread.held_open(method(self.swarm, *args, **kwargs)) as value:
+            yield Waiting(value, self._thread)
 
     return hold
 
 
-class BlockingServed(_Blocking[Served]):
-    """Experts that this process serves; see `dmoe_jax.swarm.Served`."""
+def _making(
+    method: Callable[Concatenate[Swarm, _P], _T], wrap: Callable[[_T, TrioThread], _W]
+) -> Callable[Concatenate["BlockingSwarm", _P], _W]:
+    """The method with its result wrapped. It runs here, since the swarm's thread must not wait for JAX."""
 
-    close = _waiting(Served.close)
+    @functools.wraps(method)
+    def make(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> _W:
+        return wrap(method(self.swarm, *args, **kwargs), self._thread)
 
-    @property
-    def uids(self) -> tuple[str, ...]:
-        """Which experts."""
-        return self.inner.uids
-
-
-class BlockingTrainers(_Blocking[Trainers]):
-    """Trainers that are waited for; see `dmoe_jax.trainer.Trainers`."""
-
-    run = _waiting(Trainers.run)
-    evaluate = _waiting(Trainers.evaluate)
-
-    @property
-    def params(self) -> PyTree:
-        """The model's parameters as they are now."""
-        return self.inner.params
-
-    @property
-    def step(self) -> int:
-        """Updates so far."""
-        return self.inner.step
+    return make
 
 
-class BlockingAverager(_Blocking[TreeAverager]):
-    """Averaging that is waited for; see `dmoe_jax.averaging.TreeAverager`."""
-
-    step = _waiting(TreeAverager.step)
-    catch_up = _waiting(TreeAverager.catch_up)
-
-    @property
-    def totals(self) -> AveragingTotals:
-        """What the rounds so far came to."""
-        return self.inner.totals
-
-    @property
-    def is_left_behind(self) -> bool:
-        """Whether others are far ahead, so that `catch_up` is worth it."""
-        return self.inner.is_left_behind
-
-
-class BlockingCollaboration(_Blocking[Collaboration]):
-    """A part in one large batch that is waited for; see `dmoe_jax.collaboration.Collaboration`."""
-
-    add = _waiting(Collaboration.add)
-    catch_up = _waiting(Collaboration.catch_up)
-
-    @property
-    def params(self) -> PyTree:
-        """The parameters as they are now."""
-        return self.inner.params
-
-    @property
-    def scale(self) -> Any:
-        """What the loss is to be multiplied by; None without a `LossScale`."""
-        return self.inner.scale
-
-    @property
-    def step(self) -> int:
-        """Steps of the whole swarm."""
-        return self.inner.step
-
-    @property
-    def totals(self) -> CollaborationTotals:
-        """What has become of this process's work."""
-        return self.inner.totals
-
-
-class BlockingCollaborativeTrainers(_Blocking[CollaborativeTrainers]):
-    """Trainers of one large batch that are waited for; see `dmoe_jax.collaboration.trainers`."""
-
-    run = _waiting(CollaborativeTrainers.run)
-    evaluate = _waiting(CollaborativeTrainers.evaluate)
-
-    @property
-    def params(self) -> PyTree:
-        """The parameters as they are now."""
-        return self.inner.params
-
-    @property
-    def step(self) -> int:
-        """Steps of the whole swarm."""
-        return self.inner.step
-
-
-class BlockingSwarm(_Blocking[Swarm]):
+class BlockingSwarm(Waiting[Swarm]):
     """A `dmoe_jax.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
 
     `mixture` gives a layer for loops under `jit`: its `linen()` and `nnx(...)` are layers of an ordinary Flax model,
     see `dmoe_jax.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
     """
 
-    serve = _waiting(Swarm.serve, BlockingServed)
-    mixture = _waiting(Swarm.mixture, BlockingMixture)
-    trainer = _waiting(Swarm.trainer, BlockingTrainers)
-    averager = _holding(Swarm.averager, BlockingAverager)
-    collaboration = _holding(Swarm.collaboration, BlockingCollaboration)
-    collaborate = _holding(Swarm.collaborate, BlockingCollaborativeTrainers)
-    experts = _waiting(Swarm.experts)
-    members = _waiting(Swarm.members)
+    mixture = _making(Swarm.mixture, BlockingMixture)
+    trainer = _making(Swarm.trainer, Waiting)
+    averager = _holding(Swarm.averager)
+    collaboration = _holding(Swarm.collaboration)
+    collaborate = _holding(Swarm.collaborate)
 
     def __init__(self, swarm: Swarm, thread: TrioThread, leave: Callable[[], None]) -> None:
         super().__init__(swarm, thread)
@@ -372,15 +271,9 @@ class BlockingSwarm(_Blocking[Swarm]):
         """`await function(*args)` where the swarm lives, and wait for the result; see `TrioThread.run`."""
         return self._thread.run(function, *args)
 
-    @property
-    def contact(self) -> str:
-        """PEERID@HOST:PORT, what others join through."""
-        return self.swarm.contact
-
-    @property
-    def statistics(self) -> CallStatistics:
-        """Totals of this process's expert calls."""
-        return self.swarm.statistics
+    @functools.wraps(Swarm.serve)
+    def serve(self, *args: Any, **kwargs: Any) -> Waiting[Served]:
+        return Waiting(self.run(functools.partial(self.swarm.serve, *args, **kwargs)), self._thread)
 
     def value_and_grad(
         self, forward: Callable[..., Awaitable[Any]], *, has_aux: bool = False
@@ -389,7 +282,20 @@ class BlockingSwarm(_Blocking[Swarm]):
         return functools.partial(self.run, value_and_grad(forward, has_aux=has_aux))
 
 
-def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwarm:
+def _arguments_of(
+    opener: Callable[_P, AbstractAsyncContextManager[Swarm]],
+) -> Callable[[Callable[..., BlockingSwarm]], Callable[_P, BlockingSwarm]]:
+    """Decorator that gives a function the arguments of `opener`, for readers and type checkers."""
+
+    def give(function: Callable[..., BlockingSwarm]) -> Callable[_P, BlockingSwarm]:
+        function.__signature__ = inspect.signature(opener).replace(return_annotation=BlockingSwarm)  # type: ignore[attr-defined]
+        return function
+
+    return give
+
+
+@_arguments_of(open_swarm)
+def connect(*args: Any, **options: Any) -> BlockingSwarm:
     """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
@@ -407,5 +313,5 @@ def connect(join: Target | Sequence[Target] = (), **options: Any) -> BlockingSwa
         stack.callback(thread.close)
         stack.callback(put_off_in_callbacks())
         options.setdefault("device", ThreadDevice(beside_loop=True))
-        swarm = stack.enter_context(thread.held_open(open_swarm(join, **options)))
+        swarm = stack.enter_context(thread.held_open(open_swarm(*args, **options)))
         return BlockingSwarm(swarm, thread, stack.pop_all().close)

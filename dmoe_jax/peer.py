@@ -5,7 +5,8 @@ import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dmoe_jax.joining import Target, find_entrances, parse_targets
 from dmoe_jax.security import Security, Tls
@@ -20,7 +21,12 @@ from net.rpc.peer import open_rpc_peer
 from net.transport.base import Transport
 from net.transport.sim.network import SimNetwork
 
+if TYPE_CHECKING:
+    from dmoe_jax.mixture.statistics import CallStatistics
+
 _log = logging.getLogger(__name__)
+
+_Entrances = tuple[Contact | Address, ...]
 
 SIM_PORT = 1
 """The port of every peer in a simulation: each has a host of its own."""
@@ -37,7 +43,7 @@ class SwarmPeer:
     rng: random.Random
     """What this peer draws from."""
     is_simulated: bool
-    """Whether it lives in virtual time."""
+    """True in virtual time."""
 
     @property
     def contact(self) -> str:
@@ -51,20 +57,35 @@ class SwarmPeer:
         return Contact(self.rpc.peer_id, self.rpc.address).full
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """Place of a peer: arguments of `dmoe_jax.swarm.open_swarm`, which says what they mean."""
+
+    listen: str | Address | None = "auto"
+    announce: str | None = None
+    security: Security = field(default_factory=Tls)
+    network: SimNetwork | None = None
+    host: str = ""
+    seed: int | None = None
+    faults: FaultPlan | None = None
+    memory_budget: int | str | MemoryBudget | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """Parts that a test or an experiment puts in the place of a swarm's own; None: its own."""
+
+    caller: Caller | None = None
+    """Places and serves calls. What the configuration says of links then has no effect."""
+    clock: SwarmClock | None = None
+    """Time of the swarm."""
+    statistics: "CallStatistics | None" = None
+    """Totals to go on counting in."""
+
+
 @asynccontextmanager
 async def open_peer(
-    join: Target | Sequence[Target] = (),
-    *,
-    listen: str | Address | None = "auto",
-    announce: str | None = None,
-    security: Security = Tls(),  # noqa: B008 (frozen)
-    network: SimNetwork | None = None,
-    host: str = "",
-    seed: int | None = None,
-    faults: FaultPlan | None = None,
-    caller: Caller | None = None,
-    clock: SwarmClock | None = None,
-    memory_budget: int | str | MemoryBudget | None = None,
+    join: Target | Sequence[Target] = (), config: PeerConfig | None = None, testing: Seams | None = None
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
@@ -73,54 +94,65 @@ async def open_peer(
     Raises:
       ValueError, DialFailed, ListenFailed: as of `open_swarm`.
     """
-    targets = parse_targets(join)
-    budget = memory_budget_of(memory_budget)
-    if budget is not None and caller is not None:
+    config, seams = config or PeerConfig(), testing or Seams()
+    targets, network = parse_targets(join), config.network
+    if config.memory_budget is not None and seams.caller is not None:
         raise ValueError("memory_budget would have no effect: the caller that was given has one already")
-    rng: random.Random = random.SystemRandom() if seed is None else random.Random(f"{seed}/{host}")
+    rng: random.Random = random.SystemRandom() if config.seed is None else random.Random(f"{config.seed}/{config.host}")
     async with AsyncExitStack() as stack:
-        if caller is None:
-            transport: Transport
-            if network is None:
-                transport, peer_id = stack.enter_context(security.open())
-            elif host:
-                peer_id = PeerId.draw(rng)
-                transport = network.transport(host, peer_id)
-            else:
-                raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
-            here = _where_to_listen(listen, targets, host)
-            caller = await stack.enter_async_context(
-                open_rpc_peer(
-                    transport,
-                    peer_id=peer_id,
-                    listen=here,
-                    announce=announce,
-                    faults=None if faults is None else FaultInjector(faults),
-                    memory_budget=budget,
-                )
-            )
-            if network is None:
-                if here is not None and security.is_open and not _is_loopback(here):
-                    _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
-                is_plain = not isinstance(security, Tls)
-                targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
-        if clock is None:
-            clock = SwarmClock.wall() if network is None else SwarmClock.virtual()
-        is_client = caller.address is None
-        # A simulation has no strangers, and may announce as rarely as it likes.
-        config = DhtConfig() if network is None else DhtConfig(max_lifetime_s=86_400.0)
+        if seams.caller is None:
+            caller, targets = await _open_caller(stack, config, targets, rng)
+        else:
+            caller = seams.caller
+        clock = seams.clock or (SwarmClock.wall() if network is None else SwarmClock.virtual())
         node = await stack.enter_async_context(
-            open_dht_node(caller, clock=clock, rng=rng, initial_peers=targets, client_mode=is_client, config=config)
+            open_dht_node(
+                caller,
+                clock=clock,
+                rng=rng,
+                initial_peers=targets,
+                client_mode=caller.address is None,
+                # A simulation has no strangers, and may announce as rarely as it likes.
+                config=DhtConfig() if network is None else DhtConfig(max_lifetime_s=86_400.0),
+            )
         )
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
 
 
-def memory_budget_of(size: int | str | MemoryBudget | None) -> MemoryBudget | None:
-    """What averaging and state downloads may hold; None: as much as ever.
+async def _open_caller(
+    stack: AsyncExitStack, config: PeerConfig, targets: _Entrances, rng: random.Random
+) -> tuple[Caller, _Entrances]:
+    """This peer's connections, open until the stack is, and who answers among those to join through."""
+    budget = _memory_budget(config.memory_budget)
+    transport: Transport
+    if config.network is None:
+        transport, peer_id = stack.enter_context(config.security.open())
+    elif config.host:
+        peer_id = PeerId.draw(rng)
+        transport = config.network.transport(config.host, peer_id)
+    else:
+        raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
+    here = _where_to_listen(config.listen, targets, config.host)
+    caller = await stack.enter_async_context(
+        open_rpc_peer(
+            transport,
+            peer_id=peer_id,
+            listen=here,
+            announce=config.announce,
+            faults=None if config.faults is None else FaultInjector(config.faults),
+            memory_budget=budget,
+        )
+    )
+    if config.network is None:
+        security = config.security
+        if here is not None and security.is_open and not _is_loopback(here):
+            _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
+        is_plain = not isinstance(security, Tls)
+        targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
+    return caller, targets
 
-    Raises:
-      ValueError: it is no size, or below 1 MiB; the message says what it is for.
-    """
+
+def _memory_budget(size: int | str | MemoryBudget | None) -> MemoryBudget | None:
     if size is None or isinstance(size, MemoryBudget):
         return size
     try:
@@ -143,7 +175,7 @@ def _where_to_listen(
 
 
 def _is_loopback(address: Address) -> bool:
-    """Whether only this machine can reach it."""
+    """True if only this machine can reach it."""
     try:
         return ipaddress.ip_address(address.host).is_loopback
     except ValueError:

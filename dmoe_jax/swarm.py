@@ -18,10 +18,10 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
@@ -31,7 +31,6 @@ from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.host import Claimable, claimable_of, fixed_of
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
-from dmoe_jax.expert_calls import MAX_PARTS
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
 from dmoe_jax.members import Member, list_members
@@ -45,7 +44,7 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
-from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.peer import PeerConfig, Seams, SwarmPeer, open_peer
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
@@ -54,15 +53,12 @@ from dmoe_jax.swarm_averaging import AveragingSwarm
 from dmoe_jax.trainer import Trainer, Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
-from net.clock import SwarmClock
 from net.errors import NetError
 from net.identity import Address, Contact
 from net.nursery import background_nursery
-from net.rpc.base import Caller
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
-from net.wire.compression import Compression
 
 _log = logging.getLogger(__name__)
 
@@ -248,51 +244,29 @@ class Swarm(AveragingSwarm):
         expert: Expert,
         router: Router,
         *,
-        k_best: int = 4,
-        k_min: int = 1,
-        grace_s: float = 1.0,
-        timeout_s: float = 10.0,
-        max_rows: int = 256,
-        max_parts: int = MAX_PARTS,
-        compression: Compression | str = Compression.NONE,
-        on_shortfall: Literal["skip", "raise"] = "skip",
-        max_skipped: float = 1.0,
+        config: MixtureConfig | None = None,
         seed: int | None = None,
+        **settings: Any,
     ) -> RemoteMixture:
         """A DMoE layer over the experts `prefix.i.j` of this swarm; `await mixture.check()` says whether there are any.
 
         Args:
           prefix: the part of the experts' uids that names the layer. expert: their network, for its shapes.
-          router: chooses the experts of each sample; see `dmoe_jax.routing`. k_best: experts asked for each sample.
-          k_min: answers that each sample needs before stragglers get only the grace time.
-          grace_s: seconds to wait for stragglers then. timeout_s: seconds after which a call is given up.
-          max_rows: most samples of one call, at most the nodes' `max_batch_rows`; an expert with more gets several.
-          max_parts: most experts of a node that one request asks; 1: each expert gets a request of its own.
-          compression: how activations and gradients travel: "none", "float16", "bfloat16" or "blockwise8".
-          on_shortfall: for a sample with fewer than `k_min` answers "skip" mixes what there is, "raise" ends the step.
-          max_skipped: share of samples without any expert beyond which a call raises `TooFewExperts`; 1: never.
+          router: chooses the experts of each sample; see `dmoe_jax.routing`.
+          config: how it calls experts and waits for them; None: the defaults of `MixtureConfig`.
           seed: seed of dropout in experts that take keys; None: the swarm's.
+          settings: fields of the config that are to be others, such as k_best=2, k_min=1, grace_s=1.0, timeout_s=10.0,
+            max_rows=256, compression="float16", on_shortfall="raise" or max_skipped=0.5; see `MixtureConfig`.
 
         Raises:
-          ValueError: a setting is out of range.
+          ValueError: a setting is out of range. TypeError: there is no such setting.
         """
         return RemoteMixture(
             expert=expert,
             router=router,
             caller=self._caller,
             device=self.device,
-            config=MixtureConfig(
-                prefix=prefix,
-                k_best=k_best,
-                k_min=k_min,
-                grace_s=grace_s,
-                timeout_s=timeout_s,
-                max_rows=max_rows,
-                max_parts=max_parts,
-                compression=Compression(compression),
-                on_shortfall=on_shortfall,
-                max_skipped=max_skipped,
-            ),
+            config=replace(config or MixtureConfig(), prefix=prefix, **settings),
             seed=self.seed if seed is None else seed,
         )
 
@@ -367,12 +341,9 @@ async def open_swarm(
     seed: int | None = None,
     device: Device | None = None,
     faults: FaultPlan | None = None,
-    caller: Caller | None = None,
-    peer: SwarmPeer | None = None,
-    clock: SwarmClock | None = None,
-    statistics: CallStatistics | None = None,
     directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
     memory_budget: int | str | MemoryBudget | None = None,
+    testing: Seams | None = None,
 ) -> AsyncIterator[Swarm]:
     """Take part in a swarm until the block ends.
 
@@ -388,44 +359,58 @@ async def open_swarm(
       seed: seed of what this process draws. In a simulation its identity follows from it and the host. None: chance.
       device: runs XLA work; None: a worker thread, in a simulation the calling task.
       faults: what is to go wrong with this peer's answers, on purpose.
-      caller: places and serves this peer's calls; None: one is opened as the arguments above say.
-      peer: a peer that has joined already, instead of all arguments above but name and seed, and of `memory_budget`.
-      clock: the swarm's time; None: the wall clock's, in a simulation the virtual one.
-      statistics: totals to go on counting in; None: new ones.
       directory: how experts are looked up.
       memory_budget: what averages and states under way may hold in this process beyond the few MiB that each of them
         begins with, in bytes or as "256MiB", at least 1 MiB; swarms of one process may share a `MemoryBudget`. With
         less than a long line wants they take longer. None: 512 MiB.
+      testing: what a test or an experiment puts in the place of parts of it.
 
     Raises:
       ValueError: an address or file cannot be used, or the budget is none; the message names it.
       DialFailed: nobody answers among the peers to join through, or another peer than the one that was named.
       ListenFailed: the port is taken.
     """
-    if peer is not None and memory_budget is not None:
-        raise ValueError("memory_budget would have no effect: the peer that was given has one already")
-    async with AsyncExitStack() as stack:
-        if peer is None:
-            peer = await stack.enter_async_context(
-                open_peer(
-                    join,
-                    listen=listen,
-                    announce=announce,
-                    security=security,
-                    network=network,
-                    host=host,
-                    seed=seed,
-                    faults=faults,
-                    caller=caller,
-                    clock=clock,
-                    memory_budget=memory_budget,
-                )
-            )
-        experts = await stack.enter_async_context(open_expert_directory(peer.dht, swarm=name, config=directory))
-        nursery = await stack.enter_async_context(background_nursery())
-        if device is None:
-            device = InlineDevice() if peer.is_simulated else ThreadDevice()
-        swarm = Swarm(name, peer, experts, device, nursery, seed=seed or 0, statistics=statistics or CallStatistics())
+    config = PeerConfig(
+        listen=listen,
+        announce=announce,
+        security=security,
+        network=network,
+        host=host,
+        seed=seed,
+        faults=faults,
+        memory_budget=memory_budget,
+    )
+    statistics = None if testing is None else testing.statistics
+    async with (
+        open_peer(join, config, testing) as peer,
+        swarm_of(peer, name=name, seed=seed or 0, device=device, directory=directory, statistics=statistics) as swarm,
+    ):
+        yield swarm
+
+
+@asynccontextmanager
+async def swarm_of(
+    peer: SwarmPeer,
+    *,
+    name: str = "dmoe",
+    seed: int = 0,
+    device: Device | None = None,
+    directory: DirectoryConfig = DirectoryConfig(),  # noqa: B008 (frozen)
+    statistics: CallStatistics | None = None,
+) -> AsyncIterator[Swarm]:
+    """The swarm of a peer that has joined already, until the block ends.
+
+    Args:
+      statistics: totals to go on counting in; None: new ones.
+      name, seed, device, directory: as of `open_swarm`.
+    """
+    if device is None:
+        device = InlineDevice() if peer.is_simulated else ThreadDevice()
+    async with (
+        open_expert_directory(peer.dht, swarm=name, config=directory) as experts,
+        background_nursery() as nursery,
+    ):
+        swarm = Swarm(name, peer, experts, device, nursery, seed=seed, statistics=statistics or CallStatistics())
         try:
             yield swarm
         finally:

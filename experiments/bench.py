@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
-from dmoe_jax.cli.common import fail, mistakes_in_one_line, parse_command_line, set_up_jax
-from dmoe_jax.cli.flags import as_words, flags_of, words_of
-from dmoe_jax.cli.speech import standard_streams
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import fail, mistakes_in_one_line
+from dmoe_jax.runs.flags import as_words, flags_of, words_of
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
+from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_jax.runs.speech import standard_streams
 from dmoe_jax.training.saving import check_code
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result

@@ -13,7 +13,7 @@ from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from net.errors import DialFailed
 from net.identity import Address
 from net.rpc.base import Caller
@@ -71,7 +71,7 @@ async def start_simulated_nodes(
         while True:
             try:
                 async with (
-                    open_peer(join, network=network, host=host, seed=seed, faults=own_faults) as peer,
+                    open_peer(join, PeerConfig(network=network, host=host, seed=seed, faults=own_faults)) as peer,
                     open_expert_node(
                         through(peer.rpc), peer.dht, dict(own), device=own_device, config=config or NodeConfig()
                     ),

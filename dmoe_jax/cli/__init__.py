@@ -14,18 +14,19 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.assist import AssistCommand
-from dmoe_jax.cli.common import UsageError, fail, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_names
 from dmoe_jax.cli.node import NodeCommand
-from dmoe_jax.cli.speech import say, standard_streams
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.environment import HELP, JOIN_VARIABLE
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError, fail
+from dmoe_jax.runs.speech import say, standard_streams
 from net.keys import IdentityError
 
 Command = (

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import speeds_of
-from dmoe_jax.cli.common import UsageError, check_positive
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.checks import check_positive
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -22,10 +22,11 @@ from dmoe_jax.cli.network import (
     join_line,
     join_swarm,
 )
-from dmoe_jax.cli.speech import say
 from dmoe_jax.members import listed_member
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
+from dmoe_jax.runs.speech import say
 from net.averaging.assisting import assist
 from net.averaging.averager import AveragerConfig, AveragingStep
 from net.averaging.collaboration.assisting import assist_collaboration, is_collaboration

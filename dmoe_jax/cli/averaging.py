@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from dmoe_jax.cli.common import UsageError, check_at_least, check_needs, check_positive
+from dmoe_jax.cli.checks import check_at_least, check_needs, check_positive
+from dmoe_jax.runs.endings import UsageError
 from net.averaging.grouping.group_key import check_prefix
 
 if TYPE_CHECKING:

@@ -13,17 +13,18 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, as_flags, changed, check_at_least, check_seed
-from dmoe_jax.cli.headline import headline_of, show_headline
+from dmoe_jax.cli.checks import changed, check_at_least, check_seed
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.local_view import TrainerWatch
+from dmoe_jax.cli.local_view import TrainerWatch, headline_of, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.speech import say
 from dmoe_jax.cli.train_options import DataOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import LocalSwarm, SwarmProcess
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.flags import as_flags
+from dmoe_jax.runs.speech import say
 
 _QUICK_STEPS, _QUICK_MINUTES = 100, 1.0
 _QUICK_EVALUATIONS = {"eval_tokens": 8192, "final_eval_tokens": 16384}

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar
 import trio
 import tyro
 
-from dmoe_jax.cli.common import CommandFailed
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
-from dmoe_jax.cli.speech import say, why_unheard
 from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed
+from dmoe_jax.runs.speech import say, why_unheard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Annotated
 import trio
 import tyro
 
-from dmoe_jax.cli.common import UsageError, one_line
-from dmoe_jax.cli.speech import say
+from dmoe_jax.runs.endings import UsageError, one_line
+from dmoe_jax.runs.speech import say
 from net.identity import Address
 
 _END_TIMEOUT_S = 10.0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.speech import say
+from dmoe_jax.runs.speech import say
 from net.key_files import load_or_create_identity
 
 

@@ -12,11 +12,13 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import UsageError, check_at_least, mistakes_in_one_line, one_line, set_up_jax
+from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
-from dmoe_jax.cli.speech import say
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_jax.runs.speech import say
 from dmoe_jax.training.saving import check_code, is_code
 
 if TYPE_CHECKING:
@@ -106,12 +108,12 @@ class InspectCommand:
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.asking import read_in_swarm
         from dmoe_jax.inspection.reading import cut
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
         async with (
             join_swarm(self.network, join=self.join) as peer,
-            open_swarm(peer=peer, name=self.swarm) as swarm,
+            swarm_of(peer, name=self.swarm) as swarm,
         ):
             with _mistakes_of_others():
                 return await read_in_swarm(model, swarm, batches)

@@ -8,20 +8,16 @@ around it close from the inside out. Whatever is not over in time, or at a secon
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 
-from dmoe_jax.cli.common import UsageError, fail, one_line
 from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.processes import ProcessFailed
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from net.errors import NetError
 from net.keys import IdentityError
-
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
 _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError, FolderInUse)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
@@ -117,13 +113,6 @@ def _set_up_logging() -> None:
     if level not in logging.getLevelNamesMapping():
         raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def ending_signals() -> list[signal.Signals]:
-    """The signals that end a command in order: Ctrl-C, SIGTERM, and a closed terminal unless `nohup` ignores it."""
-    hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)
-    is_heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangup is not None and is_heard else [])]
 
 
 async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> None:

@@ -1,10 +1,12 @@
-"""What the processes of a local swarm do, for the eye: a live table on a terminal, lines anywhere else."""
+"""Processes of a local swarm as `dmoe up` shows them: on a terminal, in lines, to scrapers, at the end in figures."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import trio
 from rich.console import Console, RenderableType
@@ -12,6 +14,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from dmoe_jax.metrics.families import Family, by_label, labelled
 from dmoe_jax.processes import LocalSwarm, SwarmProcess
 
 _FRAME_PERIOD_S = 0.125
@@ -144,3 +147,101 @@ class LocalView:
             if text != said and not (moves_on and now - said_at < _LINE_PERIOD_S):
                 self._last_lines[process.name] = now, text
                 self._console.print(f"{now - self._began_at:5.0f} s  {process.name}: {text}", highlight=False)
+
+
+class LocalMetrics:
+    """Figures of a local swarm for scrapers, and where to find the metrics of each of its processes.
+
+    `/targets` is what Prometheus' HTTP service discovery reads (`http_sd_configs`): every process has a port of its
+    own, which the system chose, and new ones appear there by themselves.
+
+    Args:
+      announce: this machine as others reach it, in place of the addresses that the processes listen at; None: as they
+        are.
+    """
+
+    def __init__(self, announce: str | None) -> None:
+        self._announce = announce
+        self._swarm: LocalSwarm | None = None
+        self._trainers: Mapping[str, TrainerWatch] = {}
+
+    def began(self, swarm: LocalSwarm, trainers: Mapping[str, TrainerWatch]) -> None:
+        """The swarm is open; its processes come one by one."""
+        self._swarm, self._trainers = swarm, trainers
+
+    def targets(self) -> bytes:
+        """Where the processes that run show their metrics, as JSON."""
+        found = []
+        for process in self._processes:
+            host, _, port = process.metrics.rpartition(":")
+            if process.is_running and port:
+                labels = {"process": process.name, "command": process.kind}
+                found.append({"targets": [f"{self._announce or host}:{port}"], "labels": labels})
+        return json.dumps(found).encode()
+
+    def families(self) -> Iterator[Family]:
+        """The processes by command and state, and how far the trainers are."""
+        states = Counter((process.kind, _state_of(process)) for process in self._processes)
+        counts = (({"command": kind, "state": state}, count) for (kind, state), count in sorted(states.items()))
+        yield labelled("gauge", "dmoe_up_processes", "Processes of the swarm, by command and state.", counts)
+        steps = {name: watch.step for name, watch in self._trainers.items()}
+        yield by_label("gauge", "dmoe_up_trainer_step", "Updates of each trainer process.", "process", steps)
+
+    def why_not_ready(self) -> str:
+        """Which nodes do not serve; empty if all do that run, and there is one."""
+        nodes = [process for process in self._processes if process.kind == "node" and process.is_running]
+        starting = [node.name for node in nodes if not node.contact]
+        if starting:
+            return f"not serving yet: {', '.join(starting)}"
+        return "" if nodes else "no node runs"
+
+    @property
+    def _processes(self) -> list[SwarmProcess]:
+        return [] if self._swarm is None else self._swarm.processes
+
+
+def _state_of(process: SwarmProcess) -> str:
+    if not process.is_running:
+        return "ended"
+    return "serving" if process.contact else "running"
+
+
+def show_headline(console: Console, folder: Path, headline: dict[str, Any] | None = None, *, title: str) -> None:
+    """Print the figures that the run in a folder ended with, and where its report is; nothing if it has none.
+
+    Args:
+      headline: the figures; None: as the folder has them.
+    """
+    from dmoe_jax.runs.run_folder import METRICS, read_metrics
+
+    if headline is None:
+        metrics = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
+        if not any(record["kind"] == "headline" for record in metrics):
+            return
+        headline = headline_of(metrics)
+    table = Table(title=f"{title} over a local swarm", show_header=False, title_justify="left")
+    for name, value in headline.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
+        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    console.print(f"run folder: {folder} (figure.png, report.md, metrics.jsonl, config.json)")
+
+
+def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a run's end, and how calls fared after a node was killed, from its metrics."""
+    final = [record for record in metrics if record["kind"] == "headline"][-1]
+    headline = {name: value for name, value in final.items() if name != "kind"}
+    kills = [record for record in metrics if record["kind"] == "event" and record["name"] == "node_killed"]
+    if kills:
+        calls = [record for record in metrics if record["kind"] == "calls"]
+        before = [record for record in calls if record["step"] <= kills[0]["step"]]
+        at_kill = before[-1] if before else {"ok": 0, "failed": 0}
+        ok, failed = calls[-1]["ok"] - at_kill["ok"], calls[-1]["failed"] - at_kill["failed"]
+        headline |= {
+            "killed_at_step": kills[0]["step"],
+            "calls_after_kill": ok + failed,
+            "failed_calls_after_kill": failed,
+            "failed_share_after_kill": failed / max(1, ok + failed),
+        }
+    return headline

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError
-from dmoe_jax.cli.speech import say
 from dmoe_jax.metrics.monitor import Monitor, open_monitor
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.speech import say
 from net.errors import ListenFailed
 from net.identity import Address
 

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import check_prefix
 from dmoe_jax.joining import parse_targets
-from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.security import Plain, Security, Tls
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget
@@ -150,14 +150,14 @@ def join_swarm(
     memory_budget: str | None = None,
 ) -> AbstractAsyncContextManager[SwarmPeer]:
     """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
-    return open_peer(
-        tuple(join),
+    config = PeerConfig(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
         memory_budget=None if memory_budget is None else check_memory_budget(memory_budget),
     )
+    return open_peer(tuple(join), config)
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:

@@ -13,25 +13,19 @@ import trio
 import tyro
 
 from dmoe_jax.claims.records import check_claimable
-from dmoe_jax.cli.common import (
-    UsageError,
-    changed,
-    check_at_least,
-    check_positive,
-    check_seed,
-    flag_of,
-    mistakes_in_one_line,
-    set_up_jax,
-)
+from dmoe_jax.cli.checks import changed, check_at_least, check_positive, check_seed
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.distributed import DistributedOptions, end_soon
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop
+from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import join_line, join_swarm
-from dmoe_jax.cli.speech import say
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.metrics.process import peer_families
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, mistakes_in_one_line
+from dmoe_jax.runs.flags import flag_of
+from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_jax.runs.speech import say
 from dmoe_jax.xla_threads import set_xla_threads
 from net.rpc.faults import FaultPlan
 
@@ -156,7 +150,7 @@ class NodeCommand(DhtCommand):
             set_xla_threads(self.xla_threads)
         set_up_jax()
         await self.processes.initialize()
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         with mistakes_in_one_line():
             self._check_devices()
@@ -171,7 +165,7 @@ class NodeCommand(DhtCommand):
             self._opened_lead(stop) as placed,
             self.metrics.opened("node") as monitor,
             joining as peer,
-            open_swarm(peer=peer, name=self.swarm, seed=self.seed) as swarm,
+            swarm_of(peer, name=self.swarm, seed=self.seed) as swarm,
         ):
             monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.

@@ -13,12 +13,13 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from dmoe_jax.cli.common import UsageError, check_positive
+from dmoe_jax.cli.checks import check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
-from dmoe_jax.cli.speech import say, why_unheard
 from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.speech import say, why_unheard
 from net.errors import NetError
 from net.identity import Contact, PeerId
 from net.wire.versions import CALLS, versions_differ

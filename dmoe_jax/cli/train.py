@@ -5,14 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dmoe_jax.cli.common import mistakes_in_one_line, parse_command_line, set_up_jax
-from dmoe_jax.cli.flags import words_of
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import mistakes_in_one_line
+from dmoe_jax.runs.flags import words_of
 from dmoe_jax.runs.run_folder import flat
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.training.saving import PreparedRun, check_code, prepare_run, saved_settings
 
 
@@ -65,7 +67,7 @@ class TrainCommand(TrainOptions):
         set_up_jax()
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
-        from dmoe_jax.swarm import open_swarm
+        from dmoe_jax.swarm import swarm_of
 
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None
@@ -76,7 +78,7 @@ class TrainCommand(TrainOptions):
             async with (
                 self.metrics.opened("train") as monitor,
                 join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
-                open_swarm(peer=peer, name=self.swarm, seed=self.data.seed) as swarm,
+                swarm_of(peer, name=self.swarm, seed=self.data.seed) as swarm,
             ):
                 monitor.show(partial(peer_families, peer))
                 await run_training(self, prepared, swarm, monitor)

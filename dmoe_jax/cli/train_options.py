@@ -8,16 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import (
-    UsageError,
-    as_flags,
-    check_at_least,
-    check_needs,
-    check_seed,
-    flag_of,
-    mistakes_in_one_line,
-)
-from dmoe_jax.cli.flags import flags_of
+from dmoe_jax.cli.checks import check_at_least, check_needs, check_seed
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -29,6 +20,8 @@ from dmoe_jax.cli.network import (
 )
 from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Route
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
+from dmoe_jax.runs.flags import as_flags, flag_of, flags_of
 from dmoe_jax.runs.run_folder import flat, plain
 
 

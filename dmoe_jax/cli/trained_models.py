@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import mistakes_in_one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
@@ -22,6 +21,7 @@ from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import EvaluationBatches

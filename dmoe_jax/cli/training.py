@@ -15,7 +15,6 @@ import trio
 
 from dmoe_jax.averaging import Round
 from dmoe_jax.cli.averaging import open_averaging
-from dmoe_jax.cli.common import CommandFailed, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching, watching
@@ -27,6 +26,7 @@ from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.routing.base import RouterError
+from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
 from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range

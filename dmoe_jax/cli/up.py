@@ -14,22 +14,9 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.common import (
-    CommandFailed,
-    UsageError,
-    as_flags,
-    changed,
-    check_at_least,
-    check_seed,
-    flag_of,
-    mistakes_in_one_line,
-    parse_command_line,
-)
-from dmoe_jax.cli.flags import as_words, flags_of, words_of
-from dmoe_jax.cli.headline import show_headline
-from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, Stop, run_until_done
-from dmoe_jax.cli.local_metrics import LocalMetrics
-from dmoe_jax.cli.local_view import LocalView, TrainerWatch
+from dmoe_jax.cli.checks import changed, check_at_least, check_seed
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.local_view import LocalMetrics, LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     DEFAULT_MEMORY_BUDGET,
@@ -51,6 +38,9 @@ from dmoe_jax.processes import (
     launch_nodes,
     open_local_swarm,
 )
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
+from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, words_of
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
 from dmoe_jax.training.saving import check_code
 from dmoe_jax.xla_threads import share_of_threads

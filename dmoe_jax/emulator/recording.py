@@ -5,8 +5,8 @@ which it happens: a trainer reads the trunk, an expert has computed a call, a tr
 updated. `OrderRecorder.order` makes an `EventOrder` of it, from which the emulator computes what the swarm did.
 
     recorder = OrderRecorder(num_layers=2)
-    node = open_swarm(..., caller=recorder.caller(rpc))
-    place = open_swarm(..., caller=recorder.caller(rpc, trainer=0))
+    node = open_swarm(..., testing=Seams(caller=recorder.caller(rpc)))
+    place = open_swarm(..., testing=Seams(caller=recorder.caller(rpc, trainer=0)))
     trainer = Trainer(0, recorder.model(model, trainer=0), recorder.trunk(trunk, trainer=0), batches)
 """
 

@@ -1,4 +1,4 @@
-"""Settings of a remote mixture; `dmoe_jax.Swarm.mixture` makes them of its arguments."""
+"""Settings of a remote mixture. Nothing here imports JAX: `dmoe --help` reads them."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class MixtureConfig:
       ValueError: a setting is out of range.
     """
 
-    prefix: str
+    prefix: str = ""
     """Experts are `prefix.i.j`; one prefix a layer."""
     k_best: int = 4
     """Experts asked for each sample."""
@@ -41,14 +41,21 @@ class MixtureConfig:
     `TooFewExperts`. 1: never, the layer only warns."""
 
     def __post_init__(self) -> None:
-        if self.k_best < 1 or not 0 <= self.k_min <= self.k_best:
-            raise ValueError(f"expected 1 <= k_best and 0 <= k_min <= k_best, got {self.k_best} and {self.k_min}")
+        object.__setattr__(self, "compression", Compression(self.compression))
+        if self.k_best < 1:
+            raise ValueError(f"k_best must be at least 1, got {self.k_best}")
+        if self.k_min < 0:
+            raise ValueError(f"k_min must be at least 0, got {self.k_min}")
+        if self.k_min > self.k_best:
+            raise ValueError(f"k_min must not exceed k_best, got {self.k_min} and {self.k_best}")
         if self.max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
         if not 1 <= self.max_parts <= MAX_PARTS:
             raise ValueError(f"max_parts must be from 1 to {MAX_PARTS}, got {self.max_parts}")
-        if not self.grace_s >= 0 or not self.timeout_s > 0:
-            raise ValueError(f"expected grace_s >= 0 and timeout_s > 0, got {self.grace_s} and {self.timeout_s}")
+        if not self.grace_s >= 0:
+            raise ValueError(f"grace_s must be at least 0, got {self.grace_s}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
         if self.on_shortfall not in ("skip", "raise"):
             raise ValueError(f"on_shortfall is 'skip' or 'raise', got {self.on_shortfall!r}")
         if not 0 <= self.max_skipped <= 1:

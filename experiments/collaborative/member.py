@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.collaboration import Collaboration, GlobalStep, open_collaboration
-from dmoe_jax.peer import SwarmPeer, open_peer
+from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.security import Tls
 from experiments.collaborative.real_settings import config_of
 from experiments.collaborative.regression import regression
@@ -29,9 +29,9 @@ from net.averaging.collaboration.assisting import assist_collaboration
 async def _live(settings: dict[str, Any]) -> None:
     role, join = settings["role"], settings["join"]
     log = functools.partial(_write, Path(settings["log"]))
-    async with open_peer(
-        join, listen=None if role == "client" else "127.0.0.1:0", security=Tls(secret=Path(settings["secret"]))
-    ) as place:
+    listen = None if role == "client" else "127.0.0.1:0"
+    config = PeerConfig(listen=listen, security=Tls(secret=Path(settings["secret"])))
+    async with open_peer(join, config) as place:
         if role != "client":
             print(json.dumps({"contact": place.contact}), flush=True)
         if role == "auxiliary":

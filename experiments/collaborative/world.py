@@ -18,7 +18,7 @@ import trio
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.types import PyTree
 from net.averaging.speeds import Speeds
 from net.errors import NetError
@@ -150,7 +150,7 @@ class World:
         ready = trio.Event()
 
         async def root() -> None:
-            async with open_peer((), network=self.network, host=ROOT, seed=self._seed):
+            async with open_peer((), PeerConfig(network=self.network, host=ROOT, seed=self._seed)):
                 ready.set()
                 await trio.sleep_forever()
 
@@ -197,10 +197,12 @@ class World:
                 async with (
                     open_peer(
                         [Address(ROOT, SIM_PORT)],
-                        network=self.network,
-                        host=spec.name,
-                        listen=None if spec.client else "auto",
-                        seed=rng.getrandbits(30),
+                        PeerConfig(
+                            network=self.network,
+                            host=spec.name,
+                            listen=None if spec.client else "auto",
+                            seed=rng.getrandbits(30),
+                        ),
                     ) as place,
                     open_collaboration(
                         place.rpc,

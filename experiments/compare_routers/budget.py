@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.training.run import train_without_waiting
 from experiments.transformer_xl.training import make_engine, make_setup
 from experiments.transformer_xl.trainings import Training

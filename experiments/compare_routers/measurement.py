@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmoe_jax.cli.common import mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
+from dmoe_jax.runs.endings import mistakes_in_one_line, one_line
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.saving import finished_headline

@@ -6,8 +6,10 @@ from dataclasses import asdict
 
 import trio
 
-from dmoe_jax.cli.common import UsageError, one_line, parse_command_line, set_up_jax
 from dmoe_jax.data.corpora import load_corpus
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError, one_line
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.trainer import first_leaf
 from experiments.compare_routers.budget import Cost, time_piece
 from experiments.processes import HelperFailed, open_helpers, orders, run_helper, say

@@ -22,8 +22,8 @@ from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import open_peer
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.peer import PeerConfig, open_peer
+from dmoe_jax.swarm import swarm_of
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
@@ -115,10 +115,10 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
 
     async def live(index: int, join: Any) -> None:
         host = f"trainer{index}"
-        async with open_peer(join, network=network, host=host, listen=None, seed=seed) as peer:
+        async with open_peer(join, PeerConfig(network=network, host=host, listen=None, seed=seed)) as peer:
             if recorder is not None:
                 peer = dataclasses.replace(peer, rpc=recorder.caller(peer.rpc, trainer=index))
-            async with open_swarm(peer=peer, seed=seed, device=InlineDevice(), directory=_DIRECTORY_CONFIG) as swarm:
+            async with swarm_of(peer, seed=seed, device=InlineDevice(), directory=_DIRECTORY_CONFIG) as swarm:
                 # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
                 options = {"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1}
                 model = problem.make_model(swarm, **options)

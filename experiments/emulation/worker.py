@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 
-from dmoe_jax.cli.common import set_up_jax
+from dmoe_jax.runs.setting_up import set_up_jax
 from experiments.processes import orders, run_helper, say
 
 

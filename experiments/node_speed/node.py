@@ -15,10 +15,10 @@ import numpy as np
 import trio
 from jax import monitoring
 
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import expert_programs
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import open_swarm
 from experiments.node_speed.cases import Case

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.layer_config import Route
@@ -23,6 +22,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.recipe import Recipe, make_optimizer
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.runs.setting_up import set_up_jax
 from experiments.node_speed.cases import DEMONSTRATION
 from experiments.processes import orders, run_helper, say
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.device import ThreadDevice, threads_that_begin
 from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, make_backends, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.strategies.settling import Strategies
 from dmoe_jax.node.turns import Program, raise_failed, run_turn
+from dmoe_jax.runs.setting_up import set_up_jax
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say

@@ -17,6 +17,7 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.peer import Seams
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
@@ -107,7 +108,7 @@ async def _open_far_away(join: Sequence[str], settings: OverlapSettings) -> Asyn
     peer_id, anywhere, faults = PeerId.draw(SystemRandom()), Address("127.0.0.1", 0), FarAway(settings.delay_s)
     async with (
         open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=anywhere, faults=faults) as peer,
-        open_swarm(join, caller=peer, seed=settings.seed) as swarm,
+        open_swarm(join, seed=settings.seed, testing=Seams(caller=peer)) as swarm,
     ):
         yield swarm
 

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.cli.common import fail, parse_command_line
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.grid import layer_prefix
@@ -25,7 +24,10 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.peer import Seams
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.run_folder import append_metric
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
@@ -106,7 +108,13 @@ async def _simulate(settings: ScenarioSettings) -> None:
         compression = list(Compression)[index % len(Compression)]
         host = f"trainer{index}"
         async with open_swarm(
-            join, network=network, host=host, listen=None, seed=seed, device=device, statistics=statistics
+            join,
+            network=network,
+            host=host,
+            listen=None,
+            seed=seed,
+            device=device,
+            testing=Seams(statistics=statistics),
         ) as swarm:
             mixture = partial(swarm.mixture, k_best=CONFIG.k_best, grace_s=0.5, timeout_s=4.0, compression=compression)
             layers = [mixture(layer_prefix(layer), CONFIG.expert(), router) for layer in range(CONFIG.num_layers)]

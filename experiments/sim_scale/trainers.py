@@ -30,6 +30,7 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.peer import Seams
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
@@ -172,7 +173,8 @@ async def _start_trainers(
 
     async def live(index: int) -> None:
         place: dict[str, Any] = {"network": network, "host": f"trainer{index}", "listen": None, "device": device}
-        async with open_swarm(join, **place, seed=seed, statistics=statistics, directory=DIRECTORY_CONFIG) as swarm:
+        testing = Seams(statistics=statistics)
+        async with open_swarm(join, **place, seed=seed, directory=DIRECTORY_CONFIG, testing=testing) as swarm:
             stream = SegmentStream(
                 text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
             )

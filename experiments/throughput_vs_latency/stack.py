@@ -24,7 +24,7 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
 from dmoe_jax.node.backend import buckets_up_to
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import SIM_PORT
+from dmoe_jax.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm import Served, Swarm, open_swarm
@@ -272,7 +272,7 @@ async def _open(
         here = Address("127.0.0.1", 0) if network is None else Address(host, SIM_PORT)
     async with (
         open_rpc_peer(transport, peer_id=peer_id, listen=here, faults=delays) as rpc,
-        open_swarm(join, caller=rpc, network=network, host=host, device=device, seed=seed) as swarm,
+        open_swarm(join, network=network, host=host, device=device, seed=seed, testing=Seams(caller=rpc)) as swarm,
     ):
         yield swarm
 

@@ -1,6 +1,6 @@
 """`python -m experiments.transformer_xl`; see README.md beside this file."""
 
-from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.runs.command_line import parse_command_line
 from experiments.bench import run_experiment
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings
 

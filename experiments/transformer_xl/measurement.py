@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table

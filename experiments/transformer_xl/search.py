@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline

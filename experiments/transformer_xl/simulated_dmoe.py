@@ -21,6 +21,7 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.peer import Seams
 from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
@@ -94,7 +95,7 @@ class SimulatedDmoe(SimulatedEngine):
                 listen=None,
                 seed=seed,
                 device=self.device,
-                statistics=self._statistics,
+                testing=Seams(statistics=self._statistics),
                 directory=_DIRECTORY_CONFIG,
             ) as swarm:
                 model = txl.TransformerXL.on(

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import (
@@ -27,6 +26,7 @@ from dmoe_jax.processes import (
     wait_for_others,
 )
 from dmoe_jax.recipe import Recipe
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from dmoe_jax.cli.common import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.layer_config import Route
@@ -18,6 +17,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.plan import Plan

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from dmoe_jax.averaging import TreeAveragerConfig, open_tree_averager
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import ErrorFeedback, moshpit_average
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress, series_style
 from experiments.bench import Run
@@ -193,7 +193,7 @@ async def _moshpit_peer(
     config = TreeAveragerConfig(side=NUM_PEERS, measures_line=False, sparse=sparse)
     joins = [Address("peer0", SIM_PORT)] if index else []
     async with (
-        open_peer(joins, network=network, host=f"peer{index}", seed=index) as place,
+        open_peer(joins, PeerConfig(network=network, host=f"peer{index}", seed=index)) as place,
         open_tree_averager(
             place.rpc,
             place.dht,

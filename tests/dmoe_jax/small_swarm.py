@@ -20,6 +20,7 @@ from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode
+from dmoe_jax.peer import Seams
 from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.clock import SwarmClock
@@ -78,11 +79,10 @@ async def open_small_swarm(
             await stack.enter_async_context(
                 open_swarm(
                     [first] if index and first is not None else [],
-                    caller=caller,
-                    clock=clock,
                     device=device or InlineDevice(),
                     seed=index,
                     directory=directory_config or DirectoryConfig(),
+                    testing=Seams(caller=caller, clock=clock),
                 )
             )
             for index, caller in enumerate(callers)

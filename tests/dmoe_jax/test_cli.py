@@ -315,7 +315,7 @@ def test_an_expert_that_will_not_do_gets_one_line(
 
 INTERRUPTED_IN_A_COLLECTION = """
 import gc, signal, sys, trio
-from dmoe_jax.cli.common import keep_interrupts_out_of_collections
+from dmoe_jax.runs.setting_up import keep_interrupts_out_of_collections
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 pressed = []
 def callback(phase, info):

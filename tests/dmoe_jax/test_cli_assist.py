@@ -11,9 +11,9 @@ import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.assist import AssistCommand
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.status import read_members
+from dmoe_jax.runs.endings import UsageError
 from net.averaging.averager import AveragerConfig, AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager

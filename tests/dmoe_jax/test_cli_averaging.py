@@ -10,9 +10,9 @@ import pytest
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, averaged_kind, num_fragments, what_to_send, with_average
+from dmoe_jax.runs.endings import UsageError
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
 

@@ -9,10 +9,11 @@ import pytest
 import trio
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.common import UsageError, parse_command_line
-from dmoe_jax.cli.flags import flags_of, words_of
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.flags import flags_of, words_of
 from dmoe_jax.training.saving import check_code
 
 

@@ -13,8 +13,7 @@ import pytest
 import trio
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.local_metrics import LocalMetrics
-from dmoe_jax.cli.local_view import TrainerWatch
+from dmoe_jax.cli.local_view import LocalMetrics, TrainerWatch
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli.lifecycle import ending_signals
-from dmoe_jax.cli.speech import say, standard_streams, why_unheard
+from dmoe_jax.runs.endings import ending_signals
+from dmoe_jax.runs.speech import say, standard_streams, why_unheard
 
 CLI = [sys.executable, "-m", "dmoe_jax.cli"]
 

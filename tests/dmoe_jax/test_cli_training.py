@@ -13,10 +13,11 @@ import pytest
 import trio
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
 from dmoe_jax.cli.training import run_training
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm

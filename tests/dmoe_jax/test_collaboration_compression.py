@@ -11,7 +11,7 @@ import trio
 
 from dmoe_jax.averaging.settings import CompressionName
 from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_jax.peer import SIM_PORT, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine
@@ -57,7 +57,9 @@ def trained(
             world = World(network, PROBLEM, config=config)
 
             async def assistant(told: list[Averaged]) -> None:
-                async with open_peer([Address(ROOT, SIM_PORT)], network=network, host="helper", seed=9) as place:
+                async with open_peer(
+                    [Address(ROOT, SIM_PORT)], PeerConfig(network=network, host="helper", seed=9)
+                ) as place:
                     await assist_collaboration(
                         place.rpc,
                         place.dht,

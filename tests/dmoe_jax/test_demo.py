@@ -14,10 +14,8 @@ import trio
 from rich.console import Console
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.common import UsageError, parse_command_line
 from dmoe_jax.cli.demo import DemoCommand
-from dmoe_jax.cli.headline import headline_of
-from dmoe_jax.cli.local_view import LocalView, TrainerWatch
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch, headline_of
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions
@@ -25,6 +23,8 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.disk import hold_folder
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.processes import open_local_swarm
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import append_metric
 
 

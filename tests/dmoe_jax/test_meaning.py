@@ -11,7 +11,6 @@ import pytest
 import trio
 
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
 from dmoe_jax.data.vocabulary import Vocabulary
@@ -23,6 +22,7 @@ from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.runs.endings import UsageError
 from net.meaning import check_meaning, differing
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
 from tests.dmoe_jax.training_rig import SIZES, command, served_swarm

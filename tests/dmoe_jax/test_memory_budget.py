@@ -8,10 +8,11 @@ import pytest
 import trio
 
 from dmoe_jax.cli.assist import AssistCommand
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import NetworkOptions, check_memory_budget, join_swarm
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.peer import Seams
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
@@ -98,10 +99,9 @@ async def test_swarms_of_a_process_may_share_one() -> None:
     ):
         assert one.rpc.bulk.budget is other.rpc.bulk.budget is budget
         assert third.rpc.bulk.budget.max_bytes == DEFAULT_BUDGET_BYTES
-        for given in ({"peer": one.peer}, {"caller": one.rpc}):
-            with pytest.raises(ValueError, match="memory_budget would have no effect"):
-                async with open_swarm(memory_budget="2MiB", **given):  # type: ignore[arg-type]
-                    pass
+        with pytest.raises(ValueError, match="memory_budget would have no effect"):
+            async with open_swarm(memory_budget="2MiB", testing=Seams(caller=one.rpc)):
+                pass
 
 
 async def test_the_flag_reaches_the_process() -> None:

@@ -21,7 +21,7 @@ from dmoe_jax.metrics.monitor import (
     open_monitor,
 )
 from dmoe_jax.metrics.process import peer_families
-from dmoe_jax.peer import open_peer
+from dmoe_jax.peer import PeerConfig, open_peer
 from dmoe_jax.security import Plain
 from net.errors import ListenFailed
 from net.identity import Address
@@ -186,8 +186,8 @@ async def test_a_peer_shows_its_connections_and_its_dht() -> None:
         return Reply()
 
     async with (
-        open_peer(security=Plain(), listen="127.0.0.1:0", seed=1) as first,
-        open_peer(first.contact, security=Plain(), listen=None, seed=2) as second,
+        open_peer((), PeerConfig(security=Plain(), listen="127.0.0.1:0", seed=1)) as first,
+        open_peer(first.contact, PeerConfig(security=Plain(), listen=None, seed=2)) as second,
         trio.open_nursery() as nursery,
     ):
         assert first.rpc.address is not None

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.grid import all_uids, expand_grid_pattern
@@ -22,6 +21,7 @@ from dmoe_jax.processes import (
     deal_experts,
     open_local_swarm,
 )
+from dmoe_jax.runs.endings import UsageError
 from net.errors import DialFailed
 from net.identity import Contact
 

@@ -12,11 +12,11 @@ import optax
 import pytest
 
 from dmoe_jax import xla_threads
-from dmoe_jax.cli.common import set_up_jax
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.node import host_calls
 from dmoe_jax.node.host_calls import TooFewThreadsError
 from dmoe_jax.node.programs import ExpertPrograms
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.xla_threads import share_of_threads
 
 
@@ -79,8 +79,8 @@ def test_programs_are_cached_by_the_number_of_threads(monkeypatch: pytest.Monkey
     """They are divided among so many, so one folder for each number but the usual one."""
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     monkeypatch.setenv("DMOE_XLA_CACHE", str(tmp_path))
-    monkeypatch.setattr("dmoe_jax.cli.common.keep_freed_memory", lambda: True)
-    monkeypatch.setattr("dmoe_jax.cli.common.usable_cores", lambda: 2)
+    monkeypatch.setattr("dmoe_jax.runs.setting_up.keep_freed_memory", lambda: True)
+    monkeypatch.setattr("dmoe_jax.runs.setting_up.usable_cores", lambda: 2)
     try:
         for threads, folder in (("1", tmp_path / "threads-1"), ("2", tmp_path), ("5", tmp_path / "threads-5")):
             monkeypatch.setenv("NPROC", threads)

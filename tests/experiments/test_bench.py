@@ -12,7 +12,7 @@ import pytest
 import trio
 from matplotlib.figure import Figure
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.runs.endings import UsageError
 from experiments.bench import Experiment, ResumableSettings, Run, Settings, run_experiment
 from experiments.results import Bar, Result, write_result
 

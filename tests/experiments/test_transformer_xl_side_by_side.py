@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.cli.common import parse_command_line
+from dmoe_jax.runs.command_line import parse_command_line
 from experiments.transformer_xl import side_by_side
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.settings import TransformerXLSettings

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli.common import parse_command_line
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import deal_experts
+from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.presets import PRESETS, model_config

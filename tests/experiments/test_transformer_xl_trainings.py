@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli.common import UsageError
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS, chosen_preset

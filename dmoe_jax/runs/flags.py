@@ -62,6 +62,16 @@ def as_words(word: str, value: object) -> list[str]:
     return [word, *(str(item) for item in (value if isinstance(value, list | tuple) else (value,)))]
 
 
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """Values by the names of their fields as words of a command line; see `as_words`."""
+    return [word for name, value in values.items() for word in as_words(flag_of(name), value)]
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field, which may be one of a nested dataclass: "calls.k_best" becomes "--k-best"."""
+    return f"--{name.rpartition('.')[2].replace('_', '-')}"
+
+
 def words_of(options: Any, *, without: Sequence[str] = ()) -> list[str]:
     """The flags that are not as they are by default, as words of a command line."""
     changed = [flag for flag in flags_of(options) if flag.is_changed and flag.word not in without]

@@ -1,0 +1,53 @@
+"""Ends of a command: mistakes told in one line, and the signals that ask for an end. Nothing here imports JAX."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
+
+
+class UsageError(Exception):
+    """A mistake of the user's; the message is the one line that is printed."""
+
+    status = 2
+    """Exit status of the command."""
+
+
+class CommandFailed(UsageError):
+    """The command could not do what it was rightly asked for; the message is the one line that is printed."""
+
+    status = 1
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Turn what a wrong setting or a damaged file raises in the block into a `UsageError`, a full disk into a
+    `CommandFailed`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(one_line(error)) from error
+    except OSError as error:
+        raise CommandFailed(one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message; libraries follow it with advice that fills a screen."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
+    """Print one line to standard error and exit."""
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end a command in order: Ctrl-C, SIGTERM, and a closed terminal unless `nohup` ignores it."""
+    hangup: signal.Signals | None = getattr(signal, "SIGHUP", None)
+    is_heard = hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangup is not None and is_heard else [])]
