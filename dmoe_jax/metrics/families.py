@@ -67,7 +67,7 @@ class Histogram:
 class Summary(NamedTuple):
     """Number and sum of values: a mean over any time."""
 
-    count: Number
+    seen: Number
     total: Number
 
 
@@ -89,7 +89,7 @@ def labelled(
                 family.add_sample(f"{name}_bucket", {**own, "le": floatToGoString(bound)}, count)
         if isinstance(value, Histogram | Summary):
             family.add_sample(f"{name}_sum", own, value.total)
-            family.add_sample(f"{name}_count", own, value.count)
+            family.add_sample(f"{name}_count", own, value.seen)
         else:
             family.add_sample(name, own, value)
     return family
