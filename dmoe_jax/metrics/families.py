@@ -3,8 +3,9 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from prometheus_client.core import Metric
 from prometheus_client.utils import floatToGoString
@@ -64,10 +65,11 @@ class Histogram:
         return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Summary:
     """Number and sum of values: a mean over any time."""
 
-    seen: Number
+    count: Number
     total: Number
 
 
@@ -89,7 +91,7 @@ def labelled(
                 family.add_sample(f"{name}_bucket", {**own, "le": floatToGoString(bound)}, count)
         if isinstance(value, Histogram | Summary):
             family.add_sample(f"{name}_sum", own, value.total)
-            family.add_sample(f"{name}_count", own, value.seen)
+            family.add_sample(f"{name}_count", own, value.count)
         else:
             family.add_sample(name, own, value)
     return family

@@ -72,7 +72,7 @@ def training_families(
     text = "Time of a trainer's step, or of its micro-batch of a larger one."
     yield histogram("dmoe_train_step_seconds", text, recorder.step_s)
     text = "Updates by other trainers between reading the trunk and updating it."
-    staleness = Summary(seen=step, total=totals.staleness)
+    staleness = Summary(count=step, total=totals.staleness)
     yield labelled("summary", "dmoe_train_trunk_staleness_updates", text, [({}, staleness)])
     text = "Rounds of averaging with other processes, by outcome."
     yield by_label("counter", "dmoe_train_averages_total", text, "outcome", recorder.averages)
@@ -97,7 +97,7 @@ def call_families(recorder: TrainingRecorder, statistics: CallStatistics) -> Ite
     text = "Samples that went through a layer with no expert at all."
     yield counter("dmoe_train_samples_without_experts_total", text, statistics.skipped_samples)
     text = "Updates of an expert by other trainers between a forward call and its backward."
-    staleness = Summary(seen=statistics.staleness_calls, total=statistics.staleness_total)
+    staleness = Summary(count=statistics.staleness_calls, total=statistics.staleness_total)
     yield labelled("summary", "dmoe_train_expert_staleness_updates", text, [({}, staleness)])
     text = "Samples sent through each expert in training."
     yield by_label("counter", "dmoe_train_expert_samples_total", text, "uid", statistics.load)
