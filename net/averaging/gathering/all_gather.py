@@ -22,7 +22,6 @@ Memory. A member holds one payload of each other member; see `payloads`.
 """
 
 import math
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -320,13 +319,12 @@ class _Gathering:
         Raises:
           PEER_ERRORS: the first failure; the others are given up.
         """
-        path, failed = self._caller.bulk.path(self._group.members[place].peer_id), list[Exception]()
-        chunk_bytes = self._config.chunk_bytes
-        window = BulkWindow(
-            self._caller.bulk.budget,
+        chunk_bytes, failed = self._config.chunk_bytes, list[Exception]()
+        window = BulkWindow.towards(
+            self._caller.bulk,
+            self._group.members[place].peer_id,
             start_bytes=max(chunk_bytes, self._config.window_bytes),
-            full_bytes=lambda: path.under_way_bytes,
-            most_bytes=min(sys.maxsize, _MAX_PIECES * chunk_bytes),
+            most_bytes=_MAX_PIECES * chunk_bytes,
         )
 
         async def one(start: int, scope: trio.CancelScope) -> None:

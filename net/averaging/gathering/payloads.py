@@ -153,7 +153,7 @@ class Payloads:
 
 
 def bytes_untrusted(tensors: Sequence[object], where: slice) -> Array:
-    """The bytes that came for a piece.
+    """Return the bytes that came for a piece.
 
     Raises:
       RemoteProtocolError: they are not one tensor of as many bytes.
