@@ -1,11 +1,13 @@
 """How many bytes an exchange keeps under way towards a peer: enough for the line, within the memory of the process."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import trio
 
 from net.averaging.grouping.group import Group
+from net.identity import PeerId
 from net.rpc.bulk import GAIN, BulkTraffic, MemoryBudget
 
 
@@ -33,6 +35,14 @@ class BulkWindow:
         self._change = trio.Event()
         self.under_way_bytes = 0
         self.most_bytes = most_bytes
+
+    @classmethod
+    def towards(
+        cls, bulk: BulkTraffic, peer_id: PeerId, *, start_bytes: int, most_bytes: int = sys.maxsize
+    ) -> "BulkWindow":
+        """The window of the whole path to or from a peer."""
+        path = bulk.path(peer_id)
+        return cls(bulk.budget, start_bytes=start_bytes, full_bytes=lambda: path.under_way_bytes, most_bytes=most_bytes)
 
     @property
     def wanted_bytes(self) -> int:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state.buffer import pack, piece_hash
+from net.averaging.state.buffer import StateBuffer, pack, piece_hash
+from net.averaging.state.download import StateUnavailable
 from net.averaging.state.pieces import OVERDUE_S, Pieces
 from net.averaging.state.sharing import StateSharingConfig
 from net.errors import CallRefused
@@ -16,6 +17,11 @@ from net.rpc.base import Handler, Reply, Request
 from tests.net.averaging_swarm import Swarm
 from tests.net.test_state_download import start_liar
 from tests.net.test_state_sharing import CONFIG, Donor, Download, assert_same, start_donor, state_of, with_newcomer
+
+
+def offer_of(state: StateBuffer) -> dict[str, Any]:
+    """What a donor of version 8 says of it."""
+    return {"version": 8, "digest": state.digest, "table": state.table, "facts": {}, "chunk_bytes": 1000}
 
 
 def test_several_donors_give_one_state_together() -> None:
@@ -89,9 +95,6 @@ def test_hashes_that_are_a_lie_ban_those_who_vouch_for_them_and_nobody_else() ->
     digest is asked next."""
     expected = pack(state_of(8).tensors)
 
-    async def offer(place: Any) -> Any:
-        return {"version": 8, "digest": expected.digest, "table": expected.table, "facts": {}, "chunk_bytes": 1000}
-
     async def body(swarm: Swarm, download: Download) -> None:
         donor = Donor(8)
         start_donor(swarm, "honest", donor)
@@ -102,7 +105,10 @@ def test_hashes_that_are_a_lie_ban_those_who_vouch_for_them_and_nobody_else() ->
             start = 1000 * request.body["index"]
             return Reply(tensors=(np.zeros(len(expected.buffer[start : start + 1000]), np.uint8),))
 
-        start_liar(swarm, offer, false, hashes)
+        async def offer(place: Any) -> Reply:
+            return Reply(body=offer_of(expected), tensors=(hashes,))
+
+        start_liar(swarm, offer, false)
         await trio.sleep(1.0)
         assert_same(await download(timeout_s=60.0), state_of(8))
         assert donor.taken == 1
@@ -110,26 +116,29 @@ def test_hashes_that_are_a_lie_ban_those_who_vouch_for_them_and_nobody_else() ->
     with_newcomer(body)
 
 
-def test_a_donor_of_an_earlier_version_gives_its_state_alone_and_goes_on() -> None:
-    """It gives no hashes: all pieces are its own, and after a failure only those come that were missing."""
+def test_an_offer_without_sound_hashes_is_none() -> None:
+    """None, too few, or of another kind: that donor is not asked again, and gives no piece."""
     packed = pack(state_of(8).tensors)
     asked: list[int] = []
 
-    async def offer(place: Any) -> Any:
-        return {"version": 8, "digest": packed.digest, "table": packed.table, "facts": dict(state_of(8).facts)}
-
     async def piece(request: Request) -> Reply:
         asked.append(request.body["index"])
-        if len(asked) == 6:
-            raise CallRefused("not now")
-        return Reply(tensors=(packed.chunk(request.body["index"], request.body["chunk_bytes"]),))
+        return Reply(tensors=(packed.chunk(request.body["index"], 1000),))
 
     async def body(swarm: Swarm, download: Download) -> None:
-        start_liar(swarm, offer, piece)  # it tells the truth
+        wrong: list[tuple[Any, ...]] = [(), (np.zeros((8, 32), np.uint8),), (np.zeros((9, 32), np.float32),)]
+        offers = iter(wrong)
+
+        async def offer(place: Any) -> Reply:
+            return Reply(body=offer_of(packed), tensors=next(offers))
+
+        start_liar(swarm, offer, piece)
         await trio.sleep(1.0)
-        assert_same(await download(timeout_s=60.0), state_of(8))
-        assert set(asked) == set(range(9))
-        assert len(asked) <= 9 + CONFIG.window
+        for _ in wrong:
+            with pytest.raises(StateUnavailable):
+                await download(timeout_s=5.0, attempts=3)
+        assert not asked
+        assert next(offers, None) is None
 
     with_newcomer(body)
 

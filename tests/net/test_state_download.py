@@ -1,6 +1,6 @@
 """Newcomers among donors that are dead, slow, greedy or liars."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,14 @@ from tests.net.test_state_sharing import (
 )
 
 
-def start_liar(swarm: Swarm, offer: Callable[[Any], Any], chunk: Handler, hashes: np.ndarray | None = None) -> None:
+def start_liar(swarm: Swarm, offer: Callable[[Any], Awaitable[Reply]], chunk: Handler) -> None:
     """A donor, further than all others, whose answers are what the functions make of them."""
 
     async def live() -> None:
         async with open_place(swarm, "liar") as place:
 
             async def open_(request: Request) -> Reply:
-                return Reply(body=await offer(place), tensors=() if hashes is None else (hashes,))
+                return await offer(place)
 
             place.rpc.add_handler("averaging.trunk.state.open", open_)
             place.rpc.add_handler("averaging.trunk.state.chunk", chunk)
@@ -49,7 +49,7 @@ def start_liar(swarm: Swarm, offer: Callable[[Any], Any], chunk: Handler, hashes
 
 
 async def zeros(request: Request) -> Reply:
-    return Reply(tensors=(np.zeros(request.body["chunk_bytes"], np.uint8),))
+    return Reply(tensors=(np.zeros(1000, np.uint8),))
 
 
 def test_equal_states_are_packed_to_equal_bytes() -> None:
@@ -71,10 +71,9 @@ def test_equal_states_are_packed_to_equal_bytes() -> None:
 def test_false_pieces_of_another_do_not_get_an_honest_donor_banned() -> None:
     """The liar offers the honest donor's very state, gives some false pieces of it, and refuses the rest."""
 
-    async def offer(place: Any) -> Any:
+    async def offer(place: Any) -> Reply:
         body = {"min_version": 0, "offered": []}
-        reply = await place.rpc.call(Address("honest", 1), "averaging.trunk.state.open", body, timeout_s=5.0)
-        return reply.body
+        return await place.rpc.call(Address("honest", 1), "averaging.trunk.state.open", body, timeout_s=5.0)
 
     async def some(request: Request) -> Reply:
         if request.body["index"] >= 4:
@@ -94,8 +93,9 @@ def test_nothing_is_allocated_for_what_is_not_expected() -> None:
     """16 GiB that somebody announces, within the bounds of the configuration, are refused before there is a buffer."""
     asked: list[int] = []
 
-    async def offer(_: Any) -> Any:
-        return {"version": 9, "digest": bytes(32), "table": [["uint8", [2**34]]], "facts": {}}
+    async def offer(_: Any) -> Reply:
+        body = {"version": 9, "digest": bytes(32), "table": [["uint8", [2**34]]], "facts": {}, "chunk_bytes": 2**20}
+        return Reply(body=body, tensors=(np.zeros((2**14, 32), np.uint8),))
 
     def expects(version: int, table: Any) -> bool:
         asked.append(version)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import trio
 
+from net.averaging.assisting import plan_to_assist
 from net.averaging.collaboration.board import Beginning, BoardConfig, ProgressBoard
 from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
@@ -39,7 +40,6 @@ async def assist_collaboration(
     speeds: Speeds = UNKNOWN,
     measures_line: bool = False,
     config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
-    max_size: int = 2**32,
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
     on_step: Callable[[Averaged], None] = lambda done: None,
 ) -> None:
@@ -52,17 +52,13 @@ async def assist_collaboration(
       speeds: of this machine, for the share that it reduces.
       measures_line: whether to find out what `speeds` does not say of the line.
       config: timeouts as the others have them.
-      max_size: numbers in the largest vector that is assisted with.
       on_plan: told what is averaged, once that is known.
       on_step: told of each step in which this peer took part.
 
     Raises:
       ValueError: the caller listens nowhere.
     """
-    if caller.address is None:
-        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
-    plan = await wait_for_plan(dht, prefix, max_size=max_size)
-    on_plan(plan)
+    plan = await plan_to_assist(caller, dht, prefix, on_plan)
     prefix = plan.within(prefix)
     async with background_nursery() as nursery:
         averaging = StepAveraging(

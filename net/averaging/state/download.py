@@ -11,10 +11,9 @@ vouches for such. What the newcomer cannot use (other shapes, an absurd version,
 import contextlib
 import itertools
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import trio
@@ -27,7 +26,7 @@ from net.averaging.state.buffer import (
     piece_hash,
     receive_untrusted,
 )
-from net.averaging.state.pieces import OVERDUE_S, Pieces, check_piece_untrusted
+from net.averaging.state.pieces import OVERDUE_S, Pieces
 from net.averaging.state.sharing import (
     CHUNK_BYTES,
     DIGEST,
@@ -46,7 +45,7 @@ from net.identity import Contact, PeerId
 from net.rpc.base import Caller, Reply
 from net.rpc.service import PING
 from net.wire.fields import MAPPING, integer, row_untrusted, rows
-from net.wire.tensors import aligned_buffer, plain
+from net.wire.tensors import aligned_buffer
 
 MAX_PINGED = 32
 """Donors that are looked at, the furthest first."""
@@ -72,30 +71,30 @@ class _Offer:
     nbytes: int
     digest: bytes
     chunk_bytes: int
-    hashes: np.ndarray | None
-    """uint8 [pieces, 32]; None: of an earlier version, it gives none."""
+    hashes: np.ndarray
+    """uint8 [pieces, 32]."""
 
     def is_same(self, other: "_Offer") -> bool:
-        """Whether pieces of both are pieces of one state, as far as can be told."""
-        if self.hashes is None or other.hashes is None:
-            return False
+        """True if pieces of both are pieces of one state, as far as can be told."""
         is_alike = (self.digest, self.table, self.chunk_bytes) == (other.digest, other.table, other.chunk_bytes)
         return is_alike and np.array_equal(self.hashes, other.hashes)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
 class _Partial:
     """What has come of one state so far."""
 
-    offer: _Offer
-    buffer: memoryview
-    pieces: Pieces
-    donors: dict[PeerId, _Offer] = field(default_factory=dict)
-    """Those who vouch for it, the first one first."""
-    change: trio.Event = field(default_factory=trio.Event)
+    def __init__(self, offer: _Offer) -> None:
+        self.offer = offer
+        self.buffer = aligned_buffer(offer.nbytes)
+        self.pieces = Pieces(offer.nbytes, offer.chunk_bytes)
+        self.donors: dict[PeerId, _Offer] = {}
+        """Those who vouch for it, the first one first."""
+        self.errors: list[NetError] = []
+        """Failures of donors since it was last asked for."""
+        self.change = trio.Event()
 
     def tell(self) -> None:
-        """Let donors look again whether there is something to ask them for."""
+        """Let donors look again for something to be asked for."""
         self.change.set()
         self.change = trio.Event()
 
@@ -189,7 +188,7 @@ class _Search:
     min_version: int
     deadline: float  # by trio's clock
     expects: Callable[[int, Table], bool]
-    known: Sequence[Contact] | None = None
+    known: Sequence[Contact] | None
     partial: _Partial | None = None
     banned: set[PeerId] = field(default_factory=set)
     num_announced: int = 0  # donors that the last look at the DHT found
@@ -200,12 +199,19 @@ class _Search:
 
     async def donors(self) -> list[Contact]:
         """Donors that live, the furthest first; at the same version in random order."""
-        if self.known is not None:
-            self.announced = {contact.peer_id for contact in self.known}
-            self.num_announced = len(self.announced)
-            return await self._living([contact for contact in self.known if contact.peer_id not in self.banned])
-        record = await self.dht.get(state_key(self.prefix))
-        found = []
+        if self.known is None:
+            found = await self._in_dht()
+        else:
+            found = [(self.min_version, contact) for contact in self.known]
+        # An announcement may be old: a donor that is behind may be further by now, and is asked. But it is no sign that
+        # there is a state of use.
+        self.announced = {contact.peer_id for version, contact in found if version >= self.min_version}
+        self.num_announced = len(self.announced)
+        return await self._living([contact for _, contact in found if contact.peer_id not in self.banned])
+
+    async def _in_dht(self) -> list[tuple[int, Contact]]:
+        """All who announce a state, with its version."""
+        record, found = await self.dht.get(state_key(self.prefix)), list[tuple[int, float, Contact]]()
         for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
             try:
                 version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=rows(3))
@@ -214,12 +220,7 @@ class _Search:
                 continue
             if contact.peer_id != self.caller.peer_id and str(contact.peer_id) == subkey:
                 found.append((-version, self.rng.random(), contact))
-        # An announcement may be old: a donor that is behind may be further by now, and is asked. But it is no sign that
-        # there is a state of use.
-        self.announced = {contact.peer_id for version, _, contact in found if -version >= self.min_version}
-        self.num_announced = len(self.announced)
-        in_order = [contact for _, _, contact in sorted(found, key=lambda item: item[:2])]
-        return await self._living([contact for contact in in_order if contact.peer_id not in self.banned])
+        return [(-negative, contact) for negative, _, contact in sorted(found, key=lambda item: item[:2])]
 
     async def _living(self, contacts: list[Contact]) -> list[Contact]:
         """The contacts that answer a ping: all dead ones together cost one timeout."""
@@ -245,27 +246,28 @@ class _Search:
           RemoteProtocolError: the first one does not keep to the rules.
         """
         offer = await self._offer_of(first)
-        if self.partial is None or not (self.partial.offer.is_same(offer) or self._goes_on(first, offer)):
+        if self.partial is None or not self.partial.offer.is_same(offer):
             # One state at a time: what came of another is given up, or newcomers would hold several.
             self.partial = None
-            self.partial = self._begun_untrusted(offer)
-        partial = self.partial
+            try:
+                self.partial = _Partial(offer)
+            except MemoryError as error:
+                raise RemoteProtocolError(f"there is no memory for a state of {offer.nbytes} bytes") from error
+        partial, left = self.partial, iter(others)
         partial.donors[first.peer_id] = offer
-        errors: list[NetError] = []
-        left = iter(others) if offer.hashes is not None else iter(())
+        partial.errors.clear()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, partial, nursery.cancel_scope)
-            nursery.start_soon(self._until_whole, partial, nursery.cancel_scope)
+            nursery.start_soon(_until_whole, partial, nursery.cancel_scope)
             async with trio.open_nursery() as fetching:
-                fetching.start_soon(self._fetch_from, first, partial, errors)
+                fetching.start_soon(self._fetch_from, first, partial)
                 for _ in range(self.config.max_donors - 1):
-                    fetching.start_soon(self._fetch_from_others, left, partial, errors)
+                    fetching.start_soon(self._fetch_from_others, left, partial)
             nursery.cancel_scope.cancel()
         if partial.pieces.num_missing:
-            why = f": {errors[0]}" if errors else ", or too slowly"
-            raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from next(
-                iter(errors), None
-            )
+            error = next(iter(partial.errors), None)
+            why = ", or too slowly" if error is None else f": {error}"
+            raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from error
         self.partial = None
         vouching = tuple(partial.donors)
         try:
@@ -277,24 +279,6 @@ class _Search:
         said = next((each for peer_id, each in partial.donors.items() if peer_id not in self.banned), offer)
         return SharedState(version=said.version, tensors=tensors, facts=said.facts), vouching
 
-    def _goes_on(self, donor: Contact, offer: _Offer) -> bool:
-        """Whether a donor without hashes offers what it offered before."""
-        before = None if self.partial is None else self.partial.donors.get(donor.peer_id)
-        if before is None or before.hashes is not None or offer.hashes is not None:
-            return False
-        return (before.version, before.facts, before.table, before.digest) == (
-            offer.version,
-            offer.facts,
-            offer.table,
-            offer.digest,
-        )
-
-    async def _until_whole(self, partial: _Partial, scope: trio.CancelScope) -> None:
-        """Cancel everything once all pieces are there: some donor may never answer."""
-        while partial.pieces.num_missing:
-            await partial.change.wait()
-        scope.cancel()
-
     async def _watch(self, partial: _Partial, scope: trio.CancelScope) -> None:
         """Cancel everything once the pieces come so slowly that the last would come too late."""
         began, num_wanted = trio.current_time(), partial.pieces.num_missing
@@ -304,8 +288,8 @@ class _Search:
             if num_left * (now - began) > (num_wanted - num_left) * (self.deadline - now):
                 scope.cancel()
 
-    async def _fetch_from_others(self, left: Iterator[Contact], partial: _Partial, errors: list[NetError]) -> None:
-        """Ask one donor after the other whether it has this very state, and fetch from those who do."""
+    async def _fetch_from_others(self, left: Iterator[Contact], partial: _Partial) -> None:
+        """Ask one donor after the other for this very state, and fetch from those who have it."""
         for contact in left:
             if not partial.pieces.num_missing:
                 return
@@ -318,18 +302,12 @@ class _Search:
                 continue
             if offer.is_same(partial.offer):
                 partial.donors[contact.peer_id] = offer
-                await self._fetch_from(contact, partial, errors)
+                await self._fetch_from(contact, partial)
 
-    async def _fetch_from(self, contact: Contact, partial: _Partial, errors: list[NetError]) -> None:
+    async def _fetch_from(self, contact: Contact, partial: _Partial) -> None:
         """Fetch pieces from one donor until all are there, from whomever, or until it fails."""
-        donor, pieces = contact.peer_id, partial.pieces
-        path, chunk_bytes = self.caller.bulk.path(donor), partial.offer.chunk_bytes
-        window = BulkWindow(
-            self.caller.bulk.budget,
-            start_bytes=self.config.window * chunk_bytes,
-            full_bytes=lambda: path.under_way_bytes,
-            most_bytes=sys.maxsize,
-        )
+        donor, pieces, chunk_bytes = contact.peer_id, partial.pieces, partial.offer.chunk_bytes
+        window = BulkWindow.towards(self.caller.bulk, donor, start_bytes=self.config.window * chunk_bytes)
         under_way: set[int] = set()
 
         async def fetch(index: int) -> None:
@@ -338,7 +316,7 @@ class _Search:
                 under_way.discard(index)
                 partial.tell()
             except NetError as error:
-                errors.append(error)
+                partial.errors.append(error)
                 if isinstance(error, RemoteProtocolError):
                     self.banned.add(donor)
                 nursery.cancel_scope.cancel()
@@ -371,29 +349,24 @@ class _Search:
         body: dict[str, Any] = {
             "min_version": self.min_version,
             "offered": [] if known is None else [known.digest],
-            "hashes": True,
+            "version": None if like is None else like.version,
         }
-        if like is not None:
-            body["version"] = like.version
         reply = await self.caller.call(contact, self.open_method, body, timeout_s=self.config.call_timeout_s)
         return self._parse_offer_untrusted(reply)
 
     def _parse_offer_untrusted(self, reply: Reply) -> _Offer:
-        body, config = reply.body, self.config
+        body = reply.body
         version, digest = VERSION.of_untrusted(body, "version"), DIGEST.of_untrusted(body, "digest")
-        facts = MAPPING.of_untrusted(body, "facts")
+        facts, chunk_bytes = MAPPING.of_untrusted(body, "facts"), CHUNK_BYTES.of_untrusted(body, "chunk_bytes")
         table: Any = body.get("table")
         if version < self.min_version:
             raise RemoteProtocolError(f"expected a state of version {self.min_version} or later, got {version}")
-        nbytes = check_table_untrusted(table, max_bytes=config.max_bytes)
+        nbytes = check_table_untrusted(table, max_bytes=self.config.max_bytes)
         if not self.expects(version, table):
             raise RemoteProtocolError(f"a state of version {version} and {len(table)} arrays is of no use here")
-        chunk_bytes, hashes = config.chunk_bytes, None
-        if reply.tensors:
-            chunk_bytes = CHUNK_BYTES.of_untrusted(body, "chunk_bytes")
-            hashes, num_pieces = plain(reply.tensors[0]), -(-nbytes // chunk_bytes)
-            if num_pieces > MAX_PIECES or hashes.dtype != np.uint8 or hashes.shape != (num_pieces, HASH_BYTES):
-                raise RemoteProtocolError(f"expected a hash of {HASH_BYTES} bytes for each of {num_pieces} pieces")
+        num_pieces, hashes = -(-nbytes // chunk_bytes), reply.tensors[0] if len(reply.tensors) == 1 else None
+        if num_pieces > MAX_PIECES or not _is_bytes(hashes, (num_pieces, HASH_BYTES)):
+            raise RemoteProtocolError(f"expected a hash of {HASH_BYTES} bytes for each of {num_pieces} pieces")
         return _Offer(
             version=version,
             facts=facts,
@@ -404,23 +377,27 @@ class _Search:
             hashes=hashes,
         )
 
-    def _begun_untrusted(self, offer: _Offer) -> _Partial:
-        try:
-            buffer = aligned_buffer(offer.nbytes)
-        except MemoryError as error:
-            raise RemoteProtocolError(f"there is no memory for a state of {offer.nbytes} bytes") from error
-        return _Partial(offer=offer, buffer=buffer, pieces=Pieces(offer.nbytes, offer.chunk_bytes))
-
     async def _fetch_untrusted(self, contact: Contact, partial: _Partial, index: int) -> None:
         offer, target = partial.offer, partial.buffer[partial.pieces.where(index)]
-        body = {"digest": offer.digest, "index": index, "chunk_bytes": offer.chunk_bytes}
+        body = {"digest": offer.digest, "index": index}
         reply = await self.caller.call(
             contact, self.chunk_method, body, timeout_s=self.config.call_timeout_s, bulk_bytes=target.nbytes
         )
         piece = reply.tensors[0] if len(reply.tensors) == 1 else None
-        check_piece_untrusted(piece, target.nbytes)
-        assert isinstance(piece, np.ndarray)
-        if offer.hashes is not None and piece_hash(piece) != offer.hashes[index].tobytes():
+        if not _is_bytes(piece, (target.nbytes,)):
+            raise RemoteProtocolError(f"expected a piece of {target.nbytes} bytes")
+        if piece_hash(piece) != offer.hashes[index].tobytes():
             raise RemoteProtocolError(f"piece {index} of the state does not have its hash")
         if partial.pieces.came(index):
             target[:] = piece.data
+
+
+def _is_bytes(tensor: object, shape: tuple[int, ...]) -> TypeGuard[np.ndarray]:
+    return isinstance(tensor, np.ndarray) and tensor.dtype == np.uint8 and tensor.shape == shape
+
+
+async def _until_whole(partial: _Partial, scope: trio.CancelScope) -> None:
+    """Cancel everything once all pieces are there: some donor may never answer."""
+    while partial.pieces.num_missing:
+        await partial.change.wait()
+    scope.cancel()

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from net.errors import RemoteProtocolError
 from net.identity import PeerId
 
 OVERDUE_S = 2.0
@@ -66,13 +65,3 @@ class Pieces:
                 if not piece.donors:
                     del self._under_way[index]
                     self._waiting.append(index)
-
-
-def check_piece_untrusted(piece: object, nbytes: int) -> None:
-    """Whether it is a piece of so many bytes, for what is in it has still to be seen.
-
-    Raises:
-      RemoteProtocolError: it is not.
-    """
-    if getattr(piece, "dtype", None) != "uint8" or getattr(piece, "shape", None) != (nbytes,):
-        raise RemoteProtocolError(f"expected a piece of {nbytes} bytes")

@@ -7,16 +7,14 @@ as many at a time as fill the line (`net.averaging.window`). A lost connection c
 it goes on if a donor offers the same state again. Another state begins anew.
 
 Several donors. Two states with one digest are one state, whoever has it: the newcomer asks other donors for the version
-and the digest that it got from the first one, and fetches pieces from all who have just that. So that one who lies
-costs its own pieces and no more, donors also give a hash of each piece (of `chunk_bytes`, as they have it configured).
+and the digest that it got from the first one, and fetches pieces from all who have just that, in the same pieces. So
+that one who lies costs its own pieces and no more, donors also give a hash of each piece.
 
-    open   {"min_version": int, "offered": digests that the newcomer has begun to fetch, "hashes": true,
+    open   {"min_version": int, "offered": digests that the newcomer has begun to fetch,
             "version": a state of any other version is of no use; not there: of any version}
-           answer {"version", "digest", "table", "facts", "chunk_bytes": of the pieces that have hashes}
-                  one uint8 tensor [pieces, 32]: their SHA-256; both only if they were asked for, and are not too many
-    chunk  {"digest", "index", "chunk_bytes"}        answer: one uint8 tensor, the piece
-
-Peers of earlier versions give no hashes. Then all pieces come from one donor.
+           answer {"version", "digest", "table", "facts", "chunk_bytes": of a piece}
+                  one uint8 tensor [pieces, 32]: their SHA-256
+    chunk  {"digest", "index"}                       answer: one uint8 tensor, the piece
 """
 
 import math
@@ -34,7 +32,7 @@ from net.dht.node import DhtNode
 from net.errors import CallRefused, PeerBusy
 from net.identity import Contact
 from net.rpc.base import Caller, Reply, Request, handlers, read_request
-from net.wire.fields import FLAG, Field, integer, octets, optional, several
+from net.wire.fields import Field, integer, octets, optional, several
 from net.wire.tensors import Tensor
 
 DIGEST = octets(32, 32)
@@ -70,7 +68,8 @@ class StateSharingConfig:
     max_snapshots: int = 2
     """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Bytes in a piece: what others wait for behind it on the same connection. At most 16 MiB."""
+    """Bytes in a piece: what others wait for behind it on the same connection. At most 16 MiB; more where a state would
+    have over 65,536 pieces."""
     window: int = 4
     """Pieces on their way from each donor to a newcomer, to begin with. On longer lines the window grows as far as
     these carry and the memory budget allows (`net.rpc.bulk`)."""
@@ -112,7 +111,7 @@ class StateSource:
     """Where a donor's state comes from."""
 
     version: Callable[[], int]
-    """How far the state is now; called often."""
+    """Returns how far the state is now; called often."""
     snapshot: Callable[[], Awaitable[SharedState]]
     """Returns a consistent copy of it, or at least one that nobody writes to before it was packed."""
 
@@ -124,8 +123,9 @@ class _Snapshot:
     packed: StateBuffer
     used_at: float
     """When it was last asked for."""
-    hashes: np.ndarray | None = None
-    """uint8 [pieces, 32], of its pieces; None until somebody asks for them."""
+    chunk_bytes: int
+    hashes: np.ndarray
+    """uint8 [pieces, 32], of its pieces."""
 
 
 class StateSharing:
@@ -190,7 +190,7 @@ class StateSharing:
         return max((held.used_at for held in self._snapshots.values()), default=-math.inf)
 
     async def _serve_open(self, request: Request) -> Reply:
-        min_version, offered, wanted, with_hashes = read_request(request, **_OPEN)
+        min_version, offered, wanted = read_request(request, **_OPEN)
         version = self._source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
@@ -200,29 +200,16 @@ class StateSharing:
         snapshot = await self._snapshot(min_version, offered)
         if snapshot.version < min_version:
             raise CallRefused(f"this peer's state is of version {snapshot.version}, {min_version} was asked for")
-        packed = snapshot.packed
-        body = {"version": snapshot.version, "digest": packed.digest, "table": packed.table, "facts": snapshot.facts}
-        hashes = await self._hashes(snapshot) if with_hashes else None
-        if hashes is None:
-            return Reply(body=body)
-        return Reply(body={**body, "chunk_bytes": self._config.chunk_bytes}, tensors=(hashes,))
-
-    async def _hashes(self, snapshot: _Snapshot) -> np.ndarray | None:
-        """The hashes of the snapshot's pieces, computed once; None if there would be too many."""
-        nbytes, chunk_bytes = snapshot.packed.buffer.nbytes, self._config.chunk_bytes
-        num_pieces = -(-nbytes // chunk_bytes)
-        if num_pieces > MAX_PIECES:
-            return None
-        async with self._taking:
-            if snapshot.hashes is None:
-                hashes = np.empty((num_pieces, HASH_BYTES), np.uint8)
-                for index in range(num_pieces):
-                    piece = snapshot.packed.chunk(index, chunk_bytes)
-                    hashes[index] = np.frombuffer(piece_hash(piece), np.uint8)
-                    await trio.lowlevel.checkpoint()  # a large state takes seconds, and others want to be served
-                snapshot.hashes = hashes
-            snapshot.used_at = trio.current_time()
-            return snapshot.hashes
+        return Reply(
+            body={
+                "version": snapshot.version,
+                "digest": snapshot.packed.digest,
+                "table": snapshot.packed.table,
+                "facts": snapshot.facts,
+                "chunk_bytes": snapshot.chunk_bytes,
+            },
+            tensors=(snapshot.hashes,),
+        )
 
     async def _snapshot(self, min_version: int, offered: Sequence[bytes]) -> _Snapshot:
         """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
@@ -236,8 +223,15 @@ class StateSharing:
             self._make_room()
             state = await self._source.snapshot()
             self._taken_at = trio.current_time()
-            snapshot = _Snapshot(state.version, dict(state.facts), pack(state.tensors), self._taken_at)
-            self._snapshots[snapshot.packed.digest] = snapshot
+            packed = pack(state.tensors)
+            chunk_bytes = max(self._config.chunk_bytes, -(-packed.buffer.nbytes // MAX_PIECES))
+            hashes = np.empty((-(-packed.buffer.nbytes // chunk_bytes), HASH_BYTES), np.uint8)
+            for index in range(len(hashes)):
+                hashes[index] = np.frombuffer(piece_hash(packed.chunk(index, chunk_bytes)), np.uint8)
+                await trio.lowlevel.checkpoint()  # a large state takes seconds, and others want to be served
+            now = trio.current_time()
+            snapshot = _Snapshot(state.version, dict(state.facts), packed, now, chunk_bytes, hashes)
+            self._snapshots[packed.digest] = snapshot
             return snapshot
 
     def _make_room(self) -> None:
@@ -256,15 +250,14 @@ class StateSharing:
             del self._snapshots[oldest]
 
     async def _serve_chunk(self, request: Request) -> Reply:
-        digest, index, size = read_request(request, **_CHUNK)
+        digest, index = read_request(request, digest=DIGEST, index=_INDEX)
         snapshot = self._snapshots.get(digest)
         if snapshot is None:
             raise CallRefused("this state is no longer held; open it again")
-        piece = snapshot.packed.chunk(index, size)
-        if not piece.size:
-            raise CallRefused(f"a state of {snapshot.packed.buffer.nbytes} bytes has no piece {index} of {size}")
+        if index >= len(snapshot.hashes):
+            raise CallRefused(f"a state of {len(snapshot.hashes)} pieces has no piece {index}")
         snapshot.used_at = trio.current_time()
-        return Reply(tensors=(piece,))
+        return Reply(tensors=(snapshot.packed.chunk(index, snapshot.chunk_bytes),))
 
     def _forget_old(self) -> None:
         oldest = trio.current_time() - self._config.snapshot_lifetime_s
@@ -276,6 +269,5 @@ _OPEN: dict[str, Field[Any]] = {
     "min_version": integer(-(2**63), 2**63),
     "offered": several(octets(0, 64), 64),
     "version": optional(VERSION),
-    "hashes": optional(FLAG),
 }
-_CHUNK: dict[str, Field[Any]] = {"digest": DIGEST, "index": integer(0, 2**63), "chunk_bytes": CHUNK_BYTES}
+_INDEX = integer(0, MAX_PIECES)
