@@ -77,11 +77,7 @@ class CheckpointFiles:
         self._checkpointer = ocp.Checkpointer(composite, multiprocessing_options=here)
 
     def write(self, path: Path, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint.
-
-        Args:
-          state: arrays that nobody changes or donates meanwhile; see `host_copy`.
-          facts: what JSON can hold.
+        """Write a checkpoint: arrays that nobody changes or donates meanwhile, see `host_copy`, and what JSON can hold.
 
         Raises:
           CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
@@ -106,10 +102,7 @@ class CheckpointFiles:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def read(self, path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-        """The checkpoint at a path as (state in NumPy arrays, facts).
-
-        Args:
-          like: a tree of arrays of the structure, shapes and dtypes that are expected.
+        """The checkpoint at a path as (state in NumPy arrays, facts); `like` has the structure, shapes and dtypes.
 
         Raises:
           CheckpointError: it cannot be read, or its structure, shapes or dtypes are others.
@@ -127,10 +120,7 @@ class CheckpointFiles:
     def read_arrays(self, path: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> Arrays:
         """Some arrays of the checkpoint at a path, for readers that do not know all of its structure.
 
-        Args:
-          is_wanted: told the names on the way to an array; what it does not want is not read from the disk.
-
-        Returns: the arrays by those names, without those that have no elements.
+        Those without elements, and those that `is_wanted` does not want by their names, are not read from the disk.
 
         Raises:
           CheckpointError: it cannot be read.
@@ -166,7 +156,7 @@ class Checkpoints:
     Args:
       folder: made when something is saved.
       keep: number of the newest that are kept.
-      files: reads and writes them; None: its own.
+      files: None: its own.
       is_sound: False for a state that is worth nothing, such as one that is not finite.
       say: told of each checkpoint that cannot be used, once.
     """
@@ -187,13 +177,11 @@ class Checkpoints:
         self._usable: set[int] = set()  # those that were read or written here
 
     def latest_step(self) -> int | None:
-        """Number of the newest checkpoint, whether or not it can be used; None if there is none."""
+        """Number of the newest checkpoint, usable or not; None if there is none."""
         return max(numbers_in(self._folder), default=None)
 
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
         """Write a checkpoint unless there is a usable one of this step already, and delete the oldest.
-
-        Args: as of `CheckpointFiles.write`.
 
         Raises:
           CheckpointError: it cannot be written; all that was there is there still.
@@ -210,10 +198,7 @@ class Checkpoints:
         self._prune(step)
 
     def restore_latest(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]]:
-        """The newest checkpoint that can be used, as (step, state, facts).
-
-        Args:
-          like: a tree of arrays of the structure, shapes and dtypes that are expected.
+        """The newest checkpoint that can be used, as (step, state, facts); `like` as of `CheckpointFiles.read`.
 
         Raises:
           CheckpointError: there is none, or it is one of another model. Nothing is moved then.
@@ -240,8 +225,6 @@ class Checkpoints:
     def read_arrays(self, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
         """The number of the newest checkpoint that can be read, and some of its arrays. Writes nothing.
 
-        Args: as of `CheckpointFiles.read_arrays`.
-
         Raises:
           CheckpointError: there is none.
         """
@@ -263,7 +246,7 @@ class Checkpoints:
             self._files.close()
 
     def _newest(self, like: PyTree) -> tuple[tuple[int, PyTree, dict[str, Any]] | None, dict[int, str]]:
-        """The newest that can be used, and why those above it cannot, by their numbers."""
+        """The newest that can be used, and by number why those above it cannot."""
         unusable: dict[int, str] = {}
         # Listed again each time: another node that shares the folder may save, and delete the oldest, meanwhile.
         while left := [step for step in numbers_in(self._folder) if step not in unusable]:
@@ -338,7 +321,6 @@ def read_arrays(folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> t
 
 @contextmanager
 def _one_error(text: str, kind: Callable[[str], CheckpointError]) -> Iterator[None]:
-    """Turn whatever the block raises into one error, which begins with a text."""
     try:
         yield
     except CheckpointError:
@@ -362,7 +344,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _checksums(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Path in the folder, (bytes, CRC-32), of each file in it."""
+    """Path in the folder, [bytes, CRC-32], of each file that is read."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in _NOT_READ:
             size, checksum = 0, 0
@@ -383,24 +365,17 @@ def names_of(path: Any) -> tuple[str, ...]:
 
 
 def _to_store(state: PyTree, facts: Mapping[str, Any]) -> tuple[PyTree, dict[str, Any]]:
-    """What is written: the arrays, and the facts with a list of the arrays.
+    """The arrays, and the facts with a list of the arrays.
 
     NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, and none without elements.
     """
     arrays = jax.tree.map(lambda leaf: np.asarray(stored(leaf)), state)
-    return jax.tree.map(_if_any, arrays), {"facts": dict(facts), "arrays": _inventory(arrays)}
-
-
-def _if_any(leaf: Any) -> Any:
-    return leaf if leaf.size else None
+    to_write = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
+    return to_write, {"facts": dict(facts), "arrays": _inventory(arrays)}
 
 
 def _to_restore(like: PyTree, saved: Mapping[str, Any], where: str) -> PyTree:
-    """The shapes to ask Orbax for, which would cut or pad an array to the shape asked for: so the lists are compared.
-
-    Raises:
-      CheckpointError: the checkpoint holds others.
-    """
+    """The shapes to ask Orbax for. It would cut or pad an array to the shape asked for: so the lists are compared."""
     wanted, held = _inventory(like), saved["arrays"]
     if wanted != held:
         differing = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))[0]
@@ -418,6 +393,5 @@ def _refilled(like: PyTree, stored: PyTree) -> PyTree:
 
 
 def _inventory(tree: PyTree) -> dict[str, str]:
-    """Dtype and shape of each array by its path in the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}

@@ -57,11 +57,11 @@ class DirectoryConfig:
 
 
 _SERVICE = "expert"
-"""What RPC calls the methods of experts: the first word of `expert.forward`."""
+"""RPC's name for the methods of experts: the first word of `expert.forward`."""
 
 
 def host_target(contact: Contact) -> tuple[PeerId, str]:
-    """What a host's failures to answer for its experts are recorded under in `net.peer_health`."""
+    """The target in `net.peer_health` of a host's failures to answer for its experts."""
     return contact.peer_id, _SERVICE
 
 
@@ -83,8 +83,7 @@ async def declare_experts(
     Args:
       slots: the slot of each expert, see `dmoe_jax.slots`; 0 for those that are not named.
 
-    Returns:
-      for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
+    Returns: for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
       announced the same expert for longer in that slot, or nobody could be reached.
 
     Raises:
@@ -108,9 +107,6 @@ async def withdraw_experts(
 ) -> None:
     """Take this contact's announcements back: its entries become None and end just after they would have ended.
 
-    Args:
-      slots: as of `declare_experts`.
-
     Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
     with rows that have no living child. Announcements of other hosts stay.
     """
@@ -118,10 +114,7 @@ async def withdraw_experts(
 
 
 async def find_replicas(dht: DhtNode, uids: Sequence[ExpertUid]) -> dict[ExpertUid, tuple[Replica, ...]]:
-    """Who serves these experts now, in the order of slots, straight from the DHT: what a node wants to know of others.
-
-    Records come from strangers; whatever is malformed is left out.
-    """
+    """The nodes that serve these experts now, in the order of slots, straight from the DHT."""
     rows = {uid: steps(uid)[-1][0] for uid in uids}
     found = await dht.get_many(rows.values())
     children = {row: children_of_untrusted(record) for row, record in found.items()}
@@ -192,7 +185,7 @@ class ExpertDirectory:
             self.health.failed(target, now, reason)
 
     def answers(self, uid: str, contact: Contact) -> bool:
-        """Whether an expert may be asked there, as far as is known: neither it nor its host failed just now."""
+        """True if an expert may be asked there, as far as is known: neither it nor its host failed just now."""
         return not self._is_avoided(contact, uid)
 
     def another(self, uid: str, contact: Contact) -> Contact | None:
@@ -251,14 +244,9 @@ class ExpertDirectory:
     async def beam_search(
         self, prefix: str, scores: Sequence[np.ndarray], k: int, *, bias: np.ndarray | None = None
     ) -> tuple[np.ndarray, dict[Coordinates, Contact]]:
-        """The best k living experts for each sample.
+        """The best k living experts of a grid for each sample; see `search_beams`.
 
-        Args:
-          prefix: the grid's name, without a dot.
-          scores, k, bias: see `search_beams`.
-
-        Returns:
-          int64 [batch, k, dims], best first, -1 where fewer are alive; and who serves the experts that were seen.
+        Returns: int64 [batch, k, dims], best first, -1 where fewer are alive; and the contacts of the experts seen.
 
         Raises:
           ValueError: as `search_beams`, or if the prefix is malformed.
@@ -326,7 +314,7 @@ class ExpertDirectory:
                 self._in_flight.pop(name).set()
 
     def _touch(self, name: str) -> bool:
-        """Note that a prefix is in use. Returns whether what is known of it is fresh."""
+        """Note that a prefix is in use. Return True if what is known of it is fresh."""
         now = self._now()
         cached = self._cache.pop(name, None) or _Cached(used_at=now)
         cached.used_at = now

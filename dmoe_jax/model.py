@@ -13,7 +13,7 @@
             hidden, penalty = await self.mixture(run, scores, hidden)
             return Outcome(loss=run(loss_head, params["head"], hidden, batch.labels, penalty))
 
-`dmoe_jax.models` holds three of them: Transformer-XL, an MLP and ALBERT. A batch is whatever the model's `forward`
+`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. A batch is whatever the model's `forward`
 understands; batches come from any Python iterator.
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
-from dmoe_jax.grid import ExpertUid, all_uids, layer_prefix
+from dmoe_jax.grid import ExpertUid
 
 _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
 """How long a process has between SIGTERM and SIGKILL, by its command, in the order in which they end: a trainer writes
@@ -31,14 +31,8 @@ its report while the nodes are still there, and a node its checkpoints."""
 _HURRIED_GRACE_S = 4.0
 """The same when everything ends at once. A node withdraws its experts within two seconds."""
 
-_READY_TIMEOUT_S = 300.0
-"""For a process to serve."""
-
-_OTHERS_GRACE_S = 60.0
-"""For the other trainer processes once the first is done."""
-
-_LOOK_PERIOD_S = 0.1
-"""Between two looks at a log."""
+_READY_TIMEOUT_S, _LOOK_PERIOD_S = 300.0, 0.1
+"""Seconds for a process to serve, and between two looks at its log."""
 
 _JOIN_LINE = re.compile(r"^Join it with: .*--join (\S+).*\n", re.MULTILINE)
 """The whole line, since a contact cut in two would still match."""
@@ -56,11 +50,10 @@ class SwarmProcess:
     """One `dmoe` process."""
 
     name: str
-    """What logs and tables call it."""
+    """Name in logs and tables."""
     kind: str
     """Its command: dht, node or train."""
     process: trio.Process
-    """The trio process."""
     log: Path
     """File with everything that it printed, unless it was started in the foreground."""
     contact: str = ""
@@ -79,7 +72,7 @@ class SwarmProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process still runs."""
+        """True while the process runs."""
         return self.process.poll() is None
 
     async def ready(self) -> None:
@@ -164,9 +157,7 @@ class LocalSwarm:
 async def open_local_swarm(
     log_folder: Path, environment: Mapping[str, str] | None = None, *, network_flags: Sequence[str] = ()
 ) -> AsyncIterator[LocalSwarm]:
-    """A swarm whose processes are all gone when the context ends, however it ends.
-
-    At its end they end in order; if the context is cancelled, all at once, within seconds.
+    """A swarm whose processes are all gone when the context ends: in order, or if it is cancelled at once.
 
     Args:
       log_folder: existing folder for one log file a process.
@@ -182,11 +173,6 @@ async def open_local_swarm(
             with trio.CancelScope(shield=True):
                 await swarm._end_together(swarm.processes, _HURRIED_GRACE_S)
             nursery.cancel_scope.cancel()
-
-
-def deal_experts(num_nodes: int, *, num_layers: int, grid_size: tuple[int, ...]) -> list[list[str]]:
-    """The experts of each node, where every layer is a full grid; see `deal`."""
-    return deal((uid for layer in range(num_layers) for uid in all_uids(layer_prefix(layer), grid_size)), num_nodes)
 
 
 def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
@@ -219,22 +205,6 @@ async def launch_nodes(
         await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), named_by, *hand])
 
 
-async def start_nodes(
-    swarm: LocalSwarm, hands: Sequence[Sequence[str]], flags_of: Callable[[int], Sequence[str]]
-) -> list[SwarmProcess]:
-    """Start one DHT peer, then the nodes as `launch_nodes` does; returns them when all are ready.
-
-    Raises:
-      ProcessFailed: one of them did not start.
-    """
-    await launch_nodes(swarm, await swarm.start("dht", ["dht"]), hands, flags_of)
-    nodes = swarm.of_kind("node")
-    async with trio.open_nursery() as nursery:
-        for node in nodes:
-            nursery.start_soon(node.ready)
-    return nodes
-
-
 def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -> list[str]:
     """Flags of `dmoe train` for one of several trainer processes that average their trunks in one group.
 
@@ -245,30 +215,8 @@ def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -
     return ["--seed", str(seeds[0]), "--data-seed", str(seeds[1]), *(averaging if num_processes > 1 else [])]
 
 
-async def start_trainers(swarm: LocalSwarm, commands: Sequence[Sequence[str]]) -> list[SwarmProcess]:
-    """Start a trainer process for each command; the first has this process's terminal."""
-    return [
-        await swarm.launch(f"trainer{index}", words, in_foreground=index == 0) for index, words in enumerate(commands)
-    ]
-
-
-async def wait_for_others(trainers: Sequence[SwarmProcess]) -> None:
-    """Let the other trainer processes finish: they began together with the first, which is done.
-
-    Raises:
-      ProcessFailed: one ended with an error of its own.
-    """
-    with trio.move_on_after(_OTHERS_GRACE_S):
-        for trainer in trainers:
-            check_status(trainer, await trainer.process.wait())
-
-
 def check_status(process: SwarmProcess, status: int) -> None:
-    """Check how a process ended: its work done, or killed from outside, which is no error of its own.
-
-    Raises:
-      ProcessFailed: it ended with an error.
-    """
+    """Raise ProcessFailed if a process ended with an error of its own; to be killed from outside is none."""
     if status not in (0, -getattr(signal, "SIGKILL", 9)):
         raise ProcessFailed(f"{process.name} ended with status {status}: {last_lines(process.log)}")
 
@@ -280,7 +228,6 @@ def last_lines(log: Path, count: int = 3) -> str:
 
 
 async def _watch(process: SwarmProcess) -> None:
-    """Read a process's log while it grows: its last line, and the contact in it."""
     unread = ""
     with process.log.open(encoding="utf-8", errors="replace") as log:
         while True:

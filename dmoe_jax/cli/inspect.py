@@ -33,8 +33,7 @@ T = TypeVar("T")
 class InspectCommand:
     """Draw what the router of a finished run learnt, into RUN/inspection with a report.md.
 
-    Which experts are chosen for which words and places, how the load moved while it was learnt, whether layers agree,
-    and how alike the experts are.
+    Which experts are chosen for which words and places, and how the load moved while it was learnt.
     """
 
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
@@ -106,8 +105,7 @@ class InspectCommand:
             return read_locally(model, cut(getattr(corpus, self.split), model.config.seq_len, self.tokens))
 
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
-        from dmoe_jax.inspection.asking import read_in_swarm
-        from dmoe_jax.inspection.reading import cut
+        from dmoe_jax.inspection.reading import cut, read_in_swarm
         from dmoe_jax.swarm import swarm_of
 
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)

@@ -59,9 +59,8 @@ class SegmentStream:
 
         Args:
           ids: the training text.
-          batch_size: rows of this trainer.
-          seq_len: tokens in a row of one batch.
-          shard: which of the `num_shards` trainers this is, from 0.
+          batch_size, seq_len: rows of this trainer, and tokens in a row of one batch.
+          shard: number of this trainer, from 0.
           num_shards: trainers that share the text; all must use the same batch_size, seq_len and seed.
           seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the text.
           position: number of batches already read.
@@ -133,12 +132,10 @@ def evaluation_segments(
 
     Args:
       ids: [tokens], the text.
-      batch_size: rows.
-      seq_len: tokens in a row of one batch.
+      batch_size, seq_len: rows, and tokens in a row of one batch.
       max_tokens: evaluate only the first so many targets of the text; None for all.
 
-    Returns:
-      An iterator of batches; `is_first` is true for all rows of the first batch and for no other.
+    Returns: batches; `is_first` is true for all rows of the first one and for no other.
 
     Raises:
       ValueError: at once, for a count that is not positive or a text without a target.

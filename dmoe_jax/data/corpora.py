@@ -63,13 +63,13 @@ def load_corpus(*, source: str = "auto") -> Corpus:
     tried = ["DMOE_DATA is not set"]
     caches = cache_folder()
     cache = None if caches is None else str(caches / "wikitext-2")
-    try:
-        if cache is None:
-            tried.append("no home directory for a cache")
-        else:
+    if cache is None:
+        tried.append("no home directory for a cache")
+    else:
+        try:
             return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
-    except DataError as error:
-        tried.append(f"nothing in the cache {cache}" if not os.path.isdir(cache or "") else f"cache: {error}")
+        except DataError as error:
+            tried.append(f"cache: {error}" if os.path.isdir(cache) else f"nothing in the cache {cache}")
     try:
         texts = wikitext2.download()
     except DataError as error:
@@ -126,7 +126,7 @@ def _own_corpus(path: Path) -> Corpus:
 
 
 def _encode(name: str, origin: str, vocabulary: Vocabulary, *words: Sequence[str]) -> Corpus:
-    """Turn the words of train, valid and test into ids, read-only: all trainers of a process share one corpus."""
+    """A corpus of these words; its ids are read-only, for all trainers of a process share it."""
     train, valid, test = parts = [vocabulary.encode(part) for part in words]
     for part in parts:
         part.flags.writeable = False

@@ -8,7 +8,6 @@ import shutil
 import struct
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from jaxtyping import Int32, UInt8
 
 from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError
-from dmoe_jax.data.wikitext2 import TOTAL_TIMEOUT_S, fetch
+from dmoe_jax.data.wikitext2 import TOTAL_TIMEOUT_S, fetch, read_gzip
 
 _log = logging.getLogger(__name__)
 
@@ -146,13 +145,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes in a file: two zeros, the element type, the number of axes, their lengths, then the elements."""
     header = struct.pack(f">BBBB{len(shape)}I", 0, 0, _UNSIGNED_BYTES, len(shape), *shape)
     size = len(header) + int(np.prod(shape))
-    try:
-        with gzip.open(path) as file:
-            data = file.read(size + 1)  # a small gzip file may unfold to fill the memory
-    except FileNotFoundError as error:
-        raise DataError(f"{path} is missing: expected a file of MNIST, gzip of IDX") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: expected gzip of IDX: {error}") from error
+    data = read_gzip(path, size + 1, "a file of MNIST, gzip of IDX", "IDX")
     if data[: len(header)] != header or len(data) != size:
         length = f"more than {size}" if len(data) > size else f"{len(data)}"
         raise DataError(

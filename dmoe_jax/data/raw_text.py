@@ -53,7 +53,7 @@ Parts = tuple[list[str], list[str], list[str]]
 
 
 def describe_embedded() -> str:
-    """What the text is, with the version that fixes it."""
+    """The embedded text's name, with the version that fixes it."""
     return f"pydoc_data.topics of {platform.python_implementation()} {platform.python_version()}"
 
 

@@ -14,6 +14,7 @@ import urllib.request
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 
 from dmoe_jax.data import DataError
@@ -94,13 +95,7 @@ def read_folder(folder: str) -> Texts:
     texts = {}
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.txt.gz")
-        try:
-            with gzip.open(path) as file:
-                text = file.read(MAX_TEXT_BYTES + 1)
-        except FileNotFoundError as error:
-            raise DataError(f"{path} is missing: expected the {split} text of WikiText-2, gzip of UTF-8") from error
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read: expected gzip of UTF-8 text: {error}") from error
+        text = read_gzip(path, MAX_TEXT_BYTES + 1, f"the {split} text of WikiText-2, gzip of UTF-8", "UTF-8 text")
         if len(text) > MAX_TEXT_BYTES:
             raise DataError(f"{path}: expected at most {MAX_TEXT_BYTES:,} bytes of text, got more")
         try:
@@ -111,6 +106,21 @@ def read_folder(folder: str) -> Texts:
             raise DataError(f"{path}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {num_tokens:,}")
         texts[split] = text
     return texts
+
+
+def read_gzip(path: str | Path, most_bytes: int, expected: str, content: str) -> bytes:
+    """The first so many bytes that are packed in a file: a small one may unfold to fill the memory.
+
+    Raises:
+      DataError: there is no such file, or it cannot be unpacked.
+    """
+    try:
+        with gzip.open(path) as file:
+            return file.read(most_bytes)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing: expected {expected}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: expected gzip of {content}: {error}") from error
 
 
 def write_folder(texts: Texts, folder: str) -> None:

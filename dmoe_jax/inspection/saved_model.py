@@ -28,10 +28,8 @@ from dmoe_jax.routing.registry import make_router
 from dmoe_jax.training.saving import check_meaning_of_run
 from dmoe_jax.types import PyTree
 
-Arrays = Mapping[tuple[str, ...], np.ndarray]
-
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
-"""Where engines keep the trunk: a simulated swarm; a swarm, or an emulated one; this device."""
+"""Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +40,7 @@ class SavedModel:
       config, router: what it is.
       step: trunk updates that it has taken.
       trunk: parameters of everything but the experts.
-      experts: of each layer, stacked; zeros for experts that were not saved. () if none was.
+      experts: of each layer, stacked; zeros for experts that were not saved.
       known: bool [layers, *grid], which experts were saved.
     """
 
@@ -54,8 +52,13 @@ class SavedModel:
     known: np.ndarray
 
     @property
+    def depth(self) -> int:
+        """Layers whose choices can be followed: what a layer reads depends on the experts before it."""
+        return self.config.num_layers if self.known.any() else 1
+
+    @property
     def num_experts(self) -> int:
-        """Of a layer."""
+        """Number of experts of a layer."""
         return math.prod(self.config.grid_size)
 
     @property
@@ -65,7 +68,7 @@ class SavedModel:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Of each expert of a layer its place in the grid: "0.3"."""
+        """Place in the grid of each expert of a layer: "0.3"."""
         return tuple(str(uid).partition(".")[2] for uid in all_uids("layer", self.config.grid_size))
 
 
@@ -92,9 +95,9 @@ def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> Sa
       nodes: checkpoint folders of the nodes that served its experts; none: those that lie beside the run.
 
     Raises:
-      ValueError: the checkpoint is of another model, or the settings do not fit each other.
+      ValueError: the checkpoint is of another model, a node's folder has none, or the settings do not fit each other.
     """
-    config = make_config(run.sizes, vocab_size)
+    config = _config(run.sizes, vocab_size)
     router = make_router(run.router, config.grid_size)
     step, arrays = read_arrays(
         run.checkpoints, lambda names: names[0] in ("trunk", "params", "experts") and "opt_state" not in names
@@ -103,25 +106,18 @@ def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> Sa
     trunk = next((found for place in _TRUNKS if (found := _tree(arrays, place, like)) is not None), None)
     if trunk is None:
         raise CheckpointError(f"checkpoint {step} in {run.checkpoints} is not of the model that config.json describes")
-    known = np.zeros((config.num_layers, *config.grid_size), bool)
-    expert_shapes = jax.eval_shape(partial(init_experts, config=config), jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_experts, config=config), jax.random.key(0))
     experts = tuple(
-        next((tree for place in _expert_places(layer) if (tree := _tree(arrays, place, like)) is not None), None)
-        for layer, like in enumerate(expert_shapes)
+        next((tree for end in (("params",), ()) if (tree := _tree(arrays, ("experts", str(layer), *end), like))), None)
+        for layer, like in enumerate(shapes)
     )
-    if all(layer is not None for layer in experts):
-        known[:] = True
-    else:
-        experts = _from_nodes(nodes or _beside(run.path), expert_shapes, known)
+    known = np.full((config.num_layers, *config.grid_size), all(layer is not None for layer in experts))
+    if not known.all():
+        experts = _from_nodes(nodes or _beside(run.path), shapes, known)
     return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
 
 
-def make_config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
-    """The model's configuration.
-
-    Raises:
-      ValueError: the sizes do not fit the vocabulary or each other, or are those of another version.
-    """
+def _config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
     if sizes.get("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"the run's vocabulary has {sizes['vocab_size']} words, that of the text {vocab_size}")
     cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)
@@ -133,7 +129,6 @@ def make_config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfi
 
 
 def _beside(run: Path) -> list[Path]:
-    """The nodes' folders that `dmoe up --save-experts` has beside a run, or `experiments.transformer_xl`."""
     folders = [saved_experts(run), run.parent / "nodes"]
     # A node that was killed before it saved for the first time has an empty folder.
     own = ([*sorted(folder.glob("node[0-9]*")), folder / SHARED_FOLDER] for folder in folders)
@@ -141,11 +136,7 @@ def _beside(run: Path) -> list[Path]:
     return next((found for found in checkpoints if found), [])
 
 
-def _expert_places(layer: int) -> tuple[tuple[str, ...], ...]:
-    return ("experts", str(layer), "params"), ("experts", str(layer))
-
-
-def _tree(arrays: Arrays, place: tuple[str, ...], like: PyTree) -> PyTree | None:
+def _tree(arrays: Mapping[tuple[str, ...], np.ndarray], place: tuple[str, ...], like: PyTree) -> PyTree | None:
     """The tree of these shapes that lies at a place; None if there is no such tree."""
 
     def find(path: Any, leaf: Any) -> np.ndarray | None:
@@ -159,19 +150,14 @@ def _tree(arrays: Arrays, place: tuple[str, ...], like: PyTree) -> PyTree | None
 
 
 def _from_nodes(folders: Iterable[Path], shapes: tuple[PyTree, ...], known: np.ndarray) -> tuple[PyTree, ...]:
-    """The experts that nodes saved, stacked; notes in `known` which they are. () if there are none.
-
-    Raises:
-      ValueError: a folder has no checkpoint, or its experts have other shapes.
-    """
+    """The experts that nodes saved, stacked; notes in `known` which they are."""
     stacked = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    grid_size = known.shape[1:]
     for folder in folders:
         held = saved_uids(folder)
         if not held:
             raise CheckpointError(f"there is no checkpoint of an expert in {folder}")
         for layer, params in enumerate(stacked):
-            for number, uid in enumerate(all_uids(layer_prefix(layer), grid_size)):
+            for number, uid in enumerate(all_uids(layer_prefix(layer), known.shape[1:])):
                 if str(uid) not in held:
                     continue
                 step, arrays = read_arrays(folder / str(uid), lambda names: names[:1] == ("params",))
@@ -184,4 +170,4 @@ def _from_nodes(folders: Iterable[Path], shapes: tuple[PyTree, ...], known: np.n
                 for whole, part in zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True):
                     whole[number] = part
                 known[(layer, *uid.coordinates)] = True
-    return tuple(stacked) if known.any() else ()
+    return tuple(stacked)

@@ -12,13 +12,10 @@ from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
 
 SHARED_FOLDER = "shared"
-"""Where nodes that take over each other's experts save them, in the folder of `saved_experts`."""
+"""Name of the folder, in that of `saved_experts`, of nodes that take over each other's experts."""
 
-_DEPTH = 3
-"""Folders between that of an experiment and those of its runs, at most."""
-
-_MAX_NAMED = 4
-"""Runs that a message names."""
+_DEPTH, _MAX_NAMED = 3, 4
+"""Depth of runs below the folder of an experiment at most, and runs that a message names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,31 +23,25 @@ class SavedRun:
     """A run of a Transformer-XL with a mixture of experts, with a checkpoint. Made by `find_run`."""
 
     path: Path
-    """Its folder."""
     sizes: Mapping[str, Any]
     """Fields of `TransformerXLConfig`, those of the layer nested; without the vocabulary's size where words decide."""
     router: str
-    """How its router was asked for."""
+    """Name of its router, or FILE.py:NAME."""
     corpus: str
     """Name of the text that it was trained on."""
     data: str
-    """Where that text comes from, as for `load_corpus`."""
+    """Source of that text, as for `load_corpus`."""
     is_complete: bool
-    """Whether it was trained to its end."""
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints are."""
+        """Folder of its checkpoints."""
         return self.path / CHECKPOINT_FOLDER
 
     @property
     def inspection(self) -> Path:
-        """Where its pictures go."""
+        """Folder of its pictures."""
         return self.path / "inspection"
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """Its records."""
-        return RunFolder(self.path).metrics()
 
 
 def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -> SavedRun:
@@ -101,25 +92,21 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
 
 
 def saved_experts(run: Path) -> Path:
-    """Where `dmoe up` and `dmoe demo` have their nodes save experts, a folder for each node."""
+    """Folder in which `dmoe up` and `dmoe demo` have each node save its experts in a folder of its own."""
     return run.with_name(f"{run.name}.nodes")
 
 
 def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """(sizes, router, data) of a run of `dmoe train`."""
     if settings.get("model") is not None:
         raise ValueError(
             f"{path} is a run of a model of your own, {settings['model']}; only the Transformer-XL can be inspected"
         )
-    sizes = dict(settings["language"])
-    router = str(sizes.pop("router"))
-    cutoffs = sizes.pop("cutoffs")
-    sizes["cutoffs"] = () if cutoffs == "none" else tuple(cutoffs)
-    return {**sizes, "k_best": settings["calls"]["k_best"]}, router, str(settings["data"]["data"])
+    sizes = {**settings["language"], "k_best": settings["calls"]["k_best"]}
+    router, cutoffs = str(sizes.pop("router")), sizes["cutoffs"]
+    return {**sizes, "cutoffs": () if cutoffs == "none" else tuple(cutoffs)}, router, str(settings["data"]["data"])
 
 
 def _of_experiment(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
-    """(sizes, router, data) of a run of `experiments.transformer_xl`."""
     sizes = dict(settings["config"])
     if not sizes.get("grid_size"):
         raise ValueError(
@@ -129,7 +116,6 @@ def _of_experiment(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def _runs_below(path: Path) -> str:
-    """The end of a message: which runs there are below a folder."""
     patterns = ["/".join(["*"] * depth) for depth in range(1, _DEPTH + 1)]
     found = [below.parent for each in patterns for below in sorted(path.glob(f"{each}/{CHECKPOINT_FOLDER}"))]
     if not found:

@@ -1,16 +1,18 @@
 """The figures behind the pictures: arrays in, arrays out.
 
 A text is read in several places at once. These places are the *blocks*: neighbouring segments of one place are alike,
-segments of two places are as good as independent. So errors come from leaving out one block at a time (the jackknife),
-and what two variables share by chance from pairing each block of the one with another block of the other.
+segments of two places are as good as independent. So errors come from leaving out one block at a time (the jackknife).
 
-Axes: B blocks, S samples of a block, E (or F) experts of a layer, C classes, W windows of the training.
+Axes: B blocks, S samples of a block, E experts of a layer, C classes, W windows of the training.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
+
+from dmoe_jax.runs.style import natural_order
 
 APART_ERRORS = 3.0
 """Standard errors that a lift must be from 1 to be told apart from it: so few because a picture has a hundred cells."""
@@ -21,7 +23,7 @@ _LEAST_EXPECTED = 5.0
 _LEAST_BLOCKS = 4
 """Blocks in which an expert and a class must occur for the same; with fewer there is no error to speak of."""
 
-IDLE_SHARE = 0.1
+_IDLE_SHARE = 0.1
 """An expert with less than this part of an even share is idle."""
 
 
@@ -40,19 +42,6 @@ class Lift(NamedTuple):
     is_apart: Bool[np.ndarray, "experts classes"]
 
 
-class Turnover(NamedTuple):
-    """Which experts came into use and fell out of it between two windows.
-
-    Attributes:
-      in_use: [W, E], more than a tenth of an even share.
-      born, died: [W, E], where this changed; false in the first window.
-    """
-
-    in_use: Bool[np.ndarray, "windows experts"]
-    born: Bool[np.ndarray, "windows experts"]
-    died: Bool[np.ndarray, "windows experts"]
-
-
 def one_hot(labels: Int[np.ndarray, "*shape"], size: int) -> Bool[np.ndarray, "*shape size"]:
     """Each label as a row with one true place; -1 as a row without."""
     return np.asarray(labels[..., None] == np.arange(size))
@@ -69,8 +58,7 @@ def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s 
     counts = np.einsum("bse,bsc->bec", members, classes)
     total, blocks = counts.sum(axis=0), len(counts)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = _lift(total)
-        without = _lift(total - counts)
+        value, without = _lift(total), _lift(total - counts)
         error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
         # Where an expert has all samples of a rare class, leaving out a block changes nothing.
         error = np.maximum(error, _error_by_chance(members, classes))
@@ -83,15 +71,13 @@ def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s 
     return Lift(value, np.where(is_known, error, np.inf), is_apart & is_known)
 
 
-def _lift(counts: Float[np.ndarray, "... e c"]) -> Float[np.ndarray, "... e c"]:
+def _lift(counts: np.ndarray) -> np.ndarray:
     experts, classes = (counts.sum(axis=axis, keepdims=True) for axis in (-1, -2))
     lifted: np.ndarray = counts * counts.sum(axis=(-2, -1), keepdims=True) / (experts * classes)
     return lifted
 
 
-def _error_by_chance(
-    members: Float[np.ndarray, "b s e"], classes: Float[np.ndarray, "b s c"]
-) -> Float[np.ndarray, "e c"]:
+def _error_by_chance(members: np.ndarray, classes: np.ndarray) -> np.ndarray:
     """The standard error of a lift, to first order, if each sample chose each expert by the toss of a coin."""
     weights = classes.sum(axis=2)
     counted = weights > 0
@@ -103,66 +89,28 @@ def _error_by_chance(
     return np.asarray(np.sqrt((1 - probability) / probability)[:, None] * deviation)
 
 
-def told(left: Int[np.ndarray, "b s"], right: Int[np.ndarray, "b s"]) -> float:
-    """Which share of the uncertainty about `left` is gone once `right` is known, corrected for chance.
+def load_over_training(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "w e"]]:
+    """Each expert's share of its layer's load in each window of a run, by layer, from the records of kind "balance".
 
-    (I - I_0) / (H(left) - I_0), with the mutual information I and its mean I_0 where the samples of one block are
-    paired with those of another. So 0 means that they tell no more than a sample of another text would, 1 that
-    `right` decides `left`.
-
-    Args:
-      left, right: labels from 0; samples that have -1 in one of them do not count.
-
-    Returns: NaN if `left` is always the same, or there is one block only.
+    Windows without any sample are left out, and of two records of one step the last counts.
     """
-    observed, entropy = _information(left, right)
-    shifted = [_information(left, np.roll(right, shift, axis=0))[0] for shift in range(1, len(right))]
-    if not shifted:
-        return float("nan")
-    by_chance = float(np.mean(shifted))
-    room = entropy - by_chance
-    return (observed - by_chance) / room if room > 1e-9 else float("nan")
+    table: dict[str, dict[float, Sequence[int]]] = {}
+    for record in metrics:
+        if record["kind"] == "balance" and sum(record.get("histogram") or ()):
+            table.setdefault(str(record["layer"]), {})[record["step"]] = record["histogram"]
+    counts = {
+        layer: np.array([table[layer][step] for step in sorted(table[layer])], np.float64)
+        for layer in sorted(table, key=natural_order)
+    }
+    return {layer: each / each.sum(axis=1, keepdims=True) for layer, each in counts.items()}
 
 
-def _information(left: Int[np.ndarray, "b s"], right: Int[np.ndarray, "b s"]) -> tuple[float, float]:
-    """Mutual information and the entropy of `left`, nats."""
-    counts = (left >= 0) & (right >= 0)
-    rows, columns = left[counts], right[counts]
-    if not rows.size:
-        return 0.0, 0.0
-    table = np.zeros((rows.max() + 1, columns.max() + 1))
-    np.add.at(table, (rows, columns), 1.0)
-    table /= table.sum()
-    each, other = table.sum(axis=1), table.sum(axis=0)
-    used = table > 0
-    information = float((table[used] * np.log(table[used] / np.outer(each, other)[used])).sum())
-    return information, float(-(each[each > 0] * np.log(each[each > 0])).sum())
-
-
-def centred_cosine(vectors: Float[np.ndarray, "e n"]) -> Float[np.ndarray, "e e"]:
-    """The cosine between any two rows after their mean row is subtracted: what they share is no likeness.
-
-    For E unrelated rows it is about -1 / (E - 1). NaN for a row that is the mean itself.
-    """
-    centred = vectors - vectors.mean(axis=0)
-    norms = np.linalg.norm(centred, axis=1)
-    norms = np.where(norms > 1e-12 * max(1e-300, float(np.abs(vectors).max(initial=0))), norms, np.nan)
-    cosine: np.ndarray = (centred @ centred.T) / np.outer(norms, norms)
-    return cosine
-
-
-def spread(vectors: Float[np.ndarray, "e n"]) -> float:
-    """How far rows are from their mean, in root mean square, relative to the mean's length; infinite if that is 0."""
-    mean = vectors.mean(axis=0)
-    distance = float(np.sqrt(((vectors - mean) ** 2).sum(axis=1).mean()))
-    length = float(np.linalg.norm(mean))
-    return distance / length if length > 0 else float("inf") if distance > 0 else 0.0
-
-
-def turnover(shares: Float[np.ndarray, "w e"]) -> Turnover:
-    """Who came into use and who fell out of it, from each expert's share of its layer's load in each window."""
-    in_use = shares > IDLE_SHARE / shares.shape[1]
-    born, died = np.zeros_like(in_use), np.zeros_like(in_use)
-    born[1:] = in_use[1:] & ~in_use[:-1]
-    died[1:] = ~in_use[1:] & in_use[:-1]
-    return Turnover(in_use, born, died)
+def turnover(shares: Float[np.ndarray, "w e"]) -> dict[str, int]:
+    """How many experts came into use and fell idle between two windows, and how many are in use in the last one."""
+    in_use = shares > _IDLE_SHARE / shares.shape[1]
+    return {
+        "windows": len(in_use),
+        "in_use_at_the_end": int(in_use[-1].sum()),
+        "born": int((in_use[1:] & ~in_use[:-1]).sum()),
+        "died": int((~in_use[1:] & in_use[:-1]).sum()),
+    }

@@ -14,20 +14,10 @@ like."""
 _HEADING = "="
 """What WikiText sets around a heading: one for an article's title, more for its sections."""
 
-_KINDS = (
-    "end of line",
-    UNK,
-    "heading sign =",
-    "punctuation",
-    "number",
-    "Capitalised",
-    f"frequent word (of {FREQUENT})",
-    "word in -ing",
-    "word in -ed",
-    "word in -ly",
-    "word in -s",
-    "other word",
-)
+_SIGNS = {EOS: "end of line", UNK: UNK, _HEADING: "heading sign ="}
+_ENDINGS = {ending: f"word in -{ending}" for ending in ("ing", "ed", "ly", "s")}
+_FREQUENT = f"frequent word (of {FREQUENT})"
+_KINDS = (*_SIGNS.values(), "punctuation", "number", "Capitalised", _FREQUENT, *_ENDINGS.values(), "other word")
 _BANDS = (10, 100, 1000, 10_000)
 _PLACES = (1, 2, 4, 8, 16)
 
@@ -45,15 +35,14 @@ class Classes(NamedTuple):
 
 
 def kinds(vocabulary: Vocabulary) -> Classes:
-    """What kind of word each is, by its letters: punctuation, numbers, capitalised words, endings."""
-    numbers = {name: number for number, name in enumerate(_KINDS)}
-    found = [numbers[_kind(word, index)] for index, word in enumerate(vocabulary.words)]
+    """Kinds of words by their letters: punctuation, numbers, capitalised words, endings."""
+    found = [_KINDS.index(_kind(word, index)) for index, word in enumerate(vocabulary.words)]
     return Classes(_KINDS, np.array(found, np.int32))
 
 
 def _kind(word: str, index: int) -> str:
-    if word in (EOS, UNK, _HEADING):
-        return {EOS: _KINDS[0], UNK: UNK, _HEADING: _KINDS[2]}[word]
+    if word in _SIGNS:
+        return _SIGNS[word]
     if not any(letter.isalnum() for letter in word):
         return "punctuation"
     if any(letter.isdigit() for letter in word):
@@ -61,18 +50,18 @@ def _kind(word: str, index: int) -> str:
     if word[0].isupper():
         return "Capitalised"
     if index < FREQUENT:
-        return _KINDS[6]
-    ending = next((ending for ending in ("ing", "ed", "ly", "s") if word.endswith(ending)), None)
-    return "other word" if ending is None or len(word) < len(ending) + 3 else f"word in -{ending}"
+        return _FREQUENT
+    ending = next((ending for ending in _ENDINGS if word.endswith(ending)), None)
+    return "other word" if ending is None or len(word) < len(ending) + 3 else _ENDINGS[ending]
 
 
 def bands(vocab_size: int) -> Classes:
-    """How frequent each word is: its rank among all, in powers of ten."""
+    """Ranges of the words' ranks by frequency, in powers of ten."""
     return _ranges(np.arange(1, vocab_size + 1), _BANDS, "rank ")
 
 
 def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " articles"], seq_len: int) -> Classes:
-    """Which segment of its article each segment is.
+    """Classes of segments by their number in their article.
 
     Args:
       places: where in the text the segments begin.
@@ -88,7 +77,7 @@ def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " 
 
 
 def article_starts(ids: Int[np.ndarray, " tokens"], vocabulary: Vocabulary) -> Int[np.ndarray, " articles"]:
-    """Where the articles of a text in WikiText's form begin: at lines `= Title =`. Empty for texts of another form."""
+    """Beginnings of the articles of a text in WikiText's form, lines `= Title =`; none in texts of other forms."""
     words = vocabulary.words
     if _HEADING not in vocabulary or EOS not in vocabulary:
         return np.zeros(0, np.int64)

@@ -27,8 +27,8 @@ class Trace:
     """Events of one run, as they end; written at its end.
 
     Args:
-      began: trio's clock at what the trace calls 0.
-      max_events: how many are kept. Older ones make room, and are counted.
+      began: trio's clock at the trace's 0.
+      max_events: number of events that are kept. Older ones make room, and are counted.
 
     Raises:
       ValueError: none may be kept.
@@ -97,7 +97,6 @@ class Trace:
 
 
 def _host_of(record: CallRecord | StepSpan) -> str:
-    """What the trace calls the process where it happened."""
     if isinstance(record, StepSpan):
         return _TRAINERS
     return f"{record.contact.peer_id.short} at {record.contact.address}"

@@ -27,7 +27,7 @@ TrackerName = Literal["wandb", "trackio", "tensorboard"]
 MAX_WAITING = 10_000
 """Records that may wait for a tracker: an hour of training at three a second."""
 CLOSE_S = 10.0
-"""How long the end of a run waits for a tracker to take what is left."""
+"""Seconds that the end of a run waits for a tracker to take what is left."""
 
 _PACKAGES = {"wandb": "wandb", "trackio": "trackio", "tensorboard": "tensorboardX"}
 _LEFT_OUT = frozenset({"experts"})
@@ -87,11 +87,7 @@ class _Wandb:
 
 
 class Tracker:
-    """A tracker with its thread. Made by `tracking`.
-
-    Args:
-      name: which one. open_run: opens its run; called in the thread.
-    """
+    """A tracker with its thread, in which `open_run` opens its run. Made by `tracking`."""
 
     def __init__(self, name: str, open_run: Callable[[], _Backend]) -> None:
         self._name = name
@@ -158,10 +154,6 @@ def tracking(
     name: TrackerName | None, *, project: str, settings: Mapping[str, Any]
 ) -> Iterator[Callable[[Path], Sink] | None]:
     """Yields what opens a tracker's run for a run folder, and closes it at the end; None without a tracker.
-
-    Args:
-      name: which tracker. project: under which name it lists its runs.
-      settings: of the run, by name.
 
     Raises:
       ValueError: its package is not installed; the message says how to install it.

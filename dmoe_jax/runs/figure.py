@@ -61,16 +61,7 @@ Metrics = Sequence[Mapping[str, Any]]
 
 
 def training_figure(metrics: Metrics, path: Path, *, title: str | None = None) -> Path:
-    """Draw a run's figure as PNG.
-
-    Args:
-      metrics: the run's records, in the kinds listed in `dmoe_jax.runs`; any may be missing.
-      path: where the PNG goes, at once.
-      title: a headline above the panels.
-
-    Returns:
-      `path`.
-    """
+    """Draw the figure of a run's records, see `dmoe_jax.runs`, as a PNG at a path, which is returned."""
     figure = draw_run(metrics, title)
     with replaced_file(path) as temporary:
         figure.savefig(temporary)
@@ -94,7 +85,8 @@ def draw_run(metrics: Metrics, title: str | None = None) -> Figure:
     load_map.draw(figure.add_subplot(grid[1, :]), loads)
     if lines.layers:
         balance_panels.draw(figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1]), lines)
-    unit, seconds = _time_unit(metrics)
+    last = max((record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0)
+    unit, seconds = ("minutes", 60.0) if last > 180 else ("seconds", 1.0)
     _throughput(figure.add_subplot(grid[-1, 0]), metrics, kills, unit, seconds)
     _failures(figure.add_subplot(grid[-1, 1]), metrics, kills, unit, seconds)
     if title:
@@ -123,7 +115,6 @@ def new_calls(metrics: Metrics) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) -> None:
-    """Validation figure and a running mean of the training one: perplexities beside the unigram baseline, or losses."""
     is_text = any("perplexity" in record or "unigram_perplexity" in record for record in metrics)
     dress(axes, "Perplexity (log scale)" if is_text else "Loss", "trunk updates")
     labels: list[Label] = []
@@ -164,7 +155,6 @@ def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) 
 
 
 def _baselines(axes: Axes, metrics: Metrics, labels: Sequence[Label]) -> list[Label]:
-    """The unigram perplexity of what was evaluated last, and the part of it that shows that context is used."""
     (unigrams,) = columns(metrics, "baseline", "unigram_perplexity")
     if not unigrams.size:
         return []
@@ -176,7 +166,6 @@ def _baselines(axes: Axes, metrics: Metrics, labels: Sequence[Label]) -> list[La
 
 
 def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
-    """Training tokens or samples a second, all trainers together, in equal bins of time."""
     counted = next((record.get("unit") for record in metrics if record["kind"] == "task"), None) or "tokens"
     dress(axes, f"Training {counted} per second", unit)
     times, items = columns(metrics, "train", "time_s", "items")
@@ -193,7 +182,6 @@ def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]
 
 
 def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
-    """Share of the remote calls that failed, between each two records of the cumulative counts."""
     dress(axes, "Failed expert calls", unit)
     times, new_ok, new_failed = new_calls(metrics)
     if times[-1] <= 0:
@@ -264,9 +252,3 @@ def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     starts = np.maximum(ends - window, 0)
     means: np.ndarray = (sums[ends] - sums[starts]) / (ends - starts)
     return means
-
-
-def _time_unit(metrics: Metrics) -> tuple[str, float]:
-    """("minutes", 60) or ("seconds", 1), by the length of the run."""
-    last = max((record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0)
-    return ("minutes", 60.0) if last > 180 else ("seconds", 1.0)

@@ -32,9 +32,8 @@ class LoadRows:
       labels: name of each row, "layer0" or, in a run that lost a node, "layer0 before" and "layer0 after".
       columns: grid coordinates of each column ("1.3"), in order.
       counts: [row, column], samples; NaN where there is no such expert.
-      killed: [row, column], true where the expert was on the lost node; in the rows after its loss, or all
-        rows.
-      is_cut: whether layers or experts were left out.
+      killed: [row, column], true where the expert was on the lost node; in rows after its loss, or all rows.
+      is_cut: true if layers or experts were left out.
     """
 
     labels: tuple[str, ...]
@@ -126,7 +125,6 @@ def _write_shares(axes: Axes, shares: np.ma.MaskedArray, top: float) -> None:
 
 
 def _separate(axes: Axes, loads: LoadRows) -> None:
-    """Thin white lines between cells and a grey one between layers."""
     if len(loads.columns) <= _MAX_FRAMED:
         for column in range(1, len(loads.columns)):
             axes.axvline(column - 0.5, color="white", linewidth=1.5, zorder=2)

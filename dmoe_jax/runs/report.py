@@ -31,7 +31,7 @@ class ReportTable:
       title: the heading above it.
       head: names of the columns.
       rows: as many cells each; `format_value` writes them.
-      note: a paragraph under it, what the columns are; empty for none.
+      note: a paragraph under it; empty for none.
     """
 
     title: str
@@ -54,19 +54,14 @@ def write_report(
     figure_text: str = "Perplexity, load of the experts, throughput and failed calls of this run",
     tables: Sequence[ReportTable] = (),
 ) -> Path:
-    """Write report.md: headline, figure if there is one, what happened, settings, how to do it again.
+    """Write report.md and return its path: headline, figure, tables, what happened, settings, how to repeat the run.
 
     Args:
-      run_folder: the run; its config.json and metrics.jsonl are read.
       headline: the figures that the run is about, by name; underscores are shown as spaces.
-      title: the first line.
-      summary: a paragraph under it, for instance which corpus was used.
-      command: what to type to get this run again; default: the command line that made the folder.
-      figure_text: what the figure shows, for those who cannot see it.
+      summary: a paragraph under the title.
+      command: gives this run again; None: the command line that made the folder.
+      figure_text: describes the figure for those who cannot see it.
       tables: more figures, after the picture.
-
-    Returns:
-      Path of the report.
     """
     config = run_folder.config()
     parts = [f"# {title}"]
@@ -106,7 +101,7 @@ def format_value(value: object) -> str:
 
 
 def spoken(unit: str) -> str:
-    """The plural of what an evaluation counts, for people."""
+    """The unit of an evaluation, for people."""
     return "words" if unit == "tokens" else unit
 
 
@@ -130,7 +125,6 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
 
 
 def _events(metrics: Sequence[Mapping[str, Any]], headline: Mapping[str, object]) -> str:
-    """A table of the run's losses, and of its events, oldest first."""
     events = [record for record in metrics if record["kind"] == "event"]
     lost = [(name, headline[name]) for name in _LOSSES if headline.get(name)]
     lost += [(name, count) for name, count in headline.items() if name.startswith("failed: ") and count]
@@ -139,17 +133,16 @@ def _events(metrics: Sequence[Mapping[str, Any]], headline: Mapping[str, object]
     rows: list[tuple[object, ...]] = [
         (None, None, _words(name), _detail(name, count, headline)) for name, count in lost
     ]
-    rows += [
-        (record.get("step"), _clock(record.get("time_s")), _words(str(record.get("name"))), record.get("detail", ""))
-        for record in events[:MAX_EVENTS]
-    ]
+    for record in events[:MAX_EVENTS]:
+        seconds = record.get("time_s")
+        clock = None if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        rows.append((record.get("step"), clock, _words(str(record.get("name"))), record.get("detail", "")))
     table = markdown_table(("step", "time", "event", "detail"), rows)
     left = len(events) - MAX_EVENTS
     return f"{table}\n\nand {left:,} more in {METRICS}." if left > 0 else table
 
 
 def _detail(name: str, count: object, headline: Mapping[str, object]) -> str:
-    """The count as text; for failed calls also the number of all calls, and the reasons."""
     if name != "calls_failed" or not isinstance(count, int) or not isinstance(ok := headline.get("calls_ok"), int):
         return f"{format_value(count)} in all"
     why = headline.get("failures")
@@ -158,7 +151,6 @@ def _detail(name: str, count: object, headline: Mapping[str, object]) -> str:
 
 
 def _environment(config: Mapping[str, Any]) -> str:
-    """One sentence on the software and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in config.get("versions", {}).items())
     machine = config.get("platform", {})
     place = f"{machine.get('system', 'an unknown system')} with {machine.get('cpu_count') or 'unknown'} CPU cores"
@@ -178,8 +170,3 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _clock(time_s: float | None) -> str | None:
-    """Seconds as minutes and seconds."""
-    return None if time_s is None else f"{int(time_s) // 60}:{int(time_s) % 60:02d}"

@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -37,15 +37,11 @@ Sink = Callable[[str, Mapping[str, Any]], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunFolder:
-    """An existing run folder. Made by `RunFolder.create`; holds no open file, so there is nothing to close.
-
-    Attributes:
-      path: the folder.
-      sink: where records go beside `metrics.jsonl`; None: nowhere.
-    """
+    """An existing run folder. Made by `RunFolder.create`; holds no open file, so there is nothing to close."""
 
     path: Path
     sink: Sink | None = dataclasses.field(default=None, compare=False)
+    """Gets each record beside `metrics.jsonl`."""
 
     @classmethod
     def create(
@@ -61,11 +57,10 @@ class RunFolder:
 
         Args:
           path: the folder; None for `runs/<name>-<date>-<time>`.
-          config: the settings, a dataclass or a mapping; see `plain` for how they become JSON.
-          name: what runs without a path are called.
+          config: the settings, a dataclass or a mapping; see `plain`.
           resume: continue in a folder that is not empty. A line that a killed writer left unfinished is cut
             off, and an event "resumed" says which settings have changed.
-          open_sink: called with the folder; opens what is told of the records, too.
+          open_sink: opens a sink for the folder.
 
         Raises:
           ValueError: the path is a file, or a folder that is not empty although `resume` is false.
@@ -92,15 +87,11 @@ class RunFolder:
 
     @property
     def metrics_path(self) -> Path:
-        """Where `log` writes."""
+        """The file of the records."""
         return self.path / METRICS
 
     def config(self) -> dict[str, Any]:
-        """What `create` wrote: settings, command, time, versions and platform.
-
-        Raises:
-          ValueError: the file was damaged since. OSError: it is gone.
-        """
+        """Settings, command, time, versions and platform. Raises ValueError for a damaged file, OSError for none."""
         config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
         return config
 
@@ -111,11 +102,11 @@ class RunFolder:
             self.sink(kind, fields)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records so far; see `read_metrics`."""
+        """All records so far. Raises as `read_metrics`."""
         return read_metrics(self.metrics_path) if self.metrics_path.exists() else []
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a text file into the folder, at once. Returns its path."""
+        """Write a text file into the folder, at once; return its path."""
         with replaced_file(self.path / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
         return self.path / name
@@ -201,7 +192,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def plain(value: object) -> Any:
-    """What JSON can say of a value.
+    """A value as JSON can say it.
 
     Dataclasses become maps, tuples and sets lists (sets sorted), arrays and their scalars numbers, numbers that are
     not finite None, functions and classes their names, and anything else its `str`.
@@ -246,37 +237,27 @@ def _config_record(config: object) -> dict[str, Any]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions,
         "commit": _git_commit(),
-        "platform": {
-            "system": platform.platform(),
-            "machine": platform.machine(),
-            "cpu_count": os.cpu_count(),
-        },
+        "platform": {"system": platform.platform(), "machine": platform.machine(), "cpu_count": os.cpu_count()},
     }
 
 
 def _command_line() -> str:
-    """What was typed to start this process, near enough to type it again."""
-    arguments = _without_addresses(sys.orig_argv[1:])
+    """The words that started this process, with PEER for those to join, which are gone when they are typed again."""
+    arguments: list[str] = []
+    is_join = False
+    for argument in sys.orig_argv[1:]:
+        if argument.startswith("-"):
+            is_join = argument == "--join"
+            arguments += [argument, "PEER"] if is_join else [argument]
+        elif not is_join:
+            arguments.append(argument)
     if arguments and Path(arguments[0]).parent == Path(sys.executable).parent:
         return shlex.join([Path(arguments[0]).name, *arguments[1:]])  # an installed script, such as `dmoe`
     return shlex.join(["python", *arguments])
 
 
-def _without_addresses(arguments: Sequence[str]) -> list[str]:
-    """The arguments with PEER for whom to join through: that process is gone when the run is made again."""
-    kept: list[str] = []
-    is_join = False
-    for argument in arguments:
-        if argument.startswith("-"):
-            is_join = argument == "--join"
-            kept += [argument, "PEER"] if is_join else [argument]
-        elif not is_join:
-            kept.append(argument)
-    return kept
-
-
 def _git_commit() -> str | None:
-    """The commit that this code was checked out from, with a mark if it has been changed since; None if not known."""
+    """The commit of this code, with a mark if it has been changed since; None if not known."""
     here = Path(__file__).parent
     if "site-packages" in here.parts:
         return None  # a repository around an installed package is somebody else's

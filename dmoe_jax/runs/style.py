@@ -52,13 +52,7 @@ def say_empty(axes: Axes, text: str) -> None:
 
 
 def end_labels(axes: Axes, labels: Sequence[Label], *, gap: float = LABEL_GAP) -> None:
-    """Write (value, text, colour) beside the axes, each as near to its value's height as room allows.
-
-    Args:
-      axes: with its scale and limits set.
-      labels: in any order.
-      gap: least distance of two labels, as part of the axes' height.
-    """
+    """Write (value, text, colour) beside the axes, whose limits are set, each as near to its value as `gap` allows."""
     if not labels:
         return
     ordered = sorted(labels, key=lambda label: label[0])

@@ -19,7 +19,7 @@ from dmoe_jax.types import PyTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How one layer's experts were used over some samples: the fields of a "balance" record.
+    """Use of one layer's experts over some samples: the fields of a "balance" record.
 
     Attributes:
       histogram: samples sent to each expert, in the order of the layer's uids.
@@ -37,13 +37,7 @@ class Balance:
 
 
 def balance(uids: Sequence[str], totals: Totals, before: Totals) -> Balance:
-    """The balance of one layer.
-
-    Args:
-      uids: every expert of the layer. Others in the totals' load do not count here.
-      totals: who was never called may be missing from their load.
-      before: totals where the window begins; `Totals()` for the beginning of the run.
-    """
+    """The balance of one layer, of all experts `uids`, since `before`, `Totals()` for the beginning of the run."""
     window = tuple(totals.load.get(uid, 0) - before.load.get(uid, 0) for uid in uids)
     ok, failed = totals.calls_ok - before.calls_ok, totals.calls_failed - before.calls_failed
     histogram = np.array(window, dtype=np.float64)
@@ -59,12 +53,17 @@ def balance(uids: Sequence[str], totals: Totals, before: Totals) -> Balance:
 
 def mean_balance(layers: Iterable[Balance]) -> dict[str, Any]:
     """The layers in one: mean cv and entropy, dead experts of all, mean share of lost calls; for a headline."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
     layers = list(layers)
     return {
-        "load_cv": _mean(layer.cv for layer in layers),
-        "load_entropy": _mean(layer.entropy for layer in layers),
+        "load_cv": mean(layer.cv for layer in layers),
+        "load_entropy": mean(layer.entropy for layer in layers),
         "dead_experts": sum(layer.dead for layer in layers),
-        "share_lost": _mean(layer.share_lost for layer in layers),
+        "share_lost": mean(layer.share_lost for layer in layers),
     }
 
 
@@ -81,7 +80,7 @@ class BalanceLog:
     Args:
       log: writes a record of a kind with its fields.
       layers: layer -> uids of its experts.
-      totals: the totals where the first window begins; what a resumed run has counted already belongs to none.
+      totals: the totals at the beginning of the first window.
     """
 
     def __init__(self, log: Callable[..., None], layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
@@ -106,13 +105,7 @@ class BalanceLog:
         self._before = totals
 
     def headline(self, totals: Totals, state: PyTree) -> dict[str, Any]:
-        """`load_cv`, `load_entropy`, `dead_experts` and `share_lost` of the last window, where a collapse shows.
-
-        With them `bias_range`, what the biases of balanced routers have come to.
-
-        Args:
-          totals: now. state: the engine's.
-        """
+        """`mean_balance` of the last window, where a collapse shows, and the `bias_range` of balanced routers."""
         if not self._layers:
             return {}
         found = mean_balance(self._last or [balance(uids, totals, Totals()) for uids in self._layers.values()])
@@ -121,14 +114,8 @@ class BalanceLog:
 
 
 def _normalised_entropy(histogram: np.ndarray) -> float:
-    """The entropy of a histogram with a sample in it, from 0 to 1."""
     if histogram.size == 1:
         return 1.0  # a single expert shares everything evenly with nobody
     shares = histogram[histogram > 0] / histogram.sum()
     entropy = -(shares * np.log(shares)).sum() / math.log(histogram.size)
     return min(1.0, float(entropy)) + 0.0  # rounding must not pass 1, nor a lone expert have -0.0
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What figures and messages call the model."""
+        """Name of the model in figures and messages."""
 
     @property
     def step(self) -> int:
@@ -63,14 +63,10 @@ class Engine(Protocol):
         """Layer ("layer0") -> uids of its experts. Empty for a dense model."""
 
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
-        """Make exactly `num_steps` further updates.
+        """Make exactly `num_steps` further updates; tell `on_step` of each in order, `on_lost` of those given up.
 
         A run that pauses is a row of such calls; each may lay down what is not in `state` (links, calls under way) at
         its end, so that a run resumed between two of them goes on as if it had never stopped.
-
-        Args:
-          on_step: called after each update, in order; an engine may be ahead of what it reports.
-          on_lost: called with the trainer and the error of each step that was given up.
 
         Raises:
           FloatingPointError: a loss is not finite; the message names the model and the step. RouterError: the router's
@@ -78,12 +74,11 @@ class Engine(Protocol):
         """
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
-        """Evaluate the parameters as they are now. Trains nothing.
+        """Evaluate the parameters as they are now, on "valid" or "test". Trains nothing.
 
         Args:
-          split: "valid" or "test".
-          max_items: evaluate about so many tokens or samples, such that they stand for the whole; None for all.
-          on_batch: called after each batch with the batches done and, where that is known, their number.
+          max_items: about so many tokens or samples, such that they stand for the whole; None for all.
+          on_batch: told the batches done and, where that is known, their number.
 
         Raises:
           NetError: the swarm cannot carry it.

@@ -34,11 +34,6 @@ _ROOM_BYTES = 1 << 19
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C or a cancellation is in it; a nursery may have put it into groups."""
-    return BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, trio.Cancelled)) is not None
-
-
 class Stopwatch:
     """Seconds of training: what compiles first in a process, before the first step is done, is not counted."""
 
@@ -131,7 +126,7 @@ class Ledger:
             self._log_baseline(None)
 
     def _restore(self, run: PreparedRun, say: Callable[[str], object]) -> int | None:
-        """Move the engine on to the last checkpoint, if there is one; what `cut_metrics` wants to know."""
+        """Move the engine on to the last checkpoint, if there is one; return the size for `cut_metrics`."""
         if run.path is None or not run.has_checkpoint:
             return 0
         checkpoints = Checkpoints(run.path / CHECKPOINT_FOLDER, say=say)
@@ -171,7 +166,7 @@ class Ledger:
         self._write(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
 
     def _write(self, kind: str, /, **fields: object) -> None:
-        """A record; one for which the disk has no room is counted, and the run goes on."""
+        """Write a record; one for which the disk has no room is counted, and the run goes on."""
         try:
             self.folder.log(kind, **fields)
         except OSError as error:
@@ -217,7 +212,6 @@ class Ledger:
             await self._evaluate(split, self.plan.final_eval_items, kind="final_eval", done=done)
 
     async def _evaluate(self, split: str, num_items: int, *, kind: str, done: Evaluation | None = None) -> None:
-        """Evaluate the parameters as they are now, unless that is done, and write down what was found."""
         step, items_seen, name = self.engine.step, self._items, _SPLIT_NAMES.get(split, split)
         if is_new := done is None:
             with self.progress.evaluation(f"{name} data") as on_batch:
@@ -251,7 +245,7 @@ class Ledger:
             self._write("baseline", **baseline)
 
     def checkpoint_facts(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the arrays."""
+        """Facts that a checkpoint holds beside the arrays."""
         return {
             "engine": self.engine.facts(),
             "training_s": self.watch.now(),
@@ -283,7 +277,8 @@ class Ledger:
             goes_on = f"--resume goes on from step {self.checkpoints.latest_step() or 0}"
         else:
             goes_on = "continue with --resume"
-        if is_interrupt(error):
+        # A nursery may have put Ctrl-C, or a cancellation, into groups.
+        if BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, trio.Cancelled)) is not None:
             self.event("interrupted", f"at step {self._step}; {goes_on}")
         else:
             why = str(first_leaf(error)).strip().partition("\n")[0]

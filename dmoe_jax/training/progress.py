@@ -36,7 +36,7 @@ class TrainingProgress:
         self._console = Console(stderr=True)
         self._num_steps = num_steps
         self.unit = "tokens"
-        """What is counted in a second: tokens, samples."""
+        """Unit of throughput: tokens, samples."""
         self._smoothed_loss: float | None = None
         self._step, self._figures, self._note = 0, "", ""
         self._bar = Progress(
@@ -105,7 +105,6 @@ class TrainingProgress:
 
     @contextmanager
     def _shown(self, text: str) -> Iterator[TaskID]:
-        """Show another task while the block runs."""
         task, before = self._bar.add_task(text, total=None, figures=""), self._now
         self._line(text)
         try:
@@ -115,7 +114,6 @@ class TrainingProgress:
             self._bar.remove_task(task)
 
     def _line(self, text: str) -> None:
-        """What a line says from now on where there is no terminal."""
         self._now, self._now_since = text, time.monotonic()
 
     def start_at(self, step: int) -> None:
@@ -168,5 +166,4 @@ class _Count(ProgressColumn):
     _counted = MofNCompleteColumn()
 
     def render(self, task: Task) -> Text:
-        """The column's text."""
         return Text("") if task.total is None else self._counted.render(task)

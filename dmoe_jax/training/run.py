@@ -52,11 +52,9 @@ async def train(
     Args:
       engine: at its beginning; it is moved on to the checkpoint here.
       run: from `prepare_run`. Nothing is written to its folder before the checkpoint has been read.
-      plan: in a run that pauses as in the one that is resumed.
-      task: the data, for metrics and report.
-      progress: shows where the run is.
-      facts: what the headline is to open with, such as the number of parameters.
-      records: further records for the metrics since it was called last, as (kind, fields).
+      plan: of a run that is resumed, if it pauses, as it was.
+      facts: beginning of the headline, such as the number of parameters.
+      records: gives further records for the metrics since it was called last.
       on_end: is given the headline, also of a run that ended early.
 
     Returns:
@@ -104,7 +102,6 @@ def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
 
 
 async def _train_pausing(run: Ledger) -> None:
-    """Train all stretches that are left."""
     engine, plan = run.engine, run.plan
     while engine.step < plan.steps:
         num_steps = min(plan.eval_every - engine.step % plan.eval_every, plan.steps - engine.step)
@@ -117,7 +114,6 @@ async def _train_pausing(run: Ledger) -> None:
 
 
 async def _train_beside(run: Ledger) -> None:
-    """Train to the end or the time limit, with everything else beside it."""
     engine, plan = run.engine, run.plan
     # Compilation blocks this process for seconds. Done while trainers wait for experts, it would make their answers
     # look late; so one evaluation and one step alone come first.
@@ -148,7 +144,7 @@ async def _log_regularly(run: Ledger) -> None:
 
 
 class _Beside:
-    """What a run does while its training goes on: one evaluation at a time, and checkpoints."""
+    """Evaluations, one at a time, and checkpoints while the training goes on."""
 
     def __init__(self, run: Ledger, nursery: trio.Nursery) -> None:
         self._run = run

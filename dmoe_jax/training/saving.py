@@ -33,17 +33,17 @@ class PreparedRun:
     settings: Mapping[str, object]
     """All that decides what the run computes."""
     name: str = "run"
-    """What a folder under runs/ is called."""
+    """Name of a folder under runs/."""
     goes_on: bool = False
-    """Whether there is a run in the folder to go on with."""
+    """True if there is a run in the folder to go on with."""
     changes: tuple[str, ...] = ()
     """Settings that are others than before: "steps: 200 -> 600"."""
     open_sink: Callable[[Path], Sink] | None = None
-    """Opens, for the folder, what is told of the run's records, too; see `RunFolder.create`."""
+    """See `RunFolder.create`."""
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there may be a checkpoint to go on from."""
+        """True if there may be a checkpoint to go on from."""
         return self.path is not None and (self.path / CHECKPOINT_FOLDER).is_dir()
 
     @property
@@ -84,13 +84,10 @@ def prepare_run(
     resume: bool = False,
     may_differ: Collection[str] = (),
 ) -> PreparedRun:
-    """Look whether a run may begin in a folder, or go on there. Writes nothing.
+    """Look whether a run may begin in a folder, or go on there with `resume`. Writes nothing.
 
     Args:
-      path: the folder; None for a new one under runs/.
-      settings: all that decides what the run computes.
-      name: what a folder under runs/ is called.
-      resume: whether a run that is there may go on.
+      path, settings, name: as of `PreparedRun`.
       may_differ: settings that may be others than before; nested ones as "expert.d_model".
 
     Raises:
@@ -113,11 +110,7 @@ def prepare_run(
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """The settings of the run in a folder, as its config.json has them.
-
-    Raises:
-      ValueError: it is not a run folder.
-    """
+    """The settings of the run in a folder. Raises ValueError if there is none."""
     try:
         settings: dict[str, Any] = RunFolder(path).config()["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -126,14 +119,9 @@ def saved_settings(path: Path) -> dict[str, Any]:
 
 
 def check_meaning_of_run(path: Path, meaning: str) -> None:
-    """Compare what the numbers of a run's checkpoints stand for with what they would stand for now.
+    """Raise ValueError if the numbers of a run's checkpoints stand for something else than now, see `Task.meaning`.
 
-    Args:
-      path: the run's folder.
-      meaning: the meaning now, see `Task.meaning`. An empty one fits all runs, and all fit a run with an empty one.
-
-    Raises:
-      ValueError: they stand for something else; the message names both.
+    An empty meaning fits all runs, and all fit a run with an empty one.
     """
     told = [record for record in RunFolder(path).metrics() if record["kind"] == "task"]
     then = str(told[0].get("meaning") or "") if told else ""
@@ -150,16 +138,12 @@ def is_code(value: object) -> bool:
 
 
 def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherwise: str = _TRUST) -> None:
-    """Check that no file is run only because the folder of a run names it: it may be a stranger's.
+    """Raise ValueError if a file is to be run only because the folder of a run names it: it may be a stranger's.
 
     Args:
-      path: the folder.
       words: flags and their values as they are to be used.
       named: the words of the command line.
-      otherwise: ends the message: what the user can do instead of naming the file.
-
-    Raises:
-      ValueError: the folder alone names a file.
+      otherwise: ends the message: an alternative to naming the file.
     """
     trusted = {part for word in named for part in (word, word.partition("=")[2])}
     for word in words:
@@ -191,11 +175,9 @@ def finished_headline(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
-    """Take what was written after a checkpoint out of the metrics, but for the run's own ends and beginnings.
+    """Take what was written after the checkpoint of a step out of the metrics, but for the run's ends and beginnings.
 
     Args:
-      folder: the run's.
-      step: the checkpoint's; 0 if there is none.
       size: bytes that metrics.jsonl had at the checkpoint. None: it was written beside the training, and records of
         later steps may stand before it.
     """

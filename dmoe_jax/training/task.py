@@ -10,16 +10,15 @@ from dmoe_jax.model import Evaluation
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model's data: what it is called and how an evaluation of it reads."""
+    """A model's data, and the figures of an evaluation of it."""
 
     name: str
-    """What the data is called."""
     description: str = ""
     """One line for people."""
     unit: str = "samples"
-    """What is counted: tokens, samples."""
+    """Things that are counted: tokens, samples."""
     splits: tuple[str, ...] = ("valid",)
-    """What the end of a run evaluates: "valid", "test"; the pauses and evaluations on the way only the first."""
+    """Parts that the end of a run evaluates: "valid", "test"; evaluations on the way read only the first."""
     main: str = "loss"
     """The figure that messages show."""
     meaning: str = ""
@@ -42,7 +41,6 @@ class LanguageTask(Task):
     unit: str = "tokens"
     main: str = "perplexity"
     corpus: Corpus
-    """The text."""
 
     def figures(self, evaluation: Evaluation) -> Mapping[str, float]:
         """The loss in nats per token, and its perplexity."""

@@ -15,14 +15,14 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from dmoe_jax.albert_recipe import AlbertRecipe, albert_optimizer
 from dmoe_jax.checks import check_positive
 from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.data.masked_text import MaskedBatch, MaskedText
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
-from dmoe_jax.models.albert import AlbertConfig, albert_loss, init_albert
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.types import PyTree
+from experiments.collaborative.albert import AlbertConfig, albert_loss, init_albert
+from experiments.collaborative.albert_recipe import AlbertRecipe, albert_optimizer
+from experiments.collaborative.masked_text import MaskedBatch, MaskedText
 from experiments.collaborative.world import Problem
 
 _ONE_MACHINE_BATCH = 32

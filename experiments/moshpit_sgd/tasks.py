@@ -16,11 +16,11 @@ from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
 from dmoe_jax.data.vocabulary import UNK
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
 from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.settings import ModelName
+from experiments.transformer_xl import dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

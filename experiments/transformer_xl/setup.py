@@ -16,7 +16,6 @@ from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.grid import all_uids, layer_prefix
 from dmoe_jax.layer_config import Route
 from dmoe_jax.model import Evaluation
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
@@ -24,6 +23,7 @@ from dmoe_jax.recipe import Recipe
 from dmoe_jax.routing.base import Router
 from dmoe_jax.training.engine import OnBatch
 from dmoe_jax.types import PyTree
+from experiments.transformer_xl import dense
 from experiments.transformer_xl.presets import Preset, model_config
 from experiments.transformer_xl.settings import Place
 from net.rpc.faults import Fault, FaultPlan

@@ -14,16 +14,16 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.environment import SECRET_VARIABLE
+from dmoe_jax.grid import all_uids, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
     averaging_flags,
-    deal_experts,
+    check_status,
+    deal,
+    launch_nodes,
     open_local_swarm,
-    start_nodes,
-    start_trainers,
-    wait_for_others,
 )
 from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.endings import UsageError
@@ -40,6 +40,9 @@ from experiments.transformer_xl.training import make_plan, open_folder
 
 NUM_TRAINERS = 4
 """Asynchronous trainers of all trainer processes, unless there are more of those; they share the preset's batch."""
+
+_OTHERS_GRACE_S = 60.0
+"""For the other trainer processes once the first is done."""
 
 _QUICK_MINUTES = 0.8
 """After these a quick run stops even if there are updates left."""
@@ -63,11 +66,16 @@ async def measure(run: Run[TransformerXLSettings]) -> None:
             ["train", *trainer_flags(settings, contacts, trainer_folder(run.folder.path, index), index)]
             for index in range(settings.processes)
         ]
-        trainers = await start_trainers(swarm, commands)
+        trainers = [
+            await swarm.launch(f"trainer{index}", words, in_foreground=index == 0)
+            for index, words in enumerate(commands)
+        ]
         try:
             status = await trainers[0].process.wait()
             if status == 0:
-                await wait_for_others(trainers[1:])
+                with trio.move_on_after(_OTHERS_GRACE_S):
+                    for trainer in trainers[1:]:
+                        check_status(trainer, await trainer.process.wait())
         finally:
             # They leave first and write their reports, while the nodes are still there.
             with trio.CancelScope(shield=True):
@@ -88,9 +96,14 @@ async def _start_nodes(swarm: LocalSwarm, run: Run[TransformerXLSettings]) -> li
     settings, folder = run.settings, run.folder.path / "nodes"
     config = sized_preset(settings, "dmoe").config
     run.say(f"starting one DHT peer and {settings.nodes} expert nodes; they compile before they announce")
-    dealt = deal_experts(settings.nodes, num_layers=config.num_layers, grid_size=config.grid_size)
-    hands = [hand for hand in dealt if hand]  # of very many nodes some get none
-    nodes = await start_nodes(swarm, hands, lambda index: node_flags(settings, folder, index))
+    uids = (uid for layer in range(config.num_layers) for uid in all_uids(layer_prefix(layer), config.grid_size))
+    hands = [hand for hand in deal(uids, settings.nodes) if hand]  # of very many nodes some get none
+    dht = await swarm.start("dht", ["dht"])
+    await launch_nodes(swarm, dht, hands, lambda index: node_flags(settings, folder, index))
+    nodes = swarm.of_kind("node")
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            nursery.start_soon(node.ready)
     run.say(f"{len(nodes)} nodes serve {sum(map(len, hands))} experts in {config.num_layers} layers")
     return [node.contact for node in nodes[:2]]
 

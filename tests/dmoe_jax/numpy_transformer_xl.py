@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from dmoe_jax.models.dense_transformer_xl import layers_of
+from experiments.transformer_xl.dense import layers_of
 
 
 def as_float64(tree):

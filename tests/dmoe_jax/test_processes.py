@@ -18,7 +18,6 @@ from dmoe_jax.processes import (
     SwarmProcess,
     check_status,
     deal,
-    deal_experts,
     open_local_swarm,
 )
 from dmoe_jax.runs.endings import UsageError
@@ -31,8 +30,8 @@ NUM_LAYERS, GRID = 2, (4, 4)
 @pytest.mark.parametrize("num_nodes", [3, 4, 5])
 def test_every_expert_has_one_home_and_no_node_owns_a_row(num_nodes: int) -> None:
     """All experts are served once; losing any node leaves every layer and every grid row with living experts."""
-    hands = deal_experts(num_nodes, num_layers=NUM_LAYERS, grid_size=GRID)
-    everything = [str(uid) for layer in range(NUM_LAYERS) for uid in all_uids(f"layer{layer}", GRID)]
+    uids = [uid for layer in range(NUM_LAYERS) for uid in all_uids(f"layer{layer}", GRID)]
+    hands, everything = deal(uids, num_nodes), list(map(str, uids))
     assert sorted(uid for hand in hands for uid in hand) == sorted(everything)
     for hand in hands:
         rows = Counter(uid.rpartition(".")[0] for uid in everything if uid not in hand)
@@ -45,6 +44,14 @@ def test_columns_are_shared_out_too() -> None:
     assert [len(hand) for hand in hands] == [4] * 4
     for hand in hands:
         assert len({uid.rpartition(".")[2] for uid in hand}) == 4
+
+
+def test_dealing_knows_any_grid() -> None:
+    """3 layers of 2 x 3 x 5 on 7 nodes: each expert once, and nodes have about as many."""
+    hands = deal((uid for layer in range(3) for uid in all_uids(f"layer{layer}", (2, 3, 5))), 7)
+    uids = [uid for hand in hands for uid in hand]
+    assert len(uids) == len(set(uids)) == 3 * 30
+    assert max(map(len, hands)) - min(map(len, hands)) <= 2
 
 
 @pytest.mark.parametrize(

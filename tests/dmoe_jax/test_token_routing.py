@@ -13,7 +13,6 @@ import trio
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.transformer_xl import TransformerXLFeedforward, TransformerXLLayer, layer_expert
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import LayerMemory, empty_memory, step_keys
@@ -23,6 +22,7 @@ from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.trainer import loss_and_grads
+from experiments.transformer_xl import dense
 from tests.dmoe_jax.small_swarm import close, direct_callers, open_small_swarm
 from tests.net.direct_network import DirectNetwork
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models.trunk import empty_memory
+from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import equal_flops, forward_flops, sequence_flops, softmax_flops
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.setup import Setup

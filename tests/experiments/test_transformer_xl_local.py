@@ -16,7 +16,6 @@ import pytest
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.model import Evaluation
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import forget, step_keys
 from dmoe_jax.recipe import Recipe, make_optimizer
@@ -27,6 +26,7 @@ from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.run import train_without_waiting
 from dmoe_jax.types import PyTree
+from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS, Preset, model_config

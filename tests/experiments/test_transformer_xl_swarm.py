@@ -16,7 +16,6 @@ from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import Route
-from dmoe_jax.processes import deal_experts
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
@@ -96,14 +95,6 @@ def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
         "--resume" in trainer_flags(command, ["127.0.0.1:1"], folder, index) for index, folder in enumerate(folders)
     ]
     assert resumed == [True, False]
-
-
-def test_every_expert_of_many_layers_has_one_home() -> None:
-    """Dealing knows any grid: 3 layers of 2 x 3 x 5 on 7 nodes."""
-    hands = deal_experts(7, num_layers=3, grid_size=(2, 3, 5))
-    uids = [uid for hand in hands for uid in hand]
-    assert len(uids) == len(set(uids)) == 3 * 30
-    assert max(map(len, hands)) - min(map(len, hands)) <= 2
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.data.masked_text import (
+from dmoe_jax.data.vocabulary import EOS, Vocabulary
+from dmoe_jax.inspection.word_classes import article_starts
+from experiments.collaborative.masked_text import (
     NUM_SPECIAL,
     MaskedBatch,
     MaskedText,
-    SampleStream,
-    evaluation_batches,
     sentence_ends,
     special_ids,
 )
-from dmoe_jax.data.vocabulary import EOS, Vocabulary
-from dmoe_jax.inspection.word_classes import article_starts
 
 NUM_PLACES = 4000
 PLACES = Vocabulary((".", *(f"w{place}" for place in range(1, NUM_PLACES))))
@@ -243,47 +241,6 @@ def test_any_text_that_is_long_enough(lengths: list[int], seq_len: int, number: 
     assert all(string in bytes(ids) for string in strings)
 
 
-def test_peers_that_share_the_numbering_read_disjoint_samples() -> None:
-    """Three peers with batches of different sizes have numbers of their own and miss none of them."""
-    text = MaskedText(TEXT, PLACES, seq_len=23)
-    streams = [SampleStream(text, batch_size=size, shard=shard, num_shards=3) for shard, size in enumerate((2, 3, 6))]
-    rounds = (9, 6, 3)
-    numbers = [
-        number
-        for stream, count in zip(streams, rounds, strict=True)
-        for k in range(count)
-        for number in stream.numbers(k)
-    ]
-    assert sorted(numbers) == list(range(54))
-    np.testing.assert_array_equal(streams[1].at(1).tokens, text.batch([10, 13, 16]).tokens)
-
-
-def test_a_stream_goes_on_where_it_was() -> None:
-    """A new stream at the saved position gives the batch that the old one gives next."""
-    text = MaskedText(TEXT, PLACES, seq_len=23)
-    old = SampleStream(text, batch_size=4, shard=1, num_shards=2)
-    for _ in range(5):
-        next(old)
-    new = SampleStream(text, batch_size=4, shard=1, num_shards=2, position=old.position)
-    expected = text.batch(range(41, 49, 2))
-    for ours, theirs, by_hand in zip(next(new), next(old), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-        np.testing.assert_array_equal(ours, by_hand)
-    assert (old.position, new.position) == (6, 6)
-    new.seek(0)
-    np.testing.assert_array_equal(next(new).tokens, old.at(0).tokens)
-
-
-def test_evaluation_reads_each_chunk_once() -> None:
-    """The last batch has what is left; fewer samples can be asked for."""
-    text = MaskedText(TEXT, PLACES, seq_len=23)
-    batches = list(evaluation_batches(text, batch_size=16))
-    whole = text.batch(range(text.num_chunks))
-    np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in batches]), whole.tokens)
-    assert {len(batch.tokens) for batch in batches[:-1]} == {16}
-    assert [len(batch.tokens) for batch in evaluation_batches(text, batch_size=16, max_samples=20)] == [16, 4]
-
-
 def test_wrong_arguments_are_refused() -> None:
     """Each with the value and what was expected."""
     for options, message in (
@@ -303,12 +260,6 @@ def test_wrong_arguments_are_refused() -> None:
         text.sample(-1)
     with pytest.raises(ValueError, match="at least one sample"):
         text.batch([])
-    with pytest.raises(ValueError, match="shard must be from 0 to 1, got 2"):
-        SampleStream(text, batch_size=1, shard=2, num_shards=2)
-    with pytest.raises(ValueError, match="position must not be negative, got -1"):
-        SampleStream(text, batch_size=1).at(-1)
-    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
-        evaluation_batches(text, batch_size=0)
 
 
 @pytest.mark.skipif("DMOE_DATA" not in os.environ, reason="DMOE_DATA is not set")

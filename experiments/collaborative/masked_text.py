@@ -2,7 +2,7 @@
 
     text = MaskedText(corpus.train, corpus.vocabulary, seq_len=128, seed=0)
     text.sample(17)                                             # always the same sample
-    batches = SampleStream(text, batch_size=16, shard=2, num_shards=5)
+    text.batch(range(16))
 
 Theory of operation. The text is cut once into *chunks*: sentences in a row, at least two, that together fill a sample,
 none across the end of an article. An *epoch* is all chunks in an order of its own. Sample number i is chunk
@@ -25,7 +25,7 @@ others; masks differ from epoch to epoch.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -215,84 +215,6 @@ class MaskedText:
         others = rng.randint(self._special.cls, size=words.size)
         shown = np.where(chance < _TO_MASK + _TO_ANY, others, words)
         return np.where(chance < _TO_MASK, self._special.mask, shown)
-
-
-class SampleStream:
-    """Batches of one peer, without end. Iterate, or read any batch by its number with `at`.
-
-    Sample j of the peer is number shard + j * num_shards of the text: peers whose texts are equal read disjoint
-    samples, whatever the sizes of their batches. To resume, save `position` and pass it back.
-    """
-
-    def __init__(
-        self, text: MaskedText, *, batch_size: int, shard: int = 0, num_shards: int = 1, position: int = 0
-    ) -> None:
-        """Take a share of the samples; nothing is read before a batch is.
-
-        Args:
-          text: whose samples these are.
-          batch_size: samples of each batch.
-          shard: which of the `num_shards` peers this is, from 0.
-          num_shards: peers that share the numbering.
-          position: number of batches already read.
-
-        Raises:
-          ValueError: a count that is not positive, or a shard that is not one of them.
-        """
-        check_positive(batch_size=batch_size, num_shards=num_shards)
-        if not 0 <= shard < num_shards:
-            raise ValueError(f"shard must be from 0 to {num_shards - 1}, got {shard}")
-        self._text, self._shard, self._num_shards = text, shard, num_shards
-        self.batch_size = batch_size
-        """Samples of each batch."""
-        self.seek(position)
-
-    @property
-    def position(self) -> int:
-        """Number of batches read so far: all there is to save."""
-        return self._position
-
-    def seek(self, position: int) -> None:
-        """Make batch `position` the next one."""
-        if position < 0:
-            raise ValueError(f"position must not be negative, got {position}")
-        self._position = position
-
-    def numbers(self, position: int) -> range:
-        """The numbers of the samples of batch `position`."""
-        if position < 0:
-            raise ValueError(f"position must not be negative, got {position}")
-        begin, end = (self._shard + edge * self.batch_size * self._num_shards for edge in (position, position + 1))
-        return range(begin, end, self._num_shards)
-
-    def at(self, position: int) -> MaskedBatch:
-        """Batch number `position`, from 0. Reads nothing else and changes nothing."""
-        return self._text.batch(self.numbers(position))
-
-    def __iter__(self) -> "SampleStream":
-        return self
-
-    def __next__(self) -> MaskedBatch:
-        batch = self.at(self._position)
-        self._position += 1
-        return batch
-
-
-def evaluation_batches(text: MaskedText, *, batch_size: int, max_samples: int | None = None) -> Iterator[MaskedBatch]:
-    """Batches that hold each chunk of a text once: the samples of its first epoch, the last batch smaller if need be.
-
-    Args:
-      text: what is evaluated; its seed decides the masks, and equal seeds make figures that can be compared.
-      batch_size: samples of a batch.
-      max_samples: only the first so many; None for all.
-
-    Raises:
-      ValueError: at once, for a count that is not positive.
-    """
-    check_positive(batch_size=batch_size, max_samples=1 if max_samples is None else max_samples)
-    count = text.num_chunks if max_samples is None else min(max_samples, text.num_chunks)
-    # Not a generator, so that wrong arguments fail at the call.
-    return (text.batch(range(begin, min(begin + batch_size, count))) for begin in range(0, count, batch_size))
 
 
 def _stream(seed: int, purpose: int, number: int) -> np.random.RandomState:

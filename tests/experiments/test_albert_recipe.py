@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.albert_recipe import AlbertRecipe, albert_optimizer, albert_schedule, decays
-from dmoe_jax.models.albert import AlbertConfig, init_albert
+from experiments.collaborative.albert import AlbertConfig, init_albert
+from experiments.collaborative.albert_recipe import AlbertRecipe, albert_optimizer, albert_schedule, decays
 
 
 def lamb_in_numpy(

@@ -1,7 +1,8 @@
 """ALBERT (Lan et al. 2020): a small BERT, trained on masked words and on the order of two segments.
 
-    model = Albert(AlbertConfig(vocab_size=text.vocab_size, max_len=128))
-    trainers = swarm.trainer(model, albert_optimizer(), SampleStream(text, batch_size=16))
+    config = AlbertConfig(vocab_size=text.vocab_size, max_len=128)
+    params = init_albert(key, config)
+    loss, metrics = albert_loss(params, config, text.batch(range(16)))
 
 Theory of operation. Two things make it small (section 3.1). The embedding is *factorised*: words have vectors of width
 E, which one matrix takes to the layers' width H. And all layers *share* their parameters: there is one layer, applied
@@ -16,17 +17,13 @@ num_layers times. With post-LN, as in BERT (Devlin et al. 2019):
 The matrices of attention, feed-forward network and heads have biases, too; gelu is its approximation by tanh.
 
 The loss is the mean over samples of (mean negative log-likelihood of the sample's masked words + that of its order).
-Every sample has equally many masked words (`dmoe_jax.data.masked_text`), so the gradient of a large batch is the mean
-of those of its parts, weighted by their samples.
-
-Nothing is dropped, as in the second version of the authors' models, whose rates of dropout are 0. All of the model is
-trunk: no expert is called, and the swarm's part is to average it.
+Every sample has equally many masked words (`masked_text`), so the gradient of a large batch is the mean of those of its
+parts, weighted by their samples. Nothing is dropped, as in the second version of the authors' models.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +32,9 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
-from dmoe_jax.data.masked_text import MaskedBatch
-from dmoe_jax.model import Model, Outcome
-from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
+from experiments.collaborative.masked_text import MaskedBatch
 
 NUM_SEGMENTS = 2
 
@@ -53,7 +47,7 @@ _INIT = nn.initializers.truncated_normal(0.02)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlbertConfig:
-    """Sizes of the model. The defaults are tiny; `large` is the paper's second size."""
+    """Sizes of the model. The defaults are tiny."""
 
     vocab_size: int
     """Words and special tokens; see `MaskedText.vocab_size`."""
@@ -69,8 +63,6 @@ class AlbertConfig:
     """Width of the feed-forward part; 4 d_model in the paper."""
     max_len: int = 128
     """Positions that have an embedding; samples may be shorter."""
-    compute_dtype: str = "float32"
-    """Type of matrix products in the layers, float32 or bfloat16; all else, parameters too, is float32."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -84,23 +76,6 @@ class AlbertConfig:
         )
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads ({self.num_heads}), got {self.d_model}")
-        if self.compute_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"compute_dtype must be one of float32, bfloat16, got {self.compute_dtype!r}")
-
-    @classmethod
-    def large(cls, *, vocab_size: int = 30_000, compute_dtype: str = "float32") -> "AlbertConfig":
-        """ALBERT-large (Lan et al., table 1), 18 million parameters with the paper's vocabulary: what DeDLOC and
-        Moshpit SGD trained."""
-        return cls(
-            vocab_size=vocab_size,
-            embedding_dim=128,
-            d_model=1024,
-            num_layers=24,
-            num_heads=16,
-            d_ff=4096,
-            max_len=512,
-            compute_dtype=compute_dtype,
-        )
 
 
 class AlbertMetrics(NamedTuple):
@@ -127,20 +102,17 @@ class AlbertLayer(nn.Module):
     @nn.compact
     def __call__(self, hidden: Float[Array, "batch seq d_model"]) -> Float[Array, "batch seq d_model"]:
         """The layer's output for each position; every position sees all of them."""
-        config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+        config = self.config
         heads = (config.num_heads, config.d_model // config.num_heads)
 
         def project(name: str) -> Array:
-            return cast(Array, nn.DenseGeneral(heads, kernel_init=_INIT, dtype=dtype, name=name)(hidden))
+            return cast(Array, nn.DenseGeneral(heads, kernel_init=_INIT, name=name)(hidden))
 
-        # The softmax inside is float32 whatever the type.
         attended = jax.nn.dot_product_attention(project("query"), project("key"), project("value"))
-        output = nn.DenseGeneral(config.d_model, axis=(-2, -1), kernel_init=_INIT, dtype=dtype, name="output")(attended)
+        output = nn.DenseGeneral(config.d_model, axis=(-2, -1), kernel_init=_INIT, name="output")(attended)
         attention = _norm("attention_norm", hidden + output)
-        inner = nn.gelu(nn.Dense(config.d_ff, kernel_init=_INIT, dtype=dtype, name="ff_in")(attention))
-        return _norm(
-            "ff_norm", attention + nn.Dense(config.d_model, kernel_init=_INIT, dtype=dtype, name="ff_out")(inner)
-        )
+        inner = nn.gelu(nn.Dense(config.d_ff, kernel_init=_INIT, name="ff_in")(attention))
+        return _norm("ff_norm", attention + nn.Dense(config.d_model, kernel_init=_INIT, name="ff_out")(inner))
 
 
 class _Embedding(nn.Module):
@@ -182,7 +154,7 @@ class _OrderHead(nn.Module):
 
 
 def _norm(name: str, x: Array) -> Array:
-    return cast(Array, nn.LayerNorm(epsilon=_EPSILON, dtype=jnp.float32, name=name)(x))
+    return cast(Array, nn.LayerNorm(epsilon=_EPSILON, name=name)(x))
 
 
 def _embed(name: str, rows: int, width: int) -> nn.Embed:
@@ -272,38 +244,3 @@ def albert_loss(params: PyTree, config: AlbertConfig, batch: MaskedBatch) -> tup
         sop_accuracy=jnp.mean(order.argmax(-1) == swapped),
     )
     return mlm_loss + sop_loss, metrics
-
-
-@remembered(16)
-def loss_segment(config: AlbertConfig) -> Callable[[PyTree, MaskedBatch], tuple[Float[Array, ""], AlbertMetrics]]:
-    """`albert_loss` of this configuration as one segment of a step; equal configurations return the same object."""
-
-    def segment(params: PyTree, batch: MaskedBatch) -> tuple[Float[Array, ""], AlbertMetrics]:
-        return albert_loss(params, config, batch)
-
-    return segment
-
-
-class Albert(Model):
-    """The model as a trainer takes it. Batches are `MaskedBatch`es, such as `SampleStream`'s and `evaluation_batches`'.
-
-    The loss that is shown is that of masked words and order together, as the papers' figures have it; an evaluation's
-    metrics are those of `AlbertMetrics`.
-
-    Args:
-      config: its sizes.
-    """
-
-    name = "ALBERT"
-
-    def __init__(self, config: AlbertConfig) -> None:
-        self.config = config
-        self._loss = loss_segment(config)
-
-    def init(self, key: PRNGKeyArray) -> PyTree:
-        return init_albert(key, self.config)
-
-    async def forward(self, run: Recording, params: PyTree, batch: MaskedBatch, state: PyTree, keys: Any) -> Outcome:
-        del keys  # nothing is random
-        loss, metrics = run(self._loss, params, batch)
-        return Outcome(loss=loss, state=state, items=int(batch.tokens.shape[0]), metrics=metrics._asdict())

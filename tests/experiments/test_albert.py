@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -11,13 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.albert_recipe import AlbertRecipe, albert_optimizer
-from dmoe_jax.autodiff import value_and_grad
-from dmoe_jax.data.masked_text import MaskedBatch, MaskedText, SampleStream, evaluation_batches
 from dmoe_jax.data.vocabulary import Vocabulary
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.models.albert import (
-    Albert,
+from experiments.collaborative.albert import (
     AlbertConfig,
     AlbertLayer,
     AlbertMetrics,
@@ -25,11 +19,9 @@ from dmoe_jax.models.albert import (
     albert_loss,
     encode,
     init_albert,
-    loss_segment,
 )
-from dmoe_jax.trainer import Trainer
-from dmoe_jax.trunk import SharedTrunk
-from tests.dmoe_jax import numpy_albert
+from experiments.collaborative.masked_text import MaskedBatch, MaskedText
+from tests.experiments import numpy_albert
 
 CONFIG = AlbertConfig(vocab_size=23, embedding_dim=6, d_model=8, num_layers=3, num_heads=2, d_ff=12, max_len=16)
 
@@ -121,7 +113,8 @@ def test_number_of_parameters() -> None:
     # 8 x 6 with bias, a LayerNorm, a bias for each word: the words' vectors are the embedding's.
     assert count(small["masked_head"]) == 48 + 6 + 12 + 23 == 89
     assert count(small["order_head"]) == 64 + 8 + 16 + 2 == 90
-    config = AlbertConfig.large()
+    sizes = {"num_layers": 24, "num_heads": 16, "d_ff": 4096, "max_len": 512}
+    config = AlbertConfig(vocab_size=30_000, embedding_dim=128, d_model=1024, **sizes)
     large = jax.eval_shape(lambda key: init_albert(key, config), jax.random.key(0))
     # 3,905,792 + 256 + 132,096 in the embedding; 4,198,400 + 4,096 + 8,393,728 in the layer; 1,049,600 in the pooler.
     encoder = count(large["embed"]) + count(large["layer"]) + count(large["order_head"]["pool"])
@@ -208,41 +201,6 @@ def test_every_parameter_learns() -> None:
     np.testing.assert_array_equal(gradients["embed"]["positions"]["embedding"][10:], 0)
 
 
-def test_bfloat16_is_close_and_keeps_its_parameters() -> None:
-    """Products in bfloat16 change the loss by about its precision, 2^-8; parameters and gradients stay float32."""
-    half = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
-    params, batch = lively(init_albert(jax.random.key(0), half)), make_batch(8)
-    (loss, _), gradients = loss_and_gradient(params, half, batch)
-    exact, _ = jitted_loss(params, CONFIG, batch)
-    assert 0 < abs(float(loss) - float(exact)) < 0.02
-    assert {leaf.dtype for leaf in jax.tree.leaves((params, gradients, loss))} == {jnp.dtype("float32")}
-
-
-@pytest.mark.slow
-async def test_trains_on_a_text_as_a_model() -> None:
-    """Under a trainer, with the recipe's optimiser, the loss falls, and an evaluation with other masks says so, too."""
-    text, evaluated = story_text(), story_text(seed=1)
-    model = Albert(AlbertConfig(vocab_size=text.vocab_size, max_len=11, num_layers=2))
-    params = model.init(jax.random.key(0))
-    recipe = AlbertRecipe(learning_rate=0.02, warmup_steps=5, total_steps=80)
-    trunk = SharedTrunk(params, albert_optimizer(recipe), InlineDevice())
-    trainer = Trainer(0, model, trunk, SampleStream(text, batch_size=20))
-    records = [await trainer.step() for _ in range(80)]
-    before, after = [
-        await model.evaluate(each, evaluation_batches(evaluated, batch_size=20)) for each in (params, trunk.params)
-    ]
-    # Weights near 0 make all 16 tokens alike, and both orders.
-    assert before.metrics["mlm_loss"] == pytest.approx(np.log(16), abs=0.2)
-    assert before.metrics["sop_loss"] == pytest.approx(np.log(2), abs=0.02)
-    assert before.items == evaluated.num_chunks == 40
-    assert {record.items for record in records} == {20}
-    assert trainer.position == 80
-    # What a quarter of the masked words being full stops, and no context, is worth: log 4 / 4 + 3/4 log 16 = 2.43.
-    assert np.mean([record.loss for record in records[-10:]]) - np.log(2) < 2.0
-    assert after.metrics["mlm_loss"] < 2.0
-    assert after.loss == pytest.approx(after.metrics["mlm_loss"] + after.metrics["sop_loss"], rel=1e-5)
-
-
 def test_learns_words_and_order() -> None:
     """Nine of ten orders, and twice as many words as full stops alone would give, of samples with other masks.
 
@@ -263,45 +221,11 @@ def test_learns_words_and_order() -> None:
 
     params = lively(init_albert(jax.random.key(0), config), stddev=0.1)
     state = optimizer.init(params)
-    for batch in itertools.islice(SampleStream(text, batch_size=16), 200):
-        params, state = step(params, state, batch)
+    for begin in range(0, 16 * 200, 16):
+        params, state = step(params, state, text.batch(range(begin, begin + 16)))
     _, metrics = jitted_loss(params, config, evaluated.batch(range(160)))
     assert metrics.sop_accuracy > 0.9
     assert metrics.mlm_accuracy > 0.5
-
-
-async def test_evaluation_is_the_mean_over_all_samples() -> None:
-    """Batches of any size, the last one smaller, give what one batch of all samples gives."""
-    text = story_text()
-    config = dataclasses.replace(CONFIG, vocab_size=text.vocab_size, max_len=11)
-    model, params = Albert(config), lively(init_albert(jax.random.key(0), config))
-    evaluation = await model.evaluate(params, evaluation_batches(text, batch_size=24))
-    loss, metrics = jitted_loss(params, config, text.batch(range(text.num_chunks)))
-    assert text.num_chunks % 24
-    assert evaluation.items == text.num_chunks
-    assert evaluation.loss == pytest.approx(float(loss), rel=1e-5)
-    assert evaluation.metrics == pytest.approx({name: float(v) for name, v in metrics._asdict().items()}, rel=1e-5)
-
-
-async def test_the_model_is_its_loss_and_compiles_once(compilations: Any) -> None:
-    """A step's loss and gradient are `albert_loss`'s; another model of the same configuration compiles nothing."""
-    params, batch = lively(init_albert(jax.random.key(0), CONFIG)), make_batch(4)
-    (expected, _), expected_gradient = loss_and_gradient(params, CONFIG, batch)
-
-    async def step(model: Albert) -> Any:
-        async def forward(run: Any, params: Any) -> Any:
-            return (await model.forward(run, params, batch, (), None)).loss
-
-        return await value_and_grad(forward)(params)
-
-    loss, gradient = await step(Albert(CONFIG))
-    assert loss == pytest.approx(float(expected), rel=1e-6)
-    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    compilations.count = 0
-    await step(Albert(dataclasses.replace(CONFIG)))
-    assert compilations.count == 0
-    assert loss_segment(CONFIG) is loss_segment(dataclasses.replace(CONFIG))
 
 
 def test_configurations_that_cannot_work_are_refused() -> None:
@@ -311,5 +235,3 @@ def test_configurations_that_cannot_work_are_refused() -> None:
         make(num_layers=0)
     with pytest.raises(ValueError, match=r"d_model must be a multiple of num_heads \(3\), got 8"):
         make(num_heads=3)
-    with pytest.raises(ValueError, match="compute_dtype must be one of float32, bfloat16, got 'float16'"):
-        make(compute_dtype="float16")

@@ -10,9 +10,9 @@ import pytest
 
 from dmoe_jax.data.batches import Batch, evaluation_segments
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.models import dense_transformer_xl as dense
 from dmoe_jax.models import trunk
 from dmoe_jax.models.config import TransformerXLConfig
+from experiments.transformer_xl import dense
 from tests.dmoe_jax import numpy_transformer_xl as reference
 
 CONFIG = TransformerXLConfig(
