@@ -6,15 +6,15 @@ It learns from the DHT what is averaged and which step is at hand, and from the 
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import trio
 
-from net.averaging.collaboration.board import Beginning, BoardConfig, ProgressBoard
+from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
 from net.averaging.grouping.group import Role
 from net.averaging.plan import AveragingPlan, wait_for_plan
-from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
@@ -36,8 +36,6 @@ async def assist_collaboration(
     *,
     prefix: str,
     rng: random.Random,
-    speeds: Speeds = UNKNOWN,
-    measures_line: bool = False,
     config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
     max_size: int = 2**32,
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
@@ -49,9 +47,7 @@ async def assist_collaboration(
       caller: places and serves the calls; it must listen. dht: where the others report.
       prefix: names the collaboration.
       rng: draws what is drawn.
-      speeds: of this machine, for the share that it reduces.
-      measures_line: whether to find out what `speeds` does not say of the line.
-      config: timeouts as the others have them.
+      config: timeouts as the others have them; the role is not looked at.
       max_size: numbers in the largest vector that is assisted with.
       on_plan: told what is averaged, once that is known.
       on_step: told of each step in which this peer took part.
@@ -70,16 +66,13 @@ async def assist_collaboration(
             dht,
             prefix=prefix,
             plan=plan,
-            role=Role.AUXILIARY,
-            speeds=speeds,
-            measures_line=measures_line,
+            config=replace(config, role=Role.AUXILIARY),
             nursery=nursery,
             rng=rng,
-            config=config,
             on_lost=lambda peer_id: assistant.board.forget(peer_id),
         )
         try:
-            assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step)
+            assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step, config.silence_s)
             await assistant.board.run()
         finally:
             averaging.close()
@@ -96,6 +89,7 @@ class _Assistant:
         averaging: StepAveraging,
         nursery: trio.Nursery,
         on_step: Callable[[Averaged], None],
+        silence_s: float,
     ) -> None:
         self._caller = caller
         self._dht = dht
@@ -110,7 +104,7 @@ class _Assistant:
             prefix=prefix,
             own=self._report,
             target=math.inf,  # others tell when a step is near
-            config=BoardConfig(),
+            silence_s=silence_s,
             on_begin=self._heard,
         )
         nursery.start_soon(self._follow)
@@ -137,17 +131,17 @@ class _Assistant:
                 self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
                 self.board.refresh()
 
-    def _heard(self, beginning: Beginning) -> float | None:
-        if beginning.at is None or beginning.at > self._dht.clock.now() + 60:
+    def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
+        if at is None or at > self._dht.clock.now() + 60:
             return None
-        if self._begins_at is None and beginning.step >= self._step:
-            self._step, self._chain, self._begins_at = beginning.step, beginning.chain, beginning.at
+        if self._begins_at is None and step >= self._step:
+            self._step, self._chain, self._begins_at = step, chain, at
             self._nursery.start_soon(self._assist)
             return self._begins_at
-        is_ours = (beginning.step, beginning.chain) == (self._step, self._chain)
-        if is_ours and self._begins_at is not None and beginning.at > self._begins_at:
-            self._begins_at = beginning.at
-            self._averaging.postpone(beginning.at)
+        is_ours = (step, chain) == (self._step, self._chain)
+        if is_ours and self._begins_at is not None and at > self._begins_at:
+            self._begins_at = at
+            self._averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
