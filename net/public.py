@@ -3,7 +3,8 @@
 Not imported by any other module of the package: those import one another, and `import net.errors` stays cheap.
 """
 
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep
+from net.averaging.averager import Averager, AveragingStep
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig

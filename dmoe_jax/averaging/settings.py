@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dmoe_jax.optim.compression import ErrorFeedback
-from net.averaging.averager import AveragerConfig
+from net.averaging.config import AveragerConfig
+from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.identity import PeerId
@@ -84,7 +85,12 @@ class TreeAveragerConfig:
     def averager(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
         return AveragerConfig.of(
-            window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
+            window_s=self.window_s,
+            timeout_s=self.timeout_s,
+            compression=Compression(self.compression),
+            role=None if self.role == "auto" else Role(self.role),
+            speeds=self.speeds,
+            measures_line=self.measures_line,
         )
 
 

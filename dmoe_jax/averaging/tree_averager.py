@@ -35,6 +35,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS, Role
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.state.buffer import Table
 from net.averaging.state.download import StateRefused
 from net.averaging.state.sharing import MAX_VERSION, StateSource
@@ -413,7 +414,7 @@ async def open_tree_averager(
         source: StateSource | None = loop.source
     else:
         source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
-    settings, fragments = config.averager(), list[Fragment]()
+    settings, fragments = replace(config.averager(), compute=device.run), list[Fragment]()
     if loop is not None:  # its versions are rounds, of which each counts
         settings = replace(settings, state=replace(settings.state, max_lag=0))
     async with AsyncExitStack() as stack:
@@ -421,24 +422,24 @@ async def open_tree_averager(
             layout, is_first = TreeLayout(tree), number == 0
             if layout.rounding:
                 _log.warning("averages of %r: %s", name, layout.rounding)
+            plan = AveragingPlan.of(
+                size=layout.size,
+                grid=config.grid(),
+                schema=f"{what}\n{layout.schema}",
+                meaning=config.meaning,
+                sparse=None if sparse is None else sparse.payload,
+                share=config.share,
+            )
+            if not is_first:  # one line: what the first averager finds out of it counts for all
+                settings = replace(settings, speeds=fragments[0].averager.known_speeds, measures_line=False)
             averager = await stack.enter_async_context(
                 open_averager(
                     caller,
                     dht,
+                    plan,
                     prefix=name if len(trees) == 1 else f"{name}-{number}",
-                    size=layout.size,
-                    grid=config.grid(),
                     rng=rng,
-                    schema=f"{what}\n{layout.schema}",
-                    meaning=config.meaning,
-                    role=None if config.role == "auto" else Role(config.role),
-                    # One line: what the first averager finds out of it counts for all.
-                    speeds=config.speeds if is_first else fragments[0].averager.known_speeds,
-                    measures_line=config.measures_line and is_first,
                     state=source if is_first else None,
-                    sparse=None if sparse is None else sparse.payload,
-                    share=config.share,
-                    compute=device.run,
                     config=settings,
                 )
             )

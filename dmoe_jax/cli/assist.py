@@ -27,9 +27,10 @@ from dmoe_jax.members import listed_member
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
 from net.averaging.assisting import assist
-from net.averaging.averager import AveragerConfig, AveragingStep
+from net.averaging.averager import AveragingStep
 from net.averaging.collaboration.assisting import assist_collaboration, is_collaboration
 from net.averaging.collaboration.rounds import Averaged, RoundConfig
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group_key import check_prefix
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
@@ -109,7 +110,11 @@ class AssistCommand:
     def config(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
         return AveragerConfig.of(
-            window_s=self.window_s, timeout_s=self.timeout_s, compression=Compression(self.compression)
+            window_s=self.window_s,
+            timeout_s=self.timeout_s,
+            compression=Compression(self.compression),
+            speeds=self.speeds(),
+            measures_line=True,
         )
 
     def rounds(self) -> RoundConfig:
@@ -148,8 +153,6 @@ class AssistCommand:
                         peer.dht,
                         prefix=self.name,
                         rng=random.SystemRandom(),
-                        speeds=self.speeds(),
-                        measures_line=True,
                         config=self.config(),
                         on_plan=totals.begin,
                         on_round=totals.count,

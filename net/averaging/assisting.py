@@ -6,14 +6,15 @@ that has changed: a swarm may have begun again with another model.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import trio
 
-from net.averaging.averager import Averager, AveragerConfig, AveragingStep
+from net.averaging.averager import Averager, AveragingStep
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group import Role
-from net.averaging.opening import open_planned_averager
+from net.averaging.opening import DEFAULTS, open_averager
 from net.averaging.plan import AveragingPlan, find_plan, wait_for_plan
-from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.node import DhtNode
 from net.errors import NetError
 from net.rpc.base import Caller
@@ -26,15 +27,28 @@ _PAUSE_S = 1.0
 """After a failure of the network."""
 
 
+async def plan_to_assist(
+    caller: Caller, dht: DhtNode, prefix: str, on_plan: Callable[[AveragingPlan], None]
+) -> AveragingPlan:
+    """Wait until peers of this name average, and return and tell what.
+
+    Raises:
+      ValueError: the caller listens nowhere, or the prefix is malformed.
+    """
+    if caller.address is None:
+        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
+    plan = await wait_for_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
+    on_plan(plan)
+    return plan
+
+
 async def assist(
     caller: Caller,
     dht: DhtNode,
     *,
     prefix: str,
     rng: random.Random,
-    speeds: Speeds = UNKNOWN,
-    measures_line: bool = False,
-    config: AveragerConfig = AveragerConfig(),  # noqa: B008 (frozen)
+    config: AveragerConfig = DEFAULTS,
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
     on_round: Callable[[AveragingStep], None] = lambda done: None,
 ) -> None:
@@ -44,31 +58,17 @@ async def assist(
       caller: places and serves the calls; it must listen. dht: where groups are found.
       prefix: what is averaged.
       rng: draws the place on the grid and the ids of groups.
-      speeds: of this machine, for the share that it reduces.
-      measures_line: whether to find out what `speeds` does not say of the line.
-      config: timeouts as the others have them.
+      config: timeouts as the others have them; the role is not looked at.
       on_plan: told what is averaged, once that is known and whenever it has changed.
       on_round: told of each round in which this peer reduced something.
 
     Raises:
       ValueError: the caller listens nowhere, or the prefix is malformed.
     """
-    if caller.address is None:
-        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
+    config = replace(config, role=Role.AUXILIARY)
     while True:
-        plan = await wait_for_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
-        on_plan(plan)
-        async with open_planned_averager(
-            caller,
-            dht,
-            plan,
-            prefix=prefix,
-            rng=rng,
-            role=Role.AUXILIARY,
-            speeds=speeds,
-            measures_line=measures_line,
-            config=config,
-        ) as averager:
+        plan = await plan_to_assist(caller, dht, prefix, on_plan)
+        async with open_averager(caller, dht, plan, prefix=prefix, rng=rng, config=config) as averager:
             await _assist_with(averager, dht, prefix, plan, on_round)
 
 

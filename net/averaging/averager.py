@@ -1,6 +1,7 @@
 """One peer's part in Moshpit averaging: find this round's group, average within it, move on.
 
-    async with open_averager(peer, dht, prefix="trunk", size=sent.size, grid=MoshpitGrid(side=8), rng=rng) as averager:
+    plan = AveragingPlan.of(size=sent.size, grid=MoshpitGrid(side=8))
+    async with open_averager(peer, dht, plan, prefix="trunk", rng=rng) as averager:
         done = await averager.step(sent)
         vector += done.average - sent        # what happened to it meanwhile is kept
 
@@ -21,19 +22,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import trio
 
+from net.averaging.config import AveragerConfig
 from net.averaging.drawing import drawn_places, put_back, taken
-from net.averaging.gathering.payloads import GatherConfig
-from net.averaging.gathering.sparse_mean import Compute, SparseGather
+from net.averaging.gathering.sparse_mean import SparseGather
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
-from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig, traffic_of
+from net.averaging.reduction.partition import traffic_of
 from net.averaging.reduction.reducer import is_finite
 from net.averaging.speeds import Speeds
-from net.averaging.state.sharing import SharedState, StateSharingConfig
+from net.averaging.state.sharing import SharedState
 from net.dht.node import DhtNode
 from net.identity import PeerId
 from net.rpc.base import Caller
@@ -42,45 +42,6 @@ from net.wire.compression import Compression
 from net.wire.sparse import SparseVector, to_dense
 
 LOST_IN_ALL_REDUCE = "lost in the all-reduce"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AveragerConfig:
-    """Settings of an averager and its parts."""
-
-    step_timeout_s: float = 60.0
-    """Longest that a step takes."""
-    assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
-    """How groups are found."""
-    all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How a group averages."""
-    gather: GatherConfig = field(default_factory=GatherConfig)
-    """How a group exchanges sparse vectors."""
-    state: StateSharingConfig = field(default_factory=StateSharingConfig)
-    """How whole states are shared."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.step_timeout_s < math.inf:
-            raise ValueError(f"step_timeout_s must be a positive number of seconds, got {self.step_timeout_s}")
-
-    @classmethod
-    def of(cls, *, window_s: float, timeout_s: float, compression: Compression) -> "AveragerConfig":
-        """Settings from the few that a user gives; all peers that average together should have the same.
-
-        Args:
-          window_s: how long a group waits for more members.
-          timeout_s: longest that a round takes.
-          compression: how numbers travel.
-
-        Raises:
-          ValueError: a setting is out of range.
-        """
-        return cls(
-            step_timeout_s=timeout_s,
-            assembly=AssemblyConfig(window_s=window_s, request_timeout_s=min(3.0, window_s / 2)),
-            all_reduce=AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s, compression=compression),
-            gather=GatherConfig(sender_timeout_s=timeout_s / 4, timeout_s=timeout_s),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,26 +84,16 @@ class Averager:
 
     caller: Caller
     dht: DhtNode
-    size: int
-    """Numbers that are averaged."""
-    drawn_from: int | None
-    """Numbers of the vector, if a group averages a few of them only (`net.averaging.drawing`); None: all are."""
-    grid: MoshpitGrid
+    plan: AveragingPlan
+    config: AveragerConfig
     role: Role
-    speeds: Speeds | Callable[[], Speeds]
-    """What is known of this machine from the beginning, or a function that says what is known now."""
-    monitor: LineMonitor | None
-    """Finds out what is not."""
-    is_compressed: bool
-    """Whether numbers travel in fewer bytes than float32 has."""
     matchmaker: Matchmaker
     all_reduce: AllReduce
     gather: SparseGather | None
     """Takes the place of the all-reduce where vectors are sparse."""
-    compute: Compute
-    """Where vectors are packed and read."""
+    monitor: LineMonitor | None
+    """Finds out what the config does not say of the line."""
     nursery: trio.Nursery
-    step_timeout_s: float
     download_state: Callable[..., Awaitable[SharedState | None]]
     """`state.download.download_state` with its arguments up to `config` given."""
     why_apart: Callable[[], Awaitable[str]]
@@ -156,10 +107,8 @@ class Averager:
         self._is_stepping = False
 
     def known_speeds(self) -> Speeds:
-        """What is known of this machine now."""
-        if self.monitor is not None:
-            return self.monitor.speeds()
-        return self.speeds if isinstance(self.speeds, Speeds) else self.speeds()
+        """Return what is known of this machine now."""
+        return self.config.known_speeds() if self.monitor is None else self.monitor.speeds()
 
     async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0) -> AveragingStep:
         """Average with this round's group.
@@ -167,8 +116,8 @@ class Averager:
         If cancelled, the group goes on without this peer's part, and the round does not count.
 
         Args:
-          vector: float32 [size] as the averager was opened with, finite, not to be written to meanwhile; None for an
-            auxiliary peer. Where the averager was opened with `sparse`, a sparse vector of that layout.
+          vector: float32 [plan.vector_size], finite, not to be written to meanwhile; None for an auxiliary peer. Where
+            the plan has a sparse layout, a sparse vector of that.
           weight: of the vector, such as the samples behind it; see `group.WEIGHTS` for what it may be.
 
         Raises:
@@ -185,13 +134,13 @@ class Averager:
             peer_id=self.caller.peer_id,
             address=None if self.role is Role.CLIENT else self.caller.address,
             role=self.role,
-            wanted_slot=self.grid.slot(self.cell, self.round_number),
+            wanted_slot=self.plan.grid.slot(self.cell, self.round_number),
             weight=weight,
             speeds=self.known_speeds(),
         )
         self._is_stepping = True
         try:
-            deadline = self.dht.clock.now() + self.step_timeout_s
+            deadline = self.dht.clock.now() + self.config.step_timeout_s
             offer = await self.gather.packed(vector) if isinstance(vector, SparseVector) and self.gather else vector
             done = await self._find_and_average(member, offer, deadline)
             if done is None:
@@ -210,9 +159,9 @@ class Averager:
             raise ValueError(f"an auxiliary peer has no vector, all others have one; this peer's role is {self.role}")
         if vector is None:
             return
-        if vector.dtype != np.float32 or vector.shape != (self._whole,) or not vector.flags.c_contiguous:
-            shape = list(vector.shape)
-            raise ValueError(f"expected contiguous float32 [{self._whole}], got {vector.dtype} {shape}")
+        size, shape = self.plan.vector_size, list(vector.shape)
+        if vector.dtype != np.float32 or shape != [size] or not vector.flags.c_contiguous:
+            raise ValueError(f"expected contiguous float32 [{size}], got {vector.dtype} {shape}")
         if not is_finite(vector):  # before others wait for it
             raise ValueError("some of the vector's values are not finite: others would refuse them")
 
@@ -238,7 +187,7 @@ class Averager:
             there = [each for each in group.members if each.peer_id not in done.lost and each.peer_id != me.peer_id]
             if done.received == 0 or not there:
                 continue  # nobody else did its part, as far as this peer can tell
-            self.cell = self.grid.move(self.cell, self.round_number, group.slots[group.index(me.peer_id)])
+            self.cell = self.plan.grid.move(self.cell, self.round_number, group.slots[group.index(me.peer_id)])
             weights = [each.weight for each in group.members if each.sends and each.peer_id not in done.lost_senders]
             return AveragingStep(
                 average=done.average,
@@ -259,43 +208,33 @@ class Averager:
             return _Exchanged(
                 mean.average, received, mean.lost, mean.lost.keys(), float(mean.sent_bytes), not mean.lost
             )
-        places, part = None, offer
-        if self.drawn_from is not None and offer is not None:
-            places = await self.compute(drawn_places, group.group_id, self.drawn_from, self.size)
-            part = await self.compute(taken, offer, places)
-        result = await self.all_reduce.run(group, part, size=self.size, timeout_s=timeout_s)
+        places, part, plan, compute = None, offer, self.plan, self.config.compute
+        if plan.drawn_from is not None and offer is not None:
+            places = await compute(drawn_places, group.group_id, plan.drawn_from, plan.size)
+            part = await compute(taken, offer, places)
+        result = await self.all_reduce.run(group, part, size=plan.size, timeout_s=timeout_s)
         average = result.average
         if places is not None:
-            average = await self.compute(put_back, offer, places, average)
-        moved_bytes = traffic_of(group, group.index(self.caller.peer_id), self.size)
+            average = await compute(put_back, offer, places, average)
+        moved_bytes = traffic_of(group, group.index(self.caller.peer_id), plan.size)
         lost = dict.fromkeys((*result.lost_reducers, *result.lost_senders), LOST_IN_ALL_REDUCE)
         return _Exchanged(average, result.received, lost, result.lost_senders, moved_bytes, result.complete)
 
     async def _alone(self, me: Member, vector: Array | SparseVector | None) -> AveragingStep:
         """The outcome of a step in which nobody was met."""
-        average: Array = np.zeros(self._whole, np.float32)
-        if isinstance(vector, SparseVector):
-            average = await self.compute(to_dense, vector)
-        elif vector is not None:
-            average = vector
+        if vector is None:
+            vector = np.zeros(self.plan.vector_size, np.float32)
+        elif isinstance(vector, SparseVector):
+            vector = await self.config.compute(to_dense, vector)
         return AveragingStep(
-            average=average,
-            received=0.0,
-            peers=(me.peer_id,),
-            round_number=self.round_number,
-            weight=me.weight,
+            average=vector, received=0.0, peers=(me.peer_id,), round_number=self.round_number, weight=me.weight
         )
-
-    @property
-    def _whole(self) -> int:
-        """Numbers of a vector."""
-        return self.size if self.drawn_from is None else self.drawn_from
 
     def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
         """What an all-reduce tells of this peer's line, and whether to ask the group for more."""
         if self.monitor is None:
             return
-        if not self.is_compressed:
+        if self.gather is None and self.config.all_reduce.compression is Compression.NONE:
             self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
         self.monitor.averaged(moved_bytes)
         self.monitor.measure_if_due(group, self.nursery)

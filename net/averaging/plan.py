@@ -15,11 +15,13 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
 
+from net.averaging.drawing import drawn_size
+from net.averaging.gathering.sparse_mean import SparseLayout
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
@@ -56,7 +58,7 @@ class AveragingPlan:
     """
 
     size: int
-    """Numbers in the vector."""
+    """Numbers that are averaged."""
     grid: MoshpitGrid
     """How its peers meet."""
     schema: bytes
@@ -65,6 +67,10 @@ class AveragingPlan:
     """True if others can reduce the vectors; sparse ones are gathered."""
     meaning: str = ""
     """Meaning of the numbers beyond names and shapes, for people (`net.meaning`)."""
+    sparse: SparseLayout | None = field(default=None, compare=False)
+    """Layout of sparse vectors, for those who have them; not announced."""
+    drawn_from: int | None = field(default=None, compare=False)
+    """Numbers in a whole vector where a group averages a few of them only (`net.averaging.drawing`); not announced."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
@@ -75,15 +81,50 @@ class AveragingPlan:
 
     @classmethod
     def of(
-        cls, *, size: int, grid: MoshpitGrid, schema: str, is_reduced: bool = True, meaning: str = ""
+        cls,
+        *,
+        size: int,
+        grid: MoshpitGrid,
+        schema: str = "",
+        meaning: str = "",
+        sparse: SparseLayout | None = None,
+        share: float = 1.0,
     ) -> "AveragingPlan":
         """The plan of peers who know what their numbers mean.
 
         Args:
+          size: numbers in a vector.
           schema: names and shapes of the parameters, and how they are averaged.
+          sparse: what vectors look like, if they are sparse.
+          share: of the numbers, drawn anew for each group, that are averaged; the rest stays (SPARTA).
+
+        Raises:
+          ValueError: an argument is out of range, or of sparse vectors a share is to be averaged.
         """
+        count, drawn_from = drawn_size(size, share), None
+        if count < size:
+            if sparse is not None:
+                raise ValueError(f"of sparse vectors all that is left is averaged, got a share of {share}")
+            schema, size, drawn_from = f"{count} drawn from {size}\n{schema}", count, size
+        if sparse is not None:
+            if sparse.size != size:
+                raise ValueError(f"the sparse layout has {sparse.size} values, and size is {size}")
+            schema = f"{sparse.schema}\n{schema}"
         agreed = hashlib.sha256(f"{size} float32 {grid.side} {grid.dims}\n{schema}\n{meaning}".encode()).digest()
-        return cls(size=size, grid=grid, schema=agreed, is_reduced=is_reduced, meaning=meaning)
+        return cls(
+            size=size,
+            grid=grid,
+            schema=agreed,
+            is_reduced=sparse is None,
+            meaning=meaning,
+            sparse=sparse,
+            drawn_from=drawn_from,
+        )
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers in a whole vector."""
+        return self.size if self.drawn_from is None else self.drawn_from
 
     def within(self, prefix: str) -> str:
         """The prefix under which peers of this name and plan find each other, and no others."""

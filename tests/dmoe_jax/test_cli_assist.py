@@ -14,9 +14,11 @@ from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.common import UsageError
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.status import read_members
-from net.averaging.averager import AveragerConfig, AveragingStep
+from net.averaging.averager import AveragingStep
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
@@ -39,8 +41,11 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
             AssistCommand(**({"join": (PEER,)} | wishes)).check()  # type: ignore[arg-type]
     command = AssistCommand(join=(PEER,), up=8.0, down=80.0, timeout_s=12.0, compression="bfloat16")
     command.check()
-    assert command.speeds() == Speeds(up=1e6, down=1e7)
-    assert command.config() == AveragerConfig.of(window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16)
+    speeds = Speeds(up=1e6, down=1e7)
+    assert command.speeds() == speeds
+    assert command.config() == AveragerConfig.of(
+        window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds, measures_line=True
+    )
     assert command.rounds().all_reduce == AllReduceConfig(timeout_s=12.0, compression=Compression.BFLOAT16)
 
 
@@ -49,11 +54,8 @@ async def average_as_client(contact: str, value: float, done: list[AveragingStep
     async with (
         join_swarm(NetworkOptions(insecure_loopback=True), join=[contact]) as peer,
         open_averager(
-            peer.rpc,
-            peer.dht,
+            *(peer.rpc, peer.dht, AveragingPlan.of(size=100_000, grid=MoshpitGrid(side=2, dims=1))),
             prefix="run",
-            size=100_000,
-            grid=MoshpitGrid(side=2, dims=1),
             rng=random.Random(int(value)),
             config=AveragerConfig.of(window_s=5.0, timeout_s=20.0, compression=Compression.NONE),
         ) as averager,

@@ -2,14 +2,17 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import trio
 
-from net.averaging.averager import AveragerConfig, AveragingStep
+from net.averaging.averager import AveragingStep
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 
@@ -51,11 +54,10 @@ class Peers:
             swarm.network.start(name, self._live, name, grid, cell, weight, index in clients)
 
     async def _live(self, name: str, grid: MoshpitGrid, cell: int, weight: float, is_client: bool) -> None:
+        plan, config = AveragingPlan.of(size=SIZE, grid=grid), replace(CONFIG, cell=cell)
         async with (
             open_place(self.swarm, name, client_mode=is_client) as place,
-            open_averager(
-                place.rpc, place.dht, prefix="x", size=SIZE, grid=grid, rng=place.rng, cell=cell, config=CONFIG
-            ) as averager,
+            open_averager(place.rpc, place.dht, plan, prefix="x", rng=place.rng, config=config) as averager,
         ):
             for number in range(1, 100):
                 await trio.sleep_until(number * ROUND_S)

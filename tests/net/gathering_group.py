@@ -19,7 +19,8 @@ from net.types import Array
 from tests.net.sim_hosts import peer
 
 T = 2.0
-CONFIG = GatherConfig(chunk_bytes=100, window_bytes=200, sender_timeout_s=T, timeout_s=20.0)
+CONFIG = GatherConfig(chunk_bytes=100, window_bytes=200, sender_timeout_s=T)
+TIMEOUT_S = 20.0
 """Two pieces under way towards each of the others."""
 NBYTES = 950
 """Ten pieces, the last of 50 bytes."""
@@ -45,7 +46,7 @@ class Members:
 
         async def one(place: int) -> None:
             gather = AllGather(self.callers[place], prefix="x", config=config)
-            found[place] = await gather.run(self.group, payload_of(place))
+            found[place] = await gather.run(self.group, payload_of(place), timeout_s=TIMEOUT_S)
 
         async with trio.open_nursery() as nursery:
             for place in places:

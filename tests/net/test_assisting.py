@@ -44,7 +44,10 @@ def start_trainer(swarm: Swarm, name: str, times: list[float], size: int = 50, *
         async with (
             open_place(swarm, name, client_mode=name.startswith("client")) as place,
             open_averager(
-                place.rpc, place.dht, prefix="x", size=size, grid=GRID, rng=place.rng, config=SHORT, **settings
+                *(place.rpc, place.dht, AveragingPlan.of(size=size, grid=GRID)),
+                prefix="x",
+                rng=place.rng,
+                config=replace(SHORT, **settings),
             ) as averager,
         ):
             steps = swarm.done.setdefault(name, [])

@@ -1,6 +1,7 @@
 """Averaging as a whole, in virtual time: many peers, several rounds, peers that die."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from net.errors import CallRefused
 from net.transport.sim.events import HostDown
 from tests.net.averaging_peers import CONFIG, ROUND_S, SIZE, Peers, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
+
+PLAN = AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=2))
 
 
 @pytest.mark.parametrize("side", [4, pytest.param(8, marks=pytest.mark.slow)])
@@ -125,17 +128,24 @@ def test_a_peer_alone_keeps_its_own() -> None:
     in_swarm(body)
 
 
-def run_one(body: Any, **wishes: Any) -> None:
+def run_one(
+    body: Any,
+    *,
+    prefix: str = "x",
+    size: int = SIZE,
+    grid: MoshpitGrid = MoshpitGrid(side=2),  # noqa: B008 (frozen)
+    cell: int | None = None,
+) -> None:
     """Run `body(averager, place)` in a swarm of one."""
 
     async def main(swarm: Swarm) -> None:
         async with (
             open_place(swarm, "one") as place,
             open_averager(
-                place.rpc,
-                place.dht,
-                **{"prefix": "x", "size": SIZE, "grid": MoshpitGrid(side=2), "rng": place.rng, "config": CONFIG}
-                | wishes,
+                *(place.rpc, place.dht, AveragingPlan.of(size=size, grid=grid)),
+                prefix=prefix,
+                rng=place.rng,
+                config=replace(CONFIG, cell=cell),
             ) as averager,
         ):
             await body(averager)
@@ -208,14 +218,10 @@ def test_an_auxiliary_peer_only_reduces() -> None:
             async with (
                 open_place(swarm, name) as place,
                 open_averager(
-                    place.rpc,
-                    place.dht,
+                    *(place.rpc, place.dht, AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=3, dims=1))),
                     prefix="x",
-                    size=SIZE,
-                    grid=MoshpitGrid(side=3, dims=1),
                     rng=place.rng,
-                    role=role,
-                    config=CONFIG,
+                    config=replace(CONFIG, role=role),
                 ) as averager,
             ):
                 await trio.sleep_until(ROUND_S)
@@ -244,11 +250,8 @@ def test_a_newcomer_takes_the_whole_state() -> None:
             async with (
                 open_place(swarm, "old") as place,
                 open_averager(
-                    place.rpc,
-                    place.dht,
+                    *(place.rpc, place.dht, PLAN),
                     prefix="x",
-                    size=SIZE,
-                    grid=MoshpitGrid(side=2),
                     rng=place.rng,
                     state=StateSource(lambda: 7, snapshot),
                     config=CONFIG,
@@ -260,9 +263,7 @@ def test_a_newcomer_takes_the_whole_state() -> None:
         await trio.sleep(1.0)
         async with (
             open_place(swarm, "new") as place,
-            open_averager(
-                place.rpc, place.dht, prefix="x", size=SIZE, grid=MoshpitGrid(side=2), rng=place.rng, config=CONFIG
-            ) as averager,
+            open_averager(place.rpc, place.dht, PLAN, prefix="x", rng=place.rng, config=CONFIG) as averager,
         ):
             state = await averager.download_state(timeout_s=10.0)
             assert state is not None
@@ -285,19 +286,17 @@ def test_a_prefix_is_free_again_after_its_averager() -> None:
             async def call(name: str) -> None:
                 await other.rpc.call(place.rpc.address, f"averaging.{within}.{name}", {}, timeout_s=5.0)
 
-            within = AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=2), schema="").within("x")
-            for side in (2, 2, 1, 2):
+            within = PLAN.within("x")
+            for cell in (0, 0, 4, 0):
                 opening = open_averager(
-                    place.rpc,
-                    place.dht,
+                    *(place.rpc, place.dht, PLAN),
                     prefix="x",
-                    size=SIZE,
-                    grid=MoshpitGrid(side=side),
                     rng=place.rng,
                     state=StateSource(lambda: 1, snapshot),
+                    config=replace(CONFIG, cell=cell),
                 )
-                if side == 1:
-                    with pytest.raises(ValueError, match="no groups of two"):
+                if cell == 4:
+                    with pytest.raises(ValueError, match="cells go from 0 to 3"):
                         await opening.__aenter__()
                     continue
                 async with opening:

@@ -1,12 +1,14 @@
 """What one hostile or careless member can do to another's step: nothing but cost it that round."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragerConfig
+from net.averaging.averager import Averager
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group import Group, Member
 from net.averaging.grouping.group_key import MoshpitGrid, group_key
 from net.averaging.grouping.join_messages import (
@@ -85,7 +87,10 @@ def with_averager(
         async with (
             open_place(swarm, "ann") as place,
             open_averager(
-                place.rpc, place.dht, prefix="x", size=SIZE, grid=GRID, rng=place.rng, cell=0, config=config
+                *(place.rpc, place.dht, AveragingPlan.of(size=SIZE, grid=GRID)),
+                prefix="x",
+                rng=place.rng,
+                config=replace(config, cell=0),
             ) as averager,
         ):
             await trio.sleep_until(5.0)

@@ -10,6 +10,7 @@ from net.averaging.averager import AveragingStep
 from net.averaging.drawing import drawn_places, drawn_size, put_back, taken
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from tests.net.averaging_peers import CONFIG
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
@@ -59,12 +60,9 @@ def test_a_group_averages_a_few_numbers_and_leaves_the_rest() -> None:
         async with (
             open_place(swarm, f"peer{number}") as place,
             open_averager(
-                *(place.rpc, place.dht),
+                *(place.rpc, place.dht, AveragingPlan.of(size=1000, grid=MoshpitGrid(side=3, dims=1), share=0.1)),
                 prefix="run",
-                size=1000,
-                grid=MoshpitGrid(side=3, dims=1),
                 rng=place.rng,
-                share=0.1,
                 config=CONFIG,
             ) as averager,
         ):

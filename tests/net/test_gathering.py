@@ -21,7 +21,7 @@ from net.wire.sparse import (
     mean_of_sparse,
     sparse_nbytes,
 )
-from tests.net.gathering_group import CONFIG, NBYTES, Members, T, payload_of, with_members
+from tests.net.gathering_group import CONFIG, NBYTES, TIMEOUT_S, Members, T, payload_of, with_members
 
 STARTS = range(0, NBYTES, 100)
 GONE = Partition((frozenset({"host3"}),))
@@ -195,7 +195,7 @@ async def averaged(
     async def one(place: int, vector: SparseVector) -> None:
         layout = SparseLayout(coding=vector.coding, sizes=vector.sizes)
         gather = SparseGather(members.callers[place], prefix="x", layout=layout, config=config)
-        found[place] = await gather.run(members.group, await gather.packed(vector))
+        found[place] = await gather.run(members.group, await gather.packed(vector), timeout_s=TIMEOUT_S)
 
     async with trio.open_nursery() as nursery:
         for place, vector in vectors.items():
@@ -264,6 +264,6 @@ def test_what_cannot_be_gathered_is_refused() -> None:
     layout.check_memory(8, GatherConfig(max_bytes=nbytes))
     with pytest.raises(ValueError, match=f"take {nbytes} bytes of memory, more than the {nbytes - 1}"):
         layout.check_memory(8, GatherConfig(max_bytes=nbytes - 1))
-    for wrong in ({"chunk_bytes": 0}, {"sender_timeout_s": 0.0}, {"timeout_s": 1e9}):
+    for wrong in ({"chunk_bytes": 0}, {"sender_timeout_s": 0.0}, {"sender_timeout_s": 1e9}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             GatherConfig(**wrong)  # type: ignore[arg-type]

@@ -10,9 +10,11 @@ import pytest
 import trio
 
 from net.averaging.averager import AveragingStep
+from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.line.monitor import PERIOD_S, LineMonitor
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.averaging.state.sharing import SharedState, StateSource
@@ -129,15 +131,15 @@ async def _average(caller: RpcPeer, cell: int, steps: list[AveragingStep], took_
     async with (
         open_dht_node(caller, clock=SwarmClock.virtual(), rng=random.Random(cell), initial_peers=first_peers) as dht,
         open_averager(
-            caller,
-            dht,
+            *(caller, dht, AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=6, dims=1))),
             prefix="x",
-            size=SIZE,
-            grid=MoshpitGrid(side=6, dims=1),
             rng=random.Random(cell),
-            cell=cell,
-            measures_line=True,
-            config=replace(CONFIG, all_reduce=AllReduceConfig(chunk_bytes=2**15, sender_timeout_s=5.0, timeout_s=15.0)),
+            config=replace(
+                CONFIG,
+                cell=cell,
+                measures_line=True,
+                all_reduce=AllReduceConfig(chunk_bytes=2**15, sender_timeout_s=5.0, timeout_s=15.0),
+            ),
         ) as averager,
     ):
         for number in range(5):
@@ -196,9 +198,12 @@ async def test_a_state_that_was_downloaded_tells_of_the_line() -> None:
                 )
             )
             opened = open_averager(
-                caller, dht, prefix="x", size=5, grid=MoshpitGrid(side=2), rng=random.Random(1), state=source,
-                measures_line=True,
-            )  # fmt: skip
+                *(caller, dht, AveragingPlan.of(size=5, grid=MoshpitGrid(side=2))),
+                prefix="x",
+                rng=random.Random(1),
+                state=source,
+                config=AveragerConfig(measures_line=True),
+            )
             averagers.append(await stack.enter_async_context(opened))
             await trio.sleep(1.0)
         monitor = averagers[1].monitor

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import trio
 
+from net.averaging.assisting import plan_to_assist
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
@@ -37,7 +38,6 @@ async def assist_collaboration(
     prefix: str,
     rng: random.Random,
     config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
-    max_size: int = 2**32,
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
     on_step: Callable[[Averaged], None] = lambda done: None,
 ) -> None:
@@ -48,34 +48,22 @@ async def assist_collaboration(
       prefix: names the collaboration.
       rng: draws what is drawn.
       config: timeouts as the others have them; the role is not looked at.
-      max_size: numbers in the largest vector that is assisted with.
       on_plan: told what is averaged, once that is known.
       on_step: told of each step in which this peer took part.
 
     Raises:
       ValueError: the caller listens nowhere.
     """
-    if caller.address is None:
-        raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
-    plan = await wait_for_plan(dht, prefix, max_size=max_size)
-    on_plan(plan)
-    prefix = plan.within(prefix)
+    plan = await plan_to_assist(caller, dht, prefix, on_plan)
+    config = replace(config, role=Role.AUXILIARY)
     async with background_nursery() as nursery:
-        averaging = StepAveraging(
-            caller,
-            dht,
-            prefix=prefix,
-            plan=plan,
-            config=replace(config, role=Role.AUXILIARY),
-            nursery=nursery,
-            rng=rng,
-            on_lost=lambda peer_id: assistant.board.forget(peer_id),
+        assistant = _Assistant(
+            caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
         )
         try:
-            assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step, config.silence_s)
-            await assistant.board.run()
+            await assistant.run()
         finally:
-            averaging.close()
+            assistant.averaging.close()
 
 
 class _Assistant:
@@ -85,29 +73,38 @@ class _Assistant:
         self,
         caller: Caller,
         dht: DhtNode,
+        plan: AveragingPlan,
+        *,
         prefix: str,
-        averaging: StepAveraging,
+        config: RoundConfig,
         nursery: trio.Nursery,
+        rng: random.Random,
         on_step: Callable[[Averaged], None],
-        silence_s: float,
     ) -> None:
         self._caller = caller
         self._dht = dht
-        self._averaging = averaging
         self._nursery = nursery
         self._on_step = on_step
         self._step, self._chain, self._trained = 0, NO_CHAIN, 0.0
         self._begins_at: float | None = None
-        self.board = ProgressBoard(
+        within = plan.within(prefix)
+        self._board = ProgressBoard(
             caller,
             dht,
-            prefix=prefix,
+            prefix=within,
             own=self._report,
             target=math.inf,  # others tell when a step is near
-            silence_s=silence_s,
+            silence_s=config.silence_s,
             on_begin=self._heard,
         )
-        nursery.start_soon(self._follow)
+        self.averaging = StepAveraging(
+            caller, dht, prefix=within, plan=plan, config=config, nursery=nursery, rng=rng, on_lost=self._board.forget
+        )
+
+    async def run(self) -> None:
+        """Report, follow and assist until cancelled."""
+        self._nursery.start_soon(self._follow)
+        await self._board.run()
 
     def _report(self) -> Report:
         return Report(
@@ -125,11 +122,11 @@ class _Assistant:
     async def _follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
         while True:
-            await self.board.wait_for_news()
-            leader = self.board.view.leader
+            await self._board.wait_for_news()
+            leader = self._board.view.leader
             if leader is not None and self._begins_at is None:
                 self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
-                self.board.refresh()
+                self._board.refresh()
 
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
         if at is None or at > self._dht.clock.now() + 60:
@@ -141,25 +138,25 @@ class _Assistant:
         is_ours = (step, chain) == (self._step, self._chain)
         if is_ours and self._begins_at is not None and at > self._begins_at:
             self._begins_at = at
-            self._averaging.postpone(at)
+            self.averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
         assert self._begins_at is not None
         try:
-            group = await self._averaging.find_group(
+            group = await self.averaging.find_group(
                 step=self._step,
                 chain=self._chain,
                 begins_at=self._begins_at,
-                others=self.board.contacts,
-                fewest=lambda: self.board.view.quorum,
+                others=self._board.contacts,
+                fewest=lambda: self._board.view.quorum,
             )
-            done = None if group is None else await self._averaging.average(group, None)
+            done = None if group is None else await self.averaging.average(group, None)
             if done is not None:
                 self._step, self._chain = self._step + 1, next_chain(self._chain, done.group_id)
                 self._trained += done.weight
-                self.board.advanced(done.members, self._step, self._chain)
+                self._board.advanced(done.members, self._step, self._chain)
                 self._on_step(done)
         finally:
             self._begins_at = None
-            self.board.refresh()
+            self._board.refresh()

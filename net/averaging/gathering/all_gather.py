@@ -101,15 +101,15 @@ class AllGather:
         """True if such a group is or was at work here: a sound leader draws a new id for each."""
         return group_id in self._groups
 
-    async def run(self, group: Group, payload: Array, *, timeout_s: float = math.inf) -> Gathered:
-        """Exchange payloads with the group. Ends within the timeouts, whatever the others do.
+    async def run(self, group: Group, payload: Array, *, timeout_s: float) -> Gathered:
+        """Exchange payloads with the group. Ends in time, whatever the others do.
 
         If cancelled, others get what has left by then. One group at a time.
 
         Args:
           group: the same in all members, in each of which this runs at about the same time; one that `knows` not yet.
           payload: uint8, as long as everybody's, at least one byte; nobody writes to it any more.
-          timeout_s: the longest it may take, if that is less than configured.
+          timeout_s: the longest it may take; who is missing then is left out.
 
         Raises:
           ValueError: this peer is not in the group.
@@ -120,7 +120,7 @@ class AllGather:
         if len(self._groups.at_work) > 2:
             self._groups.end(next(iter(self._groups.at_work)))
         try:
-            with trio.move_on_after(min(timeout_s, self._config.timeout_s)):
+            with trio.move_on_after(timeout_s):
                 await gathering.run()
         finally:
             gathering.close()

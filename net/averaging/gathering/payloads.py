@@ -40,8 +40,6 @@ class GatherConfig:
     as far as these carry and the memory budget allows (`net.rpc.bulk`)."""
     sender_timeout_s: float = 30.0
     """A member of whom nothing has come for so long is not waited for any more."""
-    timeout_s: float = 300.0
-    """Longest that it all takes, seconds; who is missing then is left out."""
     max_bytes: int = 2**32
     """Bytes that a full group's payloads may have together: what a member may have to hold. More is refused at start.
     Twice as much is held at most: the last group's payloads stay for those who are slower."""
@@ -50,9 +48,10 @@ class GatherConfig:
         for name in ("chunk_bytes", "window_bytes", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("sender_timeout_s", "timeout_s"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                raise ValueError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {getattr(self, name)}")
+        if not 0 < self.sender_timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"sender_timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {self.sender_timeout_s}"
+            )
 
 
 class Payloads:
@@ -142,11 +141,6 @@ class Payloads:
             self.lost[place] = why
             self._missing.pop(place, None)
             self._buffers.pop(place, None)
-
-    def discard(self, place: int) -> None:
-        """A payload that is here is none: its sender is out."""
-        del self.whole[place]
-        self.lost[place] = BROKE_RULES
 
     def deadline(self, place: int) -> float:
         """When to call `tick` for this member."""

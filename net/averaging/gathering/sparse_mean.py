@@ -4,7 +4,6 @@
 members compute the very same bits, as they add up in the order of the group.
 """
 
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -143,13 +142,13 @@ class SparseGather:
         self.layout.check(vector)
         return np.frombuffer(await self._compute(encode_sparse, vector), np.uint8)
 
-    async def run(self, group: Group, payload: Array, *, timeout_s: float = math.inf) -> SparseMean:
-        """Average with the group; each vector counts by its member's weight. Ends within the timeouts.
+    async def run(self, group: Group, payload: Array, *, timeout_s: float) -> SparseMean:
+        """Average with the group; each vector counts by its member's weight. Ends in time.
 
         Args:
           group: as of `AllGather.run`.
           payload: this member's, made by `packed`.
-          timeout_s: the longest that others are waited for, if that is less than configured.
+          timeout_s: the longest that others are waited for.
 
         Raises:
           ValueError: this peer is not in the group.
