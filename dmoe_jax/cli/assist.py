@@ -121,7 +121,7 @@ class AssistCommand:
     def rounds(self) -> RoundConfig:
         """Settings of the averaging for a collaboration."""
         all_reduce = AllReduceConfig(timeout_s=self.timeout_s, compression=Compression(self.compression))
-        return RoundConfig(all_reduce=all_reduce)
+        return RoundConfig(speeds=self.speeds(), all_reduce=all_reduce)
 
     async def _assist(self, stop: Stop) -> int:
         totals = _Totals(self.name)
@@ -145,7 +145,6 @@ class AssistCommand:
                             peer.dht,
                             prefix=self.name,
                             rng=random.SystemRandom(),
-                            speeds=self.speeds(),
                             config=self.rounds(),
                             on_plan=totals.begin,
                             on_step=totals.count_step,

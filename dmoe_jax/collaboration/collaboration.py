@@ -21,7 +21,6 @@ from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import facts
 from net.averaging.collaboration.rounds import Averaged, plan_of
 from net.averaging.collaboration.step_log import StepBrought
-from net.averaging.grouping.group import Role
 from net.averaging.plan import announce_plan
 from net.clock import SwarmClock
 from net.dht.node import DhtNode
@@ -262,7 +261,6 @@ async def open_collaboration(
       ValueError: an argument is out of range, or a parameter is not of floating-point numbers.
     """
     rng = rng or random.SystemRandom()
-    role = Role(config.role) if config.role != "auto" else (Role.CLIENT if caller.address is None else Role.NODE)
     training = PeerState(together, params, device or ThreadDevice())
     layout, local_s = training.layout, trio.current_time()
     if layout.rounding:
@@ -272,7 +270,7 @@ async def open_collaboration(
     within = plan.within(name)
     standing = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
     async with background_nursery() as nursery:
-        forming = StepForming(standing, caller, dht, plan=plan, name=within, role=role, nursery=nursery, rng=rng)
+        forming = StepForming(standing, caller, dht, plan=plan, name=within, nursery=nursery, rng=rng)
         try:
             following = Following(standing, training, forming, caller=caller, dht=dht, name=within, rng=rng)
             peer = Collaboration(

@@ -5,10 +5,10 @@ import random
 import trio
 
 from dmoe_jax.collaboration.state import CollaborationState, ComingStep, fewest_of
-from net.averaging.collaboration.board import Beginning, ProgressBoard
+from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import Report
 from net.averaging.collaboration.rounds import Averaged, StepAveraging
-from net.averaging.grouping.group import Group, Role
+from net.averaging.grouping.group import Group
 from net.averaging.plan import AveragingPlan
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
@@ -34,13 +34,11 @@ class StepForming:
         *,
         plan: AveragingPlan,
         name: str,
-        role: Role,
         nursery: trio.Nursery,
         rng: random.Random,
     ) -> None:
         self._state = state
         self._caller = caller
-        self._role = role
         self._clock = dht.clock
         self._nursery = nursery
         self._changed = trio.Event()
@@ -51,7 +49,7 @@ class StepForming:
             prefix=name,
             own=self._report,
             target=config.target_batch_size,
-            config=config.board(),
+            silence_s=config.silence_s,
             on_begin=self._heard,
         )
         """Who is how far."""
@@ -60,22 +58,19 @@ class StepForming:
             dht,
             prefix=name,
             plan=plan,
-            role=role,
-            speeds=config.speeds,
-            measures_line=config.measures_line,
+            config=config.rounds(),
             quiet_s=lambda: state.quiet_s(self.board.view, self.board.num_behind, self._clock.now()),
             nursery=nursery,
             rng=rng,
-            config=config.rounds(),
             on_lost=self.board.forget,
         )
         """Finds groups, and averages in them."""
 
     def _report(self) -> Report | None:
-        now, local_s = self._clock.now(), trio.current_time()
+        own, now, local_s = self._caller, self._clock.now(), trio.current_time()
         if self._state.is_away(local_s):
             return None
-        return self._state.report(self._caller.peer_id, self._caller.address, self._role, now=now, local_s=local_s)
+        return self._state.report(own.peer_id, own.address, self.rounds.role, now=now, local_s=local_s)
 
     async def run(self) -> None:
         """Form groups when steps are near, until cancelled."""
@@ -126,16 +121,17 @@ class StepForming:
     async def _tell(self, at: float | None) -> None:
         self._state.answer_s = await self.board.tell(at) or self._state.answer_s
 
-    def _heard(self, beginning: Beginning) -> float | None:
+    def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
         coming = self._state.coming
         before = None if coming is None else coming.begins_at
-        at = self._state.heard(beginning, self.board.view, now=self._clock.now(), local_s=trio.current_time())
+        view, now, local_s = self.board.view, self._clock.now(), trio.current_time()
+        begins_at = self._state.heard((step, chain), at, view, now=now, local_s=local_s)
         if coming is None and self._state.coming is not None:
             self._nursery.start_soon(self._form, self._state.coming)
             self.wake()
-        elif at is not None and before is not None and at > before:
-            self.rounds.postpone(at)
-        return at
+        elif begins_at is not None and before is not None and begins_at > before:
+            self.rounds.postpone(begins_at)
+        return begins_at
 
     async def _form(self, coming: ComingStep) -> None:
         """Look for the group of a step, beside the computing."""

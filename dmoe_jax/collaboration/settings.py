@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from dmoe_jax.averaging.settings import CompressionName, RoleName
-from net.averaging.collaboration.board import BoardConfig
 from net.averaging.collaboration.rounds import RoundConfig
-from net.averaging.collaboration.settlement import SettlementConfig
-from net.averaging.grouping.matchmaking import AssemblyConfig
+from net.averaging.grouping.group import Role
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.meaning import check_meaning
@@ -64,7 +62,7 @@ class CollaborationConfig:
     def __post_init__(self) -> None:
         if self.target_batch_size < 1:
             raise ValueError(f"target_batch_size must be at least 1, got {self.target_batch_size}")
-        for name in ("lead_s", "timeout_s", "silence_s", "late_s"):
+        for name in ("timeout_s", "late_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.compression not in get_args(CompressionName):
@@ -75,26 +73,18 @@ class CollaborationConfig:
     def rounds(self) -> RoundConfig:
         """Settings of the averaging."""
         return RoundConfig(
-            patience_s=max(self.lead_s, 2.0),
+            role=None if self.role == "auto" else Role(self.role),
+            speeds=self.speeds,
+            measures_line=self.measures_line,
+            lead_s=self.lead_s,
             silence_s=self.silence_s,
-            assembly=AssemblyConfig(
-                window_s=max(self.lead_s, 1.0),
-                request_timeout_s=max(self.lead_s, 1.0) / 2,
-                poll_s=max(self.lead_s / 8, 0.1),
-                silence_s=self.silence_s,
-            ),
             all_reduce=replace(
                 self.all_reduce,
                 sender_timeout_s=self.late_s,
                 timeout_s=self.timeout_s,
                 compression=Compression(self.compression),
             ),
-            settlement=SettlementConfig(timeout_s=self.timeout_s, silence_s=self.silence_s),
         )
-
-    def board(self) -> BoardConfig:
-        """Settings of the reports."""
-        return BoardConfig(silence_s=self.silence_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

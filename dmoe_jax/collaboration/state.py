@@ -16,7 +16,6 @@ from enum import Enum, auto
 from typing import Any
 
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
-from net.averaging.collaboration.board import Beginning
 from net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Role
@@ -186,14 +185,16 @@ class CollaborationState:
         self.coming = ComingStep(self.step, self.chain, at)
         return self.coming
 
-    def heard(self, beginning: Beginning, view: Forecast, *, now: float, local_s: float) -> float | None:
-        """Another peer is at a step, and may say when it begins; returns when it begins here, if it does.
+    def heard(
+        self, where: tuple[int, bytes], at: float | None, view: Forecast, *, now: float, local_s: float
+    ) -> float | None:
+        """Another peer is at a step of a chain, and may say when it begins; returns when it begins here, if it does.
 
         Of several times the latest stands, for everybody hears of it.
         """
-        if self.is_away(local_s) or (beginning.step, beginning.chain) != self.where:
+        if self.is_away(local_s) or where != self.where:
             return None
-        at, coming, set_s = beginning.at, self.coming, self.config.lead_s
+        coming, set_s = self.coming, self.config.lead_s
         known = None if coming is None or coming.is_found else coming.begins_at
         if at is None or at > now + 2 * _MOST_LEADS * set_s:
             return known

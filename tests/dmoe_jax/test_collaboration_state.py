@@ -7,7 +7,6 @@ import pytest
 
 from dmoe_jax.collaboration import CollaborationConfig
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay, fewest_of
-from net.averaging.collaboration.board import Beginning
 from net.averaging.collaboration.progress import NO_CHAIN, Forecast, Report, forecast, next_chain
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
@@ -103,31 +102,31 @@ def test_groups_form_for_as_long_as_others_take_to_answer() -> None:
 
 def test_who_hears_of_a_beginning_joins_it_and_of_two_the_later_one() -> None:
     state = peer()
-    view, here = view_of(state, OTHER), Beginning(step=0, chain=NO_CHAIN, at=104.0)
+    view = view_of(state, OTHER)
 
-    def heard(beginning: Beginning) -> float | None:
-        return state.heard(beginning, view, now=100.0, local_s=0.0)
+    def heard(at: float | None, *, step: int = 0, chain: bytes = NO_CHAIN) -> float | None:
+        return state.heard((step, chain), at, view, now=100.0, local_s=0.0)
 
-    assert heard(replace(here, step=1)) is None
-    assert heard(replace(here, chain=AHEAD.chain)) is None
-    assert heard(replace(here, at=None)) is None
-    assert heard(replace(here, at=1e6)) is None
+    assert heard(104.0, step=1) is None
+    assert heard(104.0, chain=AHEAD.chain) is None
+    assert heard(None) is None
+    assert heard(1e6) is None
     assert state.coming is None
-    assert heard(here) == 104.0
-    assert heard(replace(here, at=103.0)) == 104.0
-    assert heard(replace(here, at=105.0)) == 105.0
-    assert heard(replace(here, at=None)) == 105.0
+    assert heard(104.0) == 104.0
+    assert heard(103.0) == 104.0
+    assert heard(105.0) == 105.0
+    assert heard(None) == 105.0
     assert state.ends_at(view) == pytest.approx(105.0)
     assert state.coming is not None
     state.coming.is_found = True
-    assert heard(replace(here, at=None)) is None
+    assert heard(None) is None
 
 
 def test_a_batch_that_is_far_from_full_begins_for_nobody() -> None:
     state = peer()
     state.gathered = 0.0
     far = view_of(state, replace(OTHER, samples=0.0))  # full at 125
-    assert state.heard(Beginning(step=0, chain=NO_CHAIN, at=101.0), far, now=100.0, local_s=0.0) is None
+    assert state.heard((0, NO_CHAIN), 101.0, far, now=100.0, local_s=0.0) is None
     assert state.coming is None
 
 
@@ -136,7 +135,7 @@ def test_whose_loop_does_something_else_is_not_counted_on() -> None:
     state = peer()
     assert not state.is_away(18.0)
     assert state.is_away(18.1)
-    assert state.heard(Beginning(step=0, chain=NO_CHAIN, at=119.0), view_of(state), now=118.2, local_s=18.2) is None
+    assert state.heard((0, NO_CHAIN), 119.0, view_of(state), now=118.2, local_s=18.2) is None
     state.took_in(4, 2.0, 18.1)
     assert not state.is_away(1000.0)  # it waits
 

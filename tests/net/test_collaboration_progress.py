@@ -14,7 +14,6 @@ from net.averaging.collaboration.progress import (
     parse_report_untrusted,
     report_to_wire,
     reports_in_untrusted,
-    withdrawn_in_untrusted,
 )
 from net.averaging.grouping.group import Role
 from net.dht.records import Dictionary, make_entry
@@ -81,8 +80,7 @@ def test_a_report_comes_back_as_it_was_and_strangers_are_passed_over() -> None:
             "nobody": make_entry(wire, 200.0),
         }
     )
-    assert reports_in_untrusted(record, now=100.0) == (sent,)
-    assert withdrawn_in_untrusted(record) == (IDS[3],)
+    assert reports_in_untrusted(record, now=100.0) == ([sent], [IDS[3]])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from net.averaging.collaboration.rounds import has_majority
-from net.averaging.collaboration.settlement import Case, Outcome, Settlement, SettlementConfig, Vote
+from net.averaging.collaboration.settlement import CLIENT_S, Case, Outcome, Settlement, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.errors import CallRefused
 from net.identity import Address
@@ -21,7 +21,6 @@ from net.transport.sim.network import SimNetwork
 from tests.net.sim_hosts import in_simulation, peer
 
 WHOLE, BROKEN = Vote(complete=True, digest=b"d" * 16), Vote(complete=False, digest=b"")
-CONFIG = SettlementConfig(timeout_s=20.0, poll_s=0.5, silence_s=1.0)
 
 
 def group_of(count: int, *, clients: tuple[int, ...] = ()) -> Group:
@@ -46,7 +45,7 @@ async def settlements(
         name = f"host{number}"
         listen = None if number in clients else Address(name, 1)
         async with open_rpc_peer(network.transport(name, peer(name)), peer_id=peer(name), listen=listen) as rpc:
-            found[number] = Settlement(rpc, prefix="x", rng=random.Random(number), config=CONFIG)
+            found[number] = Settlement(rpc, prefix="x", rng=random.Random(number), timeout_s=20.0, silence_s=1.0)
             opened.set()
             await trio.sleep_forever()
 
@@ -167,7 +166,7 @@ async def test_a_client_votes_and_is_missed_only_for_a_while() -> None:
         again = Group(group_id=b"h" * 16, members=group.members, side=16)
         outcomes, took_s = await settled(members, again, {1: WHOLE, 2: WHOLE})
     assert set(outcomes.values()) == {Outcome(committed=True)}
-    assert CONFIG.client_s <= took_s < CONFIG.client_s + 1
+    assert CLIENT_S <= took_s < CLIENT_S + 1
 
 
 @in_simulation

@@ -6,16 +6,16 @@ It learns from the DHT what is averaged and which step is at hand, and from the 
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import trio
 
 from net.averaging.assisting import plan_to_assist
-from net.averaging.collaboration.board import Beginning, BoardConfig, ProgressBoard
+from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
 from net.averaging.grouping.group import Role
 from net.averaging.plan import AveragingPlan, wait_for_plan
-from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
@@ -37,8 +37,6 @@ async def assist_collaboration(
     *,
     prefix: str,
     rng: random.Random,
-    speeds: Speeds = UNKNOWN,
-    measures_line: bool = False,
     config: RoundConfig = RoundConfig(),  # noqa: B008 (frozen)
     on_plan: Callable[[AveragingPlan], None] = lambda plan: None,
     on_step: Callable[[Averaged], None] = lambda done: None,
@@ -49,9 +47,7 @@ async def assist_collaboration(
       caller: places and serves the calls; it must listen. dht: where the others report.
       prefix: names the collaboration.
       rng: draws what is drawn.
-      speeds: of this machine, for the share that it reduces.
-      measures_line: whether to find out what `speeds` does not say of the line.
-      config: timeouts as the others have them.
+      config: timeouts as the others have them; the role is not looked at.
       on_plan: told what is averaged, once that is known.
       on_step: told of each step in which this peer took part.
 
@@ -59,26 +55,15 @@ async def assist_collaboration(
       ValueError: the caller listens nowhere.
     """
     plan = await plan_to_assist(caller, dht, prefix, on_plan)
-    prefix = plan.within(prefix)
+    config = replace(config, role=Role.AUXILIARY)
     async with background_nursery() as nursery:
-        averaging = StepAveraging(
-            caller,
-            dht,
-            prefix=prefix,
-            plan=plan,
-            role=Role.AUXILIARY,
-            speeds=speeds,
-            measures_line=measures_line,
-            nursery=nursery,
-            rng=rng,
-            config=config,
-            on_lost=lambda peer_id: assistant.board.forget(peer_id),
+        assistant = _Assistant(
+            caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
         )
         try:
-            assistant = _Assistant(caller, dht, prefix, averaging, nursery, on_step)
-            await assistant.board.run()
+            await assistant.run()
         finally:
-            averaging.close()
+            assistant.averaging.close()
 
 
 class _Assistant:
@@ -88,28 +73,38 @@ class _Assistant:
         self,
         caller: Caller,
         dht: DhtNode,
+        plan: AveragingPlan,
+        *,
         prefix: str,
-        averaging: StepAveraging,
+        config: RoundConfig,
         nursery: trio.Nursery,
+        rng: random.Random,
         on_step: Callable[[Averaged], None],
     ) -> None:
         self._caller = caller
         self._dht = dht
-        self._averaging = averaging
         self._nursery = nursery
         self._on_step = on_step
         self._step, self._chain, self._trained = 0, NO_CHAIN, 0.0
         self._begins_at: float | None = None
-        self.board = ProgressBoard(
+        within = plan.within(prefix)
+        self._board = ProgressBoard(
             caller,
             dht,
-            prefix=prefix,
+            prefix=within,
             own=self._report,
             target=math.inf,  # others tell when a step is near
-            config=BoardConfig(),
+            silence_s=config.silence_s,
             on_begin=self._heard,
         )
-        nursery.start_soon(self._follow)
+        self.averaging = StepAveraging(
+            caller, dht, prefix=within, plan=plan, config=config, nursery=nursery, rng=rng, on_lost=self._board.forget
+        )
+
+    async def run(self) -> None:
+        """Report, follow and assist until cancelled."""
+        self._nursery.start_soon(self._follow)
+        await self._board.run()
 
     def _report(self) -> Report:
         return Report(
@@ -127,41 +122,41 @@ class _Assistant:
     async def _follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
         while True:
-            await self.board.wait_for_news()
-            leader = self.board.view.leader
+            await self._board.wait_for_news()
+            leader = self._board.view.leader
             if leader is not None and self._begins_at is None:
                 self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
-                self.board.refresh()
+                self._board.refresh()
 
-    def _heard(self, beginning: Beginning) -> float | None:
-        if beginning.at is None or beginning.at > self._dht.clock.now() + 60:
+    def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
+        if at is None or at > self._dht.clock.now() + 60:
             return None
-        if self._begins_at is None and beginning.step >= self._step:
-            self._step, self._chain, self._begins_at = beginning.step, beginning.chain, beginning.at
+        if self._begins_at is None and step >= self._step:
+            self._step, self._chain, self._begins_at = step, chain, at
             self._nursery.start_soon(self._assist)
             return self._begins_at
-        is_ours = (beginning.step, beginning.chain) == (self._step, self._chain)
-        if is_ours and self._begins_at is not None and beginning.at > self._begins_at:
-            self._begins_at = beginning.at
-            self._averaging.postpone(beginning.at)
+        is_ours = (step, chain) == (self._step, self._chain)
+        if is_ours and self._begins_at is not None and at > self._begins_at:
+            self._begins_at = at
+            self.averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
         assert self._begins_at is not None
         try:
-            group = await self._averaging.find_group(
+            group = await self.averaging.find_group(
                 step=self._step,
                 chain=self._chain,
                 begins_at=self._begins_at,
-                others=self.board.contacts,
-                fewest=lambda: self.board.view.quorum,
+                others=self._board.contacts,
+                fewest=lambda: self._board.view.quorum,
             )
-            done = None if group is None else await self._averaging.average(group, None)
+            done = None if group is None else await self.averaging.average(group, None)
             if done is not None:
                 self._step, self._chain = self._step + 1, next_chain(self._chain, done.group_id)
                 self._trained += done.weight
-                self.board.advanced(done.members, self._step, self._chain)
+                self._board.advanced(done.members, self._step, self._chain)
                 self._on_step(done)
         finally:
             self._begins_at = None
-            self.board.refresh()
+            self._board.refresh()

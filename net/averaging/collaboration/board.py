@@ -9,7 +9,7 @@ the report of whoever sends them.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import trio
@@ -24,7 +24,6 @@ from net.averaging.collaboration.progress import (
     progress_key,
     report_to_wire,
     reports_in_untrusted,
-    withdrawn_in_untrusted,
 )
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
@@ -34,39 +33,10 @@ from net.rpc.base import Caller, Reply, Request, handlers
 from net.rpc.liveness import call_living
 from net.wire.fields import optional, real
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoardConfig:
-    """Periods of reporting."""
-
-    min_period_s: float = 1.0
-    """Seconds between two reports when the batch is nearly full."""
-    max_period_s: float = 5.0
-    """Seconds between two reports at most."""
-    lifetime_s: float = 15.0
-    """How long a report stands. One that has died is counted on for so long, unless its group notices."""
-    silence_s: float = 2.0
-    """A peer that is told to begin, and gives no sign of life for so long, is gone."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.min_period_s <= self.max_period_s:
-            raise ValueError(f"expected 0 < min_period_s <= max_period_s, got {self.min_period_s}, {self.max_period_s}")
-        if not 2 * self.max_period_s <= self.lifetime_s < math.inf:
-            raise ValueError(f"lifetime_s must be at least twice max_period_s, got {self.lifetime_s}")
-        if not 0 < self.silence_s < math.inf:
-            raise ValueError(f"silence_s must be positive, got {self.silence_s}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """Somebody says that it is at a step, and perhaps when that begins."""
-
-    step: int
-    """Which, from 0."""
-    chain: bytes
-    """Of which chain."""
-    at: float | None
-    """Swarm time at which groups begin to average; None: it has not heard of any."""
+MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0
+"""Seconds between two reports: when the batch is nearly full, and at most."""
+LIFETIME_S = 15.0
+"""How long a report stands. One that has died is counted on for so long, unless its group notices."""
 
 
 class ProgressBoard:
@@ -77,7 +47,9 @@ class ProgressBoard:
       prefix: names the collaboration.
       own: this peer's report, of now; None: it brings nothing for so long that others are not to count on it.
       target: samples of a whole batch.
-      on_begin: somebody is at a step, which may be about to begin; returns when it begins here, None: it does not.
+      silence_s: a peer that is told to begin, and gives no sign of life for so long, is gone.
+      on_begin: called with a step, its chain and the swarm time at which it begins somewhere, None if nobody has told
+        of any; returns when it begins here, None: it does not.
     """
 
     def __init__(
@@ -88,8 +60,8 @@ class ProgressBoard:
         prefix: str,
         own: Callable[[], Report | None],
         target: float,
-        config: BoardConfig,
-        on_begin: Callable[[Beginning], float | None],
+        silence_s: float,
+        on_begin: Callable[[int, bytes, float | None], float | None],
     ) -> None:
         self._caller = caller
         self._dht = dht
@@ -97,7 +69,7 @@ class ProgressBoard:
         self._method = f"averaging.{prefix}.begin"
         self._own = own
         self._target = target
-        self._config = config
+        self._silence_s = silence_s
         self._on_begin = on_begin
         self._others: tuple[Report, ...] = ()
         self._gone: dict[PeerId, float] = {}
@@ -199,8 +171,8 @@ class ProgressBoard:
                     contact,
                     self._method,
                     body,
-                    silence_s=self._config.silence_s,
-                    timeout_s=self._config.lifetime_s,
+                    silence_s=self._silence_s,
+                    timeout_s=LIFETIME_S,
                 )
                 theirs = self._read_untrusted(reply.body, contact.peer_id)[1]
             except PEER_ERRORS:
@@ -208,7 +180,7 @@ class ProgressBoard:
                 return
             slowest = max(slowest, trio.current_time() - began)
             if theirs is not None and theirs != at:
-                self._on_begin(Beginning(step=own.step, chain=own.chain, at=theirs))
+                self._on_begin(own.step, own.chain, theirs)
 
         async with trio.open_nursery() as nursery:
             for contact in self.contacts:
@@ -216,7 +188,7 @@ class ProgressBoard:
         return slowest
 
     def _known(self, now: float) -> list[Report]:
-        oldest = now - self._config.lifetime_s
+        oldest = now - LIFETIME_S
         return [each for each in self._others if each.at > max(oldest, self._gone.get(each.peer_id, oldest))]
 
     def _period(self) -> float:
@@ -224,7 +196,7 @@ class ProgressBoard:
         left = max(0.0, view.ends_at - self._dht.clock.now())
         if not view.rate:  # those who have just begun have to see each other before they see an end
             left = 0.0
-        return min(max(left / 4, self._config.min_period_s), self._config.max_period_s)
+        return min(max(left / 4, MIN_PERIOD_S), MAX_PERIOD_S)
 
     async def _report(self) -> None:
         own = self._own()
@@ -236,7 +208,7 @@ class ProgressBoard:
         value = None if report is None else report_to_wire(replace(report, at=self._dht.clock.now()))
         # The DHT takes an entry only if it ends later than the one before it.
         later = math.nextafter(self._expiration, math.inf)
-        self._expiration = max(self._dht.clock.now() + self._config.lifetime_s, later) if value else later
+        self._expiration = max(self._dht.clock.now() + LIFETIME_S, later) if value else later
         try:
             await self._dht.store(self._key, value, subkey=str(self._caller.peer_id), expiration=self._expiration)
         except NetError:
@@ -247,9 +219,9 @@ class ProgressBoard:
             record = await self._dht.get(self._key)
         except NetError:
             return
-        self._learn(reports_in_untrusted(record, now=self._dht.clock.now()), withdrawn=withdrawn_in_untrusted(record))
+        self._learn(*reports_in_untrusted(record, now=self._dht.clock.now()))
 
-    def _learn(self, reports: Iterable[Report], *, withdrawn: Iterable[PeerId] = ()) -> None:
+    def _learn(self, reports: Iterable[Report], withdrawn: Iterable[PeerId] = ()) -> None:
         """Take in what is news of these reports, and wake up whoever waits for news."""
         found = {each.peer_id: each for each in self._known(self._dht.clock.now())}
         for report in reports:
@@ -286,5 +258,5 @@ class ProgressBoard:
         own = self._own()
         if own is None:
             raise CallRefused("this peer brings nothing now")
-        begins_at = self._on_begin(Beginning(step=report.step, chain=report.chain, at=at))
+        begins_at = self._on_begin(report.step, report.chain, at)
         return Reply(body={"report": report_to_wire(own), "at": begins_at})

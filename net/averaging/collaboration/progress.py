@@ -185,31 +185,23 @@ def report_to_wire(report: Report) -> Value:
     return [host, port, report.role.value, report.step, report.chain, *numbers]
 
 
-def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[Report, ...]:
-    """Whoever reports under a key. Entries that cannot be read, or are of the future, are passed over.
+def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[list[Report], list[PeerId]]:
+    """Whoever reports under a key, and who has said that it leaves, by a report that is None. Entries that cannot be
+    read, or are of the future, are passed over.
 
     Args:
       now: swarm time; clocks may differ by a few seconds.
     """
     found: list[Report] = []
+    withdrawn: list[PeerId] = []
     for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
-        try:
-            report = parse_report_untrusted(entry.value, PeerId.parse(subkey))
-        except (RemoteProtocolError, ValueError):
-            continue
-        if report.at <= now + MAX_SKEW_S:
-            found.append(report)
-    return tuple(sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS])
-
-
-def withdrawn_in_untrusted(record: Record | None) -> tuple[PeerId, ...]:
-    """Whoever has said that it leaves, by a report that is None."""
-    found: list[PeerId] = []
-    for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(RemoteProtocolError, ValueError):
+            peer_id = PeerId.parse(subkey)
             if entry.value is None:
-                found.append(PeerId.parse(subkey))
-    return tuple(found)
+                withdrawn.append(peer_id)
+            elif (report := parse_report_untrusted(entry.value, peer_id)).at <= now + MAX_SKEW_S:
+                found.append(report)
+    return sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS], withdrawn
 
 
 def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
@@ -218,23 +210,13 @@ def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    row = row_untrusted(value, "a report", **_ROW)
-    host, port, role, step, chain, samples, rate, at, trained = row
+    host, port, role, *rest = row_untrusted(value, "a report", **_ROW)
     if (host is None) != (port is None):
         raise RemoteProtocolError(f"a peer has both host and port or neither, got {host!r:.80} and {port}")
     if (host is None) != (role is Role.CLIENT):
         raise RemoteProtocolError(f"a client has no address and others have one, got {role} at {host!r:.80}")
-    return Report(
-        peer_id=peer_id,
-        address=None if host is None else Address(host, port),
-        role=role,
-        step=step,
-        chain=chain,
-        samples=samples,
-        rate=rate,
-        at=at,
-        trained=trained,
-    )
+    address = None if host is None else Address(host, port)
+    return Report(peer_id=peer_id, address=address, role=role, **dict(zip(list(_ROW)[3:], rest, strict=True)))
 
 
 class Pace:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import trio
 
-from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, SettlementConfig, Vote
+from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
@@ -34,7 +34,7 @@ from net.averaging.line.monitor import LineMonitor
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import Speeds
+from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.calls import PEER_ERRORS
 from net.dht.node import DhtNode
 from net.errors import CallFailed, DialFailed, PeerUnavailable, RemoteProtocolError
@@ -44,6 +44,10 @@ from net.rpc.base import Caller
 from net.rpc.liveness import ping
 from net.types import Array
 
+_MAX_ATTEMPTS = 4
+"""All-reduces of one step at most: one more for each time that members die in it."""
+_POLL_S = 0.5
+"""How often members are asked whether they live while a group averages."""
 _MOST_PATIENT = 8.0
 """Times `silence_s` that a silent member is waited for at most."""
 _CALMING = 0.98
@@ -52,29 +56,35 @@ _CALMING = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
-    """How a group averages exactly."""
+    """How a peer takes part in exact averages; times are best the same for all."""
 
-    patience_s: float = 5.0
-    """How long a peer that found no group by the time agreed on looks on."""
-    max_attempts: int = 4
-    """All-reduces of one step at most: one more for each time that members die in it."""
-    poll_s: float = 0.5
-    """How often members are asked whether they live while a group averages."""
+    role: Role | None = None
+    """None: a client if the caller cannot be called, else a node."""
+    speeds: Speeds = UNKNOWN
+    """What is known of this peer's line, for the share that it reduces."""
+    measures_line: bool = False
+    """True: find out what `speeds` does not say of it; see `net.averaging.line.monitor`."""
+    lead_s: float = 3.0
+    """Seconds that a group forms before it begins, and for which a peer that has found none by then looks on."""
     silence_s: float = 2.0
     """A member is gone if nothing has moved between it and us for so long; longer after steps that did not settle."""
-    assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
-    """How groups are found."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
     """How a group averages, compression included; `is_identical` is taken to be set."""
-    settlement: SettlementConfig = field(default_factory=SettlementConfig)
-    """How a group settles."""
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ValueError(f"max_attempts must be at least 1, got {self.max_attempts}")
-        for name in ("patience_s", "poll_s", "silence_s"):
+        for name in ("lead_s", "silence_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        self.assembly()  # which refuses what is too long
+
+    def assembly(self) -> AssemblyConfig:
+        """Settings of the search for a group."""
+        return AssemblyConfig(
+            window_s=max(self.lead_s, 1.0),
+            request_timeout_s=max(self.lead_s, 1.0) / 2,
+            poll_s=max(self.lead_s / 8, 0.1),
+            silence_s=self.silence_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,8 +131,7 @@ class StepAveraging:
       caller: places and serves the calls. dht: where groups are found.
       prefix: names the collaboration.
       plan: of the peers' vectors; see `plan_of`.
-      role: what this peer does. speeds: what is known of its line, for its share.
-      measures_line: whether to find out the rest, in `nursery`; see `net.averaging.line.monitor`.
+      nursery: runs what goes on beside the steps.
       rng: draws what is drawn.
       quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
       on_lost: somebody does not answer any more.
@@ -138,37 +147,34 @@ class StepAveraging:
         *,
         prefix: str,
         plan: AveragingPlan,
-        role: Role,
-        speeds: Speeds,
-        measures_line: bool,
+        config: RoundConfig,
         nursery: trio.Nursery,
         rng: random.Random,
-        config: RoundConfig,
         quiet_s: Callable[[], float] = lambda: math.inf,
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
     ) -> None:
+        self.role = config.role or (Role.CLIENT if caller.address is None else Role.NODE)
+        """What this peer does."""
         self._caller = caller
         self._dht = dht
-        self._size = plan.size
-        self._agreed = plan.schema
-        self._role = role
-        self._speeds = speeds
-        self._nursery = nursery
-        self._patience = 1.0
+        self._plan = plan
         self._config = config
+        self._nursery = nursery
+        self._quiet_s = quiet_s
         self._on_lost = on_lost
+        self._patience = 1.0
+        self._step = 0  # whose group was looked for last
         self._cell = rng.randrange(plan.grid.num_cells)
         self._matchmaker = Matchmaker(
-            caller, dht, prefix=prefix, grid=plan.grid, schema=self._agreed, rng=rng, config=config.assembly
+            caller, dht, prefix=prefix, grid=plan.grid, schema=plan.schema, rng=rng, config=config.assembly()
         )
-        identical = replace(config.all_reduce, is_identical=True)
-        self._all_reduce = AllReduce(caller, prefix=prefix, config=identical)
-        self._settlement = Settlement(caller, prefix=prefix, rng=rng, config=config.settlement)
-        self._step = 0  # whose group was looked for last
-        self._quiet_s = quiet_s
+        self._all_reduce = AllReduce(caller, prefix=prefix, config=replace(config.all_reduce, is_identical=True))
+        self._settlement = Settlement(
+            caller, prefix=prefix, rng=rng, timeout_s=config.all_reduce.timeout_s, silence_s=config.silence_s
+        )
         self._monitor: LineMonitor | None = None
-        if measures_line:
-            self._monitor = LineMonitor(caller, prefix=prefix, known=speeds, vector_bytes=4 * self._size)
+        if config.measures_line:
+            self._monitor = LineMonitor(caller, prefix=prefix, known=config.speeds, vector_bytes=4 * plan.size)
 
     def close(self) -> None:
         """Serve no more calls."""
@@ -182,8 +188,7 @@ class StepAveraging:
         return {} if self._monitor is None else self._monitor.outcomes
 
     def _disturb(self) -> None:
-        """Measure nothing beside an averaging."""
-        if self._monitor is not None:
+        if self._monitor is not None:  # nothing is measured beside an averaging
             self._monitor.disturb("a step began")
 
     async def find_group(
@@ -207,18 +212,18 @@ class StepAveraging:
         self._disturb()
         me = Member(
             peer_id=self._caller.peer_id,
-            address=None if self._role is Role.CLIENT else self._caller.address,
-            role=self._role,
+            address=None if self.role is Role.CLIENT else self._caller.address,
+            role=self.role,
             wanted_slot=self._cell,
-            speeds=self._speeds if self._monitor is None else self._monitor.speeds(),
+            speeds=self._config.speeds if self._monitor is None else self._monitor.speeds(),
         )
         group = await self._matchmaker.find_group(
             me,
             cell=self._cell,
             round_number=0,
-            deadline=max(begins_at, self._dht.clock.now()) + self._config.patience_s,
+            deadline=max(begins_at, self._dht.clock.now()) + max(self._config.lead_s, 2.0),
             begins_at=begins_at,
-            schema=hashlib.sha256(self._agreed + step.to_bytes(8, "big") + chain).digest(),
+            schema=hashlib.sha256(self._plan.schema + step.to_bytes(8, "big") + chain).digest(),
             hints=others,
             fewest=fewest,
         )
@@ -248,20 +253,20 @@ class StepAveraging:
         Raises:
           ValueError: the vector is not of that kind or length, or the weight is out of range.
         """
-        if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._size,)):
-            raise ValueError(f"expected float32 [{self._size}], got {vector.dtype} {list(vector.shape)}")
+        if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._plan.size,)):
+            raise ValueError(f"expected float32 [{self._plan.size}], got {vector.dtype} {list(vector.shape)}")
         step = self._step
         self._disturb()
         averaged = await self._average(group, vector, weight, note)
         if self._monitor is not None and averaged is not None and averaged.attempts:
-            self._monitor.averaged(4 * self._size)
+            self._monitor.averaged(4 * self._plan.size)
             self._monitor.measure_in_turn(group, step, self._nursery, self._quiet_s)
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
-        self._settlement.silence_s = self._patience * self._config.settlement.silence_s
+        self._settlement.silence_s = self._patience * self._config.silence_s
         return averaged
 
     async def _average(self, group: Group, vector: Array | None, weight: float, note: float) -> Averaged | None:
-        for attempt in range(1, self._config.max_attempts + 1):
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 result = await self._reduce(group, vector, weight)
                 outcome = await self._settlement.settle(group, _vote_of(result, vector, note))
@@ -282,7 +287,7 @@ class StepAveraging:
             self._settlement.open(group)
             if len(group.members) == 1:
                 brings = vector is not None and weight > 0
-                alone = vector if vector is not None and brings else np.zeros(self._size, np.float32)
+                alone = vector if vector is not None and brings else np.zeros(self._plan.size, np.float32)
                 return _averaged(alone, weight if brings else 0.0, note, group, attempt)
         return None
 
@@ -298,12 +303,12 @@ class StepAveraging:
         return following
 
     async def _reduce(self, group: Group, vector: Array | None, weight: float) -> AllReduceResult:
+        # How long it takes tells nothing of the line: others may compress what they send.
         async with background_nursery() as nursery:
             for member in group.members:
                 if member.peer_id != self._caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            result = await self._all_reduce.run(group, vector, size=self._size, weight=weight)
-        # How long it took tells nothing of the line: others may have compressed what they sent.
+            result = await self._all_reduce.run(group, vector, size=self._plan.size, weight=weight)
         return result
 
     async def _watch(self, group: Group, member: Member) -> None:
@@ -314,7 +319,7 @@ class StepAveraging:
         target = member.peer_id if member.address is None else member.contact
         heard_at = trio.current_time()
         while True:
-            await trio.sleep(self._config.poll_s)
+            await trio.sleep(_POLL_S)
             silence_s = self._patience * self._config.silence_s
             try:
                 await ping(self._caller, target, silence_s=silence_s)
@@ -330,7 +335,7 @@ class StepAveraging:
 
     def _greet(self, group: Group) -> None:
         """Connect with those who will wait for this peer, if they cannot: then they see whether it lives."""
-        if self._role is not Role.CLIENT:
+        if self.role is not Role.CLIENT:
             return
 
         async def connect(contact: Contact) -> None:

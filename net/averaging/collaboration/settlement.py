@@ -19,6 +19,7 @@ crashes alone the living agree; with a network that falls apart the smaller chai
 import math
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 
@@ -27,36 +28,28 @@ from net.averaging.reduction.partition import TOTAL_WEIGHT
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallFailed, CallRefused, PeerUnavailable, RemoteProtocolError
 from net.nursery import background_nursery
-from net.rpc.base import Body, Caller, Reply, Request
+from net.rpc.base import Body, Caller, Reply, Request, read_request
 from net.rpc.liveness import call_living, ping
-from net.wire.fields import FLAG, integer, octets, optional, real, several
+from net.wire.fields import FLAG, Field, integer, octets, optional, real, several
 
 DIGEST_BYTES = 16
+CLIENT_S = 3.0
+"""A client that has not voted so long after the first vote is gone: nobody can ask it."""
+_POLL_S = 0.5
+"""How often whoever decides asks members that have not voted whether they live."""
 _MAX_PAST = 64
 """Outcomes that are remembered for members that ask late."""
 
 _GROUP_ID, _DIGEST = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), octets(0, DIGEST_BYTES)
 _NOTE = real(-1e15, 1e15)
 _PLACES = several(integer(0, MAX_GROUP_SIZE - 1), MAX_GROUP_SIZE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettlementConfig:
-    """How long a group waits for its members."""
-
-    timeout_s: float = 60.0
-    """Longest that a settlement takes; after it a member does not know the outcome."""
-    poll_s: float = 0.5
-    """How often whoever decides asks members that have not voted whether they live."""
-    silence_s: float = 2.0
-    """A member that leaves such a question unanswered is gone if nothing has moved between it and us for so long."""
-    client_s: float = 3.0
-    """A client that has not voted so long after the first vote is gone: nobody can ask it."""
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+_ASKED: dict[str, Field[Any]] = {
+    "group": _GROUP_ID,
+    "complete": optional(FLAG),
+    "digest": optional(_DIGEST),
+    "note": optional(_NOTE),
+    "weight": optional(TOTAL_WEIGHT),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,17 +159,19 @@ class Settlement:
     Args:
       caller: serves `averaging.PREFIX.settle`.
       rng: draws ids of groups.
+      timeout_s: longest that a settlement takes; after it a member does not know the outcome.
+      silence_s: a member that leaves a question unanswered is gone if nothing has moved between it and us for so long.
 
     Raises:
       ValueError: the caller serves the prefix already.
     """
 
-    def __init__(self, caller: Caller, *, prefix: str, rng: random.Random, config: SettlementConfig) -> None:
+    def __init__(self, caller: Caller, *, prefix: str, rng: random.Random, timeout_s: float, silence_s: float) -> None:
         self._caller = caller
         self._rng = rng
-        self._config = config
-        self.silence_s = config.silence_s
-        """The setting, or longer where that has proved too short."""
+        self._timeout_s = timeout_s
+        self.silence_s = silence_s
+        """As was given, or longer where that has proved too short."""
         self._method = f"averaging.{prefix}.settle"
         self._cases: dict[bytes, Case] = {}
         self._arrival = trio.Event()
@@ -204,7 +199,7 @@ class Settlement:
         """Vote, and wait for the outcome; None if it cannot be known in time. The group was opened before."""
         own, case = group.index(self._caller.peer_id), self._cases[group.group_id]
         case.count(own, vote, trio.current_time())
-        with trio.move_on_after(self._config.timeout_s):
+        with trio.move_on_after(self._timeout_s):
             while case.outcome is None and case.decider is not None:
                 if case.decider == own:
                     await self._decide(case)
@@ -227,7 +222,7 @@ class Settlement:
         try:
             async with background_nursery() as nursery:
                 nursery.start_soon(self._watch, case, place, nursery.cancel_scope)
-                reply = await self._caller.call(contact, self._method, body, timeout_s=self._config.timeout_s)
+                reply = await self._caller.call(contact, self._method, body, timeout_s=self._timeout_s)
                 outcome = _parse_outcome_untrusted(reply.body, case.group)
         except PEER_ERRORS:
             case.lose(place)
@@ -241,7 +236,7 @@ class Settlement:
         """Cancel `scope` once another knows the outcome, or the member falls silent."""
         while case.outcome is None and place not in case.gone:
             changed = case.changed
-            with trio.move_on_after(self._config.poll_s):
+            with trio.move_on_after(_POLL_S):
                 await changed.wait()
                 continue
             try:
@@ -259,7 +254,7 @@ class Settlement:
             if case.outcome is not None:
                 return
             changed = case.changed
-            with trio.move_on_after(self._config.poll_s):
+            with trio.move_on_after(_POLL_S):
                 await changed.wait()
                 continue
             async with trio.open_nursery() as nursery:
@@ -270,14 +265,13 @@ class Settlement:
         """Ask a member that has not voted whether it lives, and what it knows."""
         member = case.group.members[place]
         if member.role is Role.CLIENT:
-            if trio.current_time() - case.first_vote_at >= self._config.client_s:
+            if trio.current_time() - case.first_vote_at >= CLIENT_S:
                 case.lose(place)
             return
         body = {"group": case.group.group_id}
         try:
-            silence_s, timeout_s = self.silence_s, self._config.timeout_s
             reply = await call_living(
-                self._caller, member.contact, self._method, body, silence_s=silence_s, timeout_s=timeout_s
+                self._caller, member.contact, self._method, body, silence_s=self.silence_s, timeout_s=self._timeout_s
             )
             outcome = _parse_outcome_untrusted(reply.body, case.group)
         except PEER_ERRORS:
@@ -288,14 +282,7 @@ class Settlement:
             case.settle(outcome)
 
     async def _serve(self, request: Request) -> Reply:
-        try:
-            group_id = _GROUP_ID.of_untrusted(request.body, "group")
-            complete = optional(FLAG).of_untrusted(request.body, "complete")
-            digest = optional(_DIGEST).of_untrusted(request.body, "digest")
-            note = optional(_NOTE).of_untrusted(request.body, "note")
-            weight = optional(TOTAL_WEIGHT).of_untrusted(request.body, "weight")
-        except RemoteProtocolError as error:
-            raise CallRefused(str(error)) from error
+        group_id, complete, digest, note, weight = read_request(request, **_ASKED)
         case = await self._known(group_id)
         try:
             place = case.group.index(request.peer_id)
