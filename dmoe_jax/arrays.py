@@ -105,6 +105,11 @@ def in_type_of(new: Any, old: Any) -> Any:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
+def typed_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree in the types of another of its structure."""
+    return jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), tree, like)
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """True if every number of the tree is finite. A sum of them, or of their squares, might overflow."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]

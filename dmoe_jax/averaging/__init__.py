@@ -35,7 +35,6 @@ On a line that is thin only the largest changes need to travel, in two bits each
     optimizer = moshpit_average(
         optax.adamw(3e-4), every=25, what="pseudo_gradients", outer=optax.sgd(1.0), compress=feedback
     )
-    config = TreeAveragerConfig(sparse=feedback)
 
 What is kept is in the optimiser's state, and so in checkpoints. A lost round changes nothing of it.
 

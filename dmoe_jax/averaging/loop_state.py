@@ -8,7 +8,7 @@ import trio
 
 from dmoe_jax.averaging.donor import donor_source
 from dmoe_jax.device import Device
-from dmoe_jax.optim.hosting import rounds_of, without_taken
+from dmoe_jax.optim.host_state import host_state, without_taken
 from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused
@@ -44,7 +44,7 @@ class LoopState:
     @asynccontextmanager
     async def at_hand(self, params: PyTree, opt_state: PyTree) -> AsyncIterator[PyTree]:
         """Offer this state to newcomers as long as the block lasts, which gets what is offered."""
-        self.version = await self._device.run(rounds_of, opt_state)
+        self.version = await self._device.run(lambda: int(host_state(opt_state).rounds))
         if self._left_at is not None:
             self._patience_s = max(_PATIENCE_S, 2 * (trio.current_time() - self._left_at))
         self._held = {"params": params, "opt_state": without_taken(opt_state)}

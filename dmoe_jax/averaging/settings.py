@@ -35,9 +35,9 @@ class TreeAveragerConfig:
     compression: CompressionName = "none"
     """How numbers travel."""
     sparse: ErrorFeedback | None = None
-    """How few of them travel, the same for all: the largest of each block in two or four bits, in an all-gather among
-    the members of a group. It is for an optimiser whose `moshpit_average` was made with `compress`, of gradients or
-    pseudo-gradients, and instead of `compression`. None: all numbers travel."""
+    """How few of them travel follows from the optimiser, if its `moshpit_average` was made with `compress`: the largest
+    of each block in two or four bits, in an all-gather among the members of a group, and instead of `compression`. What
+    is given here must be the same."""
     share: float = 1.0
     """Of the parameters, drawn anew for each group, that are averaged; the rest stays as it is (SPARTA). The same for
     all, and only for an optimiser that averages parameters."""
@@ -63,16 +63,6 @@ class TreeAveragerConfig:
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be above 0 and at most 1, got {self.share}")
-        if self.sparse is not None and self.share < 1:
-            raise ValueError(f"sparse values are few already: a share of {self.share} is for parameters")
-        if self.sparse is not None and self.compression != "none":
-            raise ValueError(
-                f"sparse values travel in a few bits as they are: compression {self.compression!r} is for all"
-            )
-        if self.sparse is not None and self.role == "auxiliary":
-            raise ValueError(
-                "sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them"
-            )
         check_meaning(self.meaning)
         # The parts check the rest: a wrong value is refused here, and not when it is used.
         self.grid()

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import jax
 import numpy as np
 import optax
 import trio
@@ -16,21 +15,18 @@ import trio
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.loop_state import LoopState
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
-from dmoe_jax.averaging.sparse import SparseOffers, sparse_offers
+from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.device import Device, ThreadDevice
-from dmoe_jax.optim.hosting import (
-    averaged_kind,
-    averages_by_host,
+from dmoe_jax.optim.host_state import (
+    Sent,
     averaging_due,
+    host_state,
     is_going_over,
-    offered_trees,
     taken_over,
     what_to_send,
     with_average,
     without_gathered,
 )
-from dmoe_jax.optim.moshpit_state import Sent
-from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS, Role
@@ -43,8 +39,6 @@ from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-from net.types import Array
-from net.wire.sparse import SparseVector
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +73,7 @@ class Fragment:
 
     number: int
     averager: Averager
-    layout: TreeLayout
+    form: WireForm
     turn: trio.Lock = field(default_factory=trio.Lock)
     under_way: _UnderWay | None = None
 
@@ -93,7 +87,6 @@ class TreeAverager:
         *,
         what: str,
         role: RoleName = "auto",
-        sparse: SparseOffers | None = None,
         loop: LoopState | None = None,
         device: Device,
         nursery: trio.Nursery,
@@ -102,7 +95,6 @@ class TreeAverager:
         self._fragments = fragments
         self._what = what
         self._role = role
-        self._sparse = sparse
         self._loop = loop
         self._device = device
         self._nursery = nursery
@@ -192,12 +184,11 @@ class TreeAverager:
         return opt_state
 
     async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
-        if (kind := averaged_kind(opt_state)) != self._what:
+        if (kind := host_state(opt_state).kind) != self._what:
             raise ValueError(f"the averager is for {self._what}, the optimiser averages {kind}")
-        feedback = None if self._sparse is None else self._sparse.feedback
-        offer = partial(what_to_send, fragment=fragment.number, feedback=feedback)
+        offer = partial(what_to_send, fragment=fragment.number)
         sent = await self._device.run(offer, opt_state, params)
-        fragment.layout.check(sent.tree)
+        fragment.form.layout.check(sent.tree)
         fragment.under_way = _UnderWay(sent)
         self._nursery.start_soon(self._carry, fragment, fragment.under_way)
 
@@ -316,7 +307,7 @@ class TreeAverager:
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector, is_finite = await self._device.run(self._offered, fragment, under_way.sent)
+        vector, is_finite = await self._device.run(fragment.form.vector_of, under_way.sent)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self._device.run(float, samples)
         name = self._what.replace("_", "-")
@@ -337,20 +328,12 @@ class TreeAverager:
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
-        layout = fragment.layout if self._sparse is None else self._sparse.layout
-        under_way.averaged = await self._device.run(layout.to_tree, done.average)
+        under_way.averaged = await self._device.run(fragment.form.mean.to_tree, done.average)
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
         self.totals.moved_bytes += done.moved_bytes
         self.totals.peers_lost.update(done.lost.values())
         return done, ""
-
-    def _offered(self, fragment: Fragment, sent: Sent) -> tuple[Array | SparseVector, bool]:
-        """What travels, on the host, and whether all of it is finite."""
-        if self._sparse is not None:
-            return self._sparse.vector_of(sent)
-        vector = fragment.layout.to_vector(sent.tree)
-        return vector, bool(np.isfinite(vector).all())
 
     def _missed(self, why: str, *, reason: str = "") -> str:
         self.totals.missed += 1
@@ -399,16 +382,10 @@ async def open_tree_averager(
       on_round: called after each round, in the event loop.
 
     Raises:
-      ValueError: an argument is out of range, the optimiser does not average by the host or is not made for sparse
-        payloads as `config.sparse` says, or a parameter is not of floating-point numbers.
+      ValueError: an argument is out of range, or as of `wire_forms`.
     """
-    opt_state = jax.eval_shape(optimizer.init, params)
-    if not averages_by_host(opt_state):
-        raise ValueError("this optimiser was made with `average` and averages by itself")
-    what, trees, device = averaged_kind(opt_state), offered_trees(optimizer, params), device or ThreadDevice()
-    if config.share < 1 and what != "parameters":
-        raise ValueError(f"a share of {config.share} is for an optimiser that averages parameters, this one: {what}")
-    sparse, rng = sparse_offers(opt_state, config.sparse), random.SystemRandom() if rng is None else rng
+    what, forms = wire_forms(optimizer, params, config)
+    device, rng = device or ThreadDevice(), random.SystemRandom() if rng is None else rng
     loop = LoopState(device) if state is None and config.role != "auxiliary" else None
     if loop is not None:
         source: StateSource | None = loop.source
@@ -418,8 +395,8 @@ async def open_tree_averager(
     if loop is not None:  # its versions are rounds, of which each counts
         settings = replace(settings, state=replace(settings.state, max_lag=0))
     async with AsyncExitStack() as stack:
-        for number, tree in enumerate(trees):
-            layout, is_first = TreeLayout(tree), number == 0
+        for number, form in enumerate(forms):
+            layout, is_first = form.layout, number == 0
             if layout.rounding:
                 _log.warning("averages of %r: %s", name, layout.rounding)
             plan = AveragingPlan.of(
@@ -427,7 +404,7 @@ async def open_tree_averager(
                 grid=config.grid(),
                 schema=f"{what}\n{layout.schema}",
                 meaning=config.meaning,
-                sparse=None if sparse is None else sparse.payload,
+                sparse=form.sparse,
                 share=config.share,
             )
             if not is_first:  # one line: what the first averager finds out of it counts for all
@@ -437,19 +414,18 @@ async def open_tree_averager(
                     caller,
                     dht,
                     plan,
-                    prefix=name if len(trees) == 1 else f"{name}-{number}",
+                    prefix=name if len(forms) == 1 else f"{name}-{number}",
                     rng=rng,
                     state=source if is_first else None,
                     config=settings,
                 )
             )
-            fragments.append(Fragment(number=number, averager=averager, layout=layout))
+            fragments.append(Fragment(number=number, averager=averager, form=form))
         async with background_nursery() as nursery:
             yield TreeAverager(
                 fragments,
                 what=what,
                 role=config.role,
-                sparse=sparse,
                 loop=loop,
                 device=device,
                 nursery=nursery,

@@ -109,6 +109,7 @@ class AveragingOptions:
                 self.average_name if self.average_fragments == 1 else f"{self.average_name}-{self.average_fragments}"
             )
             self.config()
+            self.feedback()
             if self.target_batch_size:
                 self.collaboration()
         except ValueError as error:
@@ -202,7 +203,6 @@ class AveragingOptions:
             window_s=self.average_window_s,
             timeout_s=self.average_timeout_s,
             compression=self._codec,
-            sparse=self.feedback(),
             share=self.average_share,
             role="client" if self.average_client else "auto",
             speeds=speeds_of(self.average_up, self.average_down),

@@ -4,7 +4,7 @@
   averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh.
 - `streaming_diloco` and `noloco` are optimisers that send less, or at other times; they leave averaging to the host as
-  `moshpit_average` does (`hosting`). `ErrorFeedback` compresses what `moshpit_average` sends (`compression`).
+  `moshpit_average` does (`host_state`). `ErrorFeedback` compresses what `moshpit_average` sends (`compression`).
 - `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
   momentum; `compensate_delay` corrects them.
 
@@ -20,9 +20,17 @@ from dmoe_jax.optim.compression import (
     sparse_vector,
     zero_residual,
 )
-from dmoe_jax.optim.hosting import averaged_kind, averaging_due, num_fragments, what_to_send, with_average
-from dmoe_jax.optim.moshpit import apply_average, moshpit_average
-from dmoe_jax.optim.moshpit_state import MoshpitState, Sent
+from dmoe_jax.optim.host_state import (
+    HostState,
+    Sent,
+    apply_average,
+    averaging_due,
+    host_state,
+    what_to_send,
+    with_average,
+)
+from dmoe_jax.optim.moshpit import moshpit_average
+from dmoe_jax.optim.moshpit_state import MoshpitState
 from dmoe_jax.optim.noloco import NoLoCoState, noloco
 from dmoe_jax.optim.peer_axis import (
     FailureRule,
@@ -40,23 +48,23 @@ __all__ = [
     "ErrorFeedback",
     "ErrorFeedbackState",
     "FailureRule",
+    "HostState",
     "MoshpitState",
     "NoLoCoState",
     "Sent",
     "StreamingDiLoCoState",
     "apply_average",
-    "averaged_kind",
     "averaging_due",
     "compensate_delay",
     "compress",
     "distortion",
     "error_feedback",
     "group_mean",
+    "host_state",
     "moshpit_average",
     "moshpit_round",
     "moshpit_rounds",
     "noloco",
-    "num_fragments",
     "random_cells",
     "scale_by_stale_adam",
     "scale_by_staleness",

@@ -31,9 +31,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from dmoe_jax.arrays import all_finite, as_params, copied, wide
-from dmoe_jax.optim.moshpit import DILOCO_OUTER_MOMENTUM, DILOCO_OUTER_RATE
-from dmoe_jax.optim.moshpit_state import typed_like
+from dmoe_jax.arrays import all_finite, as_params, copied, typed_like, wide
+from dmoe_jax.optim.moshpit import diloco_outer
 from dmoe_jax.types import PyTree
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
@@ -225,7 +224,7 @@ def collaborative(
     if outer is not None and shared != "pseudo_gradients":
         raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {shared}")
     if outer is None and shared == "pseudo_gradients":
-        outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
+        outer = diloco_outer()
     return Collaborative(optax.with_extra_args_support(optimizer), shared, outer, loss_scale)
 
 

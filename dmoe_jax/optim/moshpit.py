@@ -8,12 +8,7 @@ outcome arrives as state, and the next update applies it.
     updates, opt_state = optimizer.update(grads, opt_state, params)       # jitted, as ever
     opt_state = await averager.step(opt_state, params)                    # over the network, see `dmoe_jax.averaging`
 
-Over anything else than our network, the last line is this:
-
-    if averaging_due(opt_state):
-        sent = what_to_send(opt_state, params)
-        averaged = await ...                                              # training may go on meanwhile
-        opt_state = with_average(opt_state, sent, averaged)               # None: the network failed
+Over anything else than our network, the last line is that of `dmoe_jax.optim.host_state`.
 
 Parameters have moved by then. So what is applied is the difference between the average and what was sent, and progress
 made meanwhile stays (Moshpit SGD's own implementation, which averages in the background, does the same). To wait for
@@ -36,26 +31,15 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import typed_like, wide
 from dmoe_jax.optim.compression import ErrorFeedback, zero_residual
-from dmoe_jax.optim.moshpit_state import (
-    MoshpitState,
-    Sent,
-    counted,
-    find_state,
-    map_state,
-    receive,
-    typed_like,
-    what_to_send,
-)
+from dmoe_jax.optim.host_state import check_like
+from dmoe_jax.optim.moshpit_state import MoshpitState, state_type
 from dmoe_jax.optim.taking_over import goes_over
 from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
 """What peers average; see `moshpit_average`."""
-
-DILOCO_OUTER_RATE, DILOCO_OUTER_MOMENTUM = 0.7, 0.9
-"""Of the Nesterov momentum that DiLoCo found best as the outer optimiser (Douillard et al. 2023, section 3)."""
 
 Average = Callable[..., PyTree]
 """(tree, round_number) -> tree of the same shapes, traceable; with `weighted`, (tree, round_number, weight)."""
@@ -93,8 +77,8 @@ def moshpit_average(
       average: averages inside `update`; None: the host does, between updates. A round whose outcome is not finite is
         lost. Under `vmap` it runs at every update, and its outcome is taken when it is due.
       compress: sends the largest values only and keeps the rest back, of gradients and pseudo-gradients; see
-        `dmoe_jax.optim.compression`. The host then passes it to `what_to_send` as `feedback`. An outer optimiser
-        beside it should have no momentum: `optax.sgd(1.0)`, SparseLoCo's.
+        `dmoe_jax.optim.compression`. An outer optimiser beside it should have no momentum: `optax.sgd(1.0)`,
+        SparseLoCo's.
 
     Raises:
       ValueError: every is below 1, an unknown `what`, an outer optimiser for something else, or compressed parameters.
@@ -108,71 +92,14 @@ def moshpit_average(
     if compress is not None and what == "parameters":
         raise ValueError("compress is for gradients and pseudo_gradients: the largest parameters alone are no model")
     if outer is None and what == "pseudo_gradients":
-        outer = optax.sgd(DILOCO_OUTER_RATE, momentum=DILOCO_OUTER_MOMENTUM, nesterov=True)
+        outer = diloco_outer()
     moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average, compress)
     return optax.GradientTransformationExtraArgs(moshpit.init, goes_over(moshpit.update))
 
 
-def averaged_kind(opt_state: PyTree) -> What:
-    """What the optimiser with this state averages.
-
-    Raises:
-      ValueError: there is no `moshpit_average` in it, or more than one.
-    """
-    state = find_state(opt_state)
-    if state.accumulated is not None:
-        return "gradients"
-    return "parameters" if state.anchor is None else "pseudo_gradients"
-
-
-def averaging_due(opt_state: PyTree) -> bool:
-    """Whether enough updates were made since the last averaging began. Waits for the update that says so.
-
-    It stays true until `with_average`; whether an averaging is under way the host knows.
-
-    Args:
-      opt_state: a `MoshpitState`, or the state of what is composed around it.
-    """
-    return bool(find_state(opt_state).due)
-
-
-def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None) -> PyTree:
-    """The state in which the next update applies the outcome. May be jitted.
-
-    Args:
-      opt_state: as it is now, some updates after `what_to_send` perhaps.
-      sent: what was offered.
-      averaged: what came of it, arrays of any floating type; None: nothing. If any of it is not finite it is lost too.
-
-    Raises:
-      ValueError: it has another structure or other shapes than what was sent, or the transformation averages by itself.
-    """
-    state = find_state(opt_state)
-    if state.arrived is None:
-        raise ValueError("this transformation was made with `average` and averages by itself")
-    incoming, is_there, state = receive(state, sent, averaged)
-    # Copies: later steps may donate the state, and the arrays that were given are the caller's.
-    state = state._replace(incoming=jax.tree.map(jnp.array, incoming), arrived=is_there)
-    return map_state(lambda _: state, opt_state)
-
-
-def apply_average(
-    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra: Any
-) -> tuple[PyTree, PyTree]:
-    """Apply what arrived at once, before the next gradient. Without it the next update does.
-
-    Around the transformation only what is stateless may be composed, such as clipping: the rest would count a step.
-
-    Args:
-      optimizer: what `opt_state` belongs to.
-      extra: further arguments of its `update`.
-
-    Returns: parameters and state.
-    """
-    optimizer = optax.with_extra_args_support(optimizer)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, opt_state = optimizer.update(zeros, opt_state, params, without_gradient=True, **extra)
-    return optax.apply_updates(params, updates), opt_state
+def diloco_outer() -> optax.GradientTransformation:
+    """The outer optimiser that DiLoCo found best (Douillard et al. 2023, section 3)."""
+    return optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +117,7 @@ class _Moshpit:
     def init(self, params: PyTree) -> MoshpitState:
         outer, by_host = self.outer, self.average is None
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
-        return MoshpitState(
+        return state_type(self.compress)(
             inner=self.inner.init(params),
             steps=jnp.zeros((), jnp.int32),
             samples=jnp.zeros(()) if self.weighted else None,
@@ -236,9 +163,10 @@ class _Moshpit:
 
         def average_now(updates: PyTree, state: MoshpitState) -> tuple[PyTree, MoshpitState]:
             assert self.average is not None
-            sent = what_to_send(state, optax.apply_updates(params, updates), feedback=self.compress)
+            sent = state.offer(optax.apply_updates(params, updates))
             averaged = self.average(sent.tree, state.rounds, *([sent.weight] if self.weighted else []))
-            incoming, is_there, state = receive(state, sent, averaged)
+            check_like(averaged, sent.tree)
+            incoming, is_there, state = state.outcome(sent, averaged)
             return jax.lax.cond(is_there, apply, lambda _, *kept: kept, incoming, updates, state)
 
         if without_gradient or self.what == "gradients":
@@ -247,7 +175,7 @@ class _Moshpit:
         else:
             updates, state = inner_step(grads, state)
         if not without_gradient:
-            state = counted(state, grads, samples if self.weighted else None, self.every)
+            state = state.counted(grads, samples if self.weighted else None, self.every)
         if self.average is None:
             return self._apply_if_arrived(apply, updates, state)
         if self.every == 1 and not without_gradient:

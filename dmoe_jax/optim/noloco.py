@@ -13,9 +13,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from dmoe_jax.arrays import all_finite, wide
+from dmoe_jax.arrays import all_finite, typed_like, wide
+from dmoe_jax.optim.host_state import HostState, Sent, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
 from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
@@ -23,6 +23,7 @@ MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
 """alpha and beta of the paper's experiments; gamma = beta, as in the authors' code."""
 
 
+@HostState.register
 class NoLoCoState(NamedTuple):
     """State of `noloco`.
 
@@ -48,25 +49,36 @@ class NoLoCoState(NamedTuple):
     incoming: tuple[PyTree, PyTree, PyTree] | None = None
     taken: Taken | None = None
 
-    def offer(self, params: PyTree) -> Sent:
-        """What this peer offers now: the pair (theta - phi, phi) in float32, in arrays of its own."""
-        ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), masked_like(params, self.slow), self.slow)
-        return Sent((ways, jax.tree.map(lambda leaf: jnp.array(wide(leaf)), self.slow)), jnp.array(self.steps), None)
+    @property
+    def kind(self) -> str:
+        return "noloco"
 
-    def receive(self, sent: Sent, averaged: PyTree | None) -> "NoLoCoState":
-        """The state in which the next update makes the outer step; see `optim.with_average`."""
+    @property
+    def feedback(self) -> None:
+        return None
+
+    @property
+    def rounds(self) -> Int[Array, ""] | None:
+        return self.offered
+
+    def offer(self, params: PyTree, fragment: int = 0) -> Sent:
+        """The pair (theta - phi, phi) in float32."""
+        del fragment
+        ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), masked_like(params, self.slow), self.slow)
+        return Sent((ways, jax.tree.map(lambda leaf: jnp.array(wide(leaf)), self.slow)), jnp.array(self.steps))
+
+    def receive(self, sent: Sent, averaged: PyTree | None, fragment: int = 0) -> "NoLoCoState":
+        del fragment
         assert self.due is not None
         state = self._replace(offered=sent.steps, due=jnp.zeros_like(self.due))
         if averaged is None:
             return state
-        check_like(averaged, sent.tree)
         mean_way, mean_slow = jax.tree.map(lambda leaf: jnp.array(wide(jnp.asarray(leaf))), averaged)
         is_good = all_finite((mean_way, mean_slow, sent.tree[0]))
         # Copies: later steps may donate the state, and what was sent is the host's.
         return state._replace(incoming=(mean_way, mean_slow, jax.tree.map(jnp.array, sent.tree[0])), arrived=is_good)
 
     def emptied(self) -> "NoLoCoState":
-        """Without anything that is under way: for a peer that takes this state over."""
         if self.offered is None:
             return self
         due, arrived = jax.tree.map(jnp.zeros_like, (self.due, self.arrived))

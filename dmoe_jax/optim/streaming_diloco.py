@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
-from dmoe_jax.arrays import all_finite, wide
+from dmoe_jax.arrays import all_finite, typed_like, wide
+from dmoe_jax.optim.host_state import HostState, Sent, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.moshpit_state import Sent, check_like, masked_like, typed_like
 from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
@@ -24,6 +24,7 @@ OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
 """Of the Nesterov momentum that the paper found best."""
 
 
+@HostState.register
 class StreamingDiLoCoState(NamedTuple):
     """State of `streaming_diloco`.
 
@@ -53,25 +54,31 @@ class StreamingDiLoCoState(NamedTuple):
     taken: Taken | None = None
 
     @property
+    def kind(self) -> str:
+        return "streaming"
+
+    @property
+    def feedback(self) -> None:
+        return None
+
+    @property
     def members(self) -> list[list[int]]:
         """The places among the arrays of the parameters of each fragment's."""
         return [sorted(map(int, fragment)) for fragment in self.under_way]
 
     def offer(self, params: PyTree, fragment: int) -> Sent:
-        """What this peer offers of a fragment now: a list of arrays, anchor - theta, float32."""
+        """A list of arrays, anchor - theta, float32."""
         anchor, own = jax.tree.leaves(self.anchor), jax.tree.leaves(masked_like(params, self.anchor))
         ways = [wide(anchor[place]) - wide(own[place]) for place in self.members[fragment]]
-        return Sent(ways, jnp.array(self.steps), None)
+        return Sent(ways, jnp.array(self.steps))
 
     def receive(self, sent: Sent, averaged: PyTree | None, fragment: int) -> "StreamingDiLoCoState":
-        """The state in which a coming update makes the fragment's outer step; see `optim.with_average`."""
         assert self.due is not None
         assert self.left is not None
         assert self.arrived is not None
         state = self._replace(due=self.due.at[fragment].set(False), rounds=self.rounds + 1)
         if averaged is None:
             return state
-        check_like(averaged, sent.tree)
         arrays = [jnp.array(wide(jnp.asarray(leaf))) for leaf in averaged]
         flying = dict(zip(map(str, self.members[fragment]), arrays, strict=True))
         under_way = (*self.under_way[:fragment], flying, *self.under_way[fragment + 1 :])
@@ -82,7 +89,6 @@ class StreamingDiLoCoState(NamedTuple):
         )
 
     def emptied(self) -> "StreamingDiLoCoState":
-        """Without anything that is under way: for a peer that takes this state over."""
         due, arrived = jax.tree.map(jnp.zeros_like, (self.due, self.arrived))
         return self._replace(due=due, arrived=arrived)
 

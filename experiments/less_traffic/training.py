@@ -82,7 +82,7 @@ def train(task: Task, make: MakeMethod, lanes: Sequence[Lane], *, batches: PyTre
     layout = TreeLayout(starts[0])
     stretch = jax.jit(jax.vmap(partial(_stretch, task, make)), donate_argnums=1)
     receive = jax.jit(jax.vmap(partial(_receive, make)))
-    offer = jax.jit(jax.vmap(jax.vmap(partial(what_to_send, feedback=method.feedback))))
+    offer = jax.jit(jax.vmap(jax.vmap(what_to_send)))
     evaluate = jax.jit(jax.vmap(task.evaluate))
     num_steps = jax.tree.leaves(batches)[0].shape[1]
     steps, losses = list[int](), list[np.ndarray]()

@@ -13,7 +13,7 @@ from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import apply_average, moshpit_average, noloco, streaming_diloco
-from dmoe_jax.optim.hosting import is_going_over, rounds_of, taken_over, without_taken
+from dmoe_jax.optim.host_state import host_state, is_going_over, taken_over, without_taken
 from net.errors import NetError
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm
@@ -162,7 +162,7 @@ def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind:
 
     in_swarm(body)
     np.testing.assert_allclose(new.values, old.values, rtol=1e-6, atol=1e-6)  # seven, less seven, in float32
-    assert rounds_of(new.opt_state) == rounds_of(old.opt_state) >= AVERAGES
+    assert host_state(new.opt_state).rounds == host_state(old.opt_state).rounds >= AVERAGES
     assert not is_going_over(new.opt_state)
 
 

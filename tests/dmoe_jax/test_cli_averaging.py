@@ -11,7 +11,7 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.optim import apply_average, averaged_kind, num_fragments, what_to_send, with_average
+from dmoe_jax.optim import apply_average, host_state, what_to_send, with_average
 from dmoe_jax.runs.endings import UsageError
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
@@ -49,11 +49,11 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
     words = ["--average-every", "50", "--average", "pseudo-gradients", "--average-compression", "top-k"]
     options = tyro.cli(AveragingOptions, args=[*words, "--average-kept", "32", "--average-value-bits", "4"])
     options.check()
-    sparse = options.config().sparse
+    state = options.wrap(optax.sgd(1.0)).init(jnp.zeros(3))
+    sparse = host_state(state).feedback
     assert sparse is not None
     assert (sparse.coding.kept, sparse.coding.bits, sparse.coding.block_size, sparse.decay) == (32, 4, 4096, 0.95)
     assert options.config().compression == "none"
-    state = options.wrap(optax.sgd(1.0)).init(jnp.zeros(3))
     assert state.residual.tolist() == [0.0] * 3
     # The outer step at rate 1 without momentum; the dense one has the parameters' size of momentum.
     for flags, num_arrays in ([], 0), (["--outer-momentum", "0.5"], 1):
@@ -64,7 +64,7 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
         assert len(jax.tree.leaves(outer_state)) == num_arrays
         # Nesterov's first step goes 1 + momentum times as far.
         assert updates.tolist() == [-1.0 - 0.5 * num_arrays] * 3
-    assert AveragingOptions(average_every=5).config().sparse is None
+    assert host_state(AveragingOptions(average_every=5).wrap(optax.sgd(1.0)).init(jnp.zeros(3))).feedback is None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_optimiser_averages_what_the_flags_say(what: Any) -> None:
     options.check()
     assert options.config().speeds == Speeds(up=12.5e6)
     state = options.wrap(optax.sgd(1.0)).init(jnp.zeros(2))
-    assert averaged_kind(state) == what.replace("-", "_")
+    assert host_state(state).kind == what.replace("-", "_")
     assert state.samples is not None
     equal = AveragingOptions(average_every=5, average=what, average_by_samples=False)
     assert equal.wrap(optax.sgd(1.0)).init(jnp.zeros(2)).samples is None
@@ -142,7 +142,7 @@ def test_methods_become_their_optimisers() -> None:
         options = AveragingOptions(average_every=5, **wishes)  # type: ignore[arg-type]
         options.check()
         state = options.wrap(optax.adam(1e-3)).init(params)
-        assert (averaged_kind(state), num_fragments(state)) == (kind, fragments)
+        assert (host_state(state).kind, host_state(state).due.size) == (kind, fragments)
         assert options.config().share == wishes.get("average_share", 1.0)
 
 

@@ -1,6 +1,8 @@
 """Error feedback: what is sent, what stays, and that a payload carries exactly what the residual was relieved of."""
 
+import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,14 @@ from dmoe_jax.optim import (
     apply_average,
     compress,
     error_feedback,
+    host_state,
     moshpit_average,
     sparse_vector,
     what_to_send,
     with_average,
     zero_residual,
 )
-from dmoe_jax.optim.moshpit_state import without_gathered
+from dmoe_jax.optim.host_state import without_gathered
 from net.wire.sparse import SparseCoding, encode_sparse, parse_sparse_untrusted, to_dense
 
 RNG = np.random.default_rng(0)
@@ -221,9 +224,11 @@ def test_compressed_gradients_against_plain_loops() -> None:
 HOST = {"pseudo_gradients": {"outer": optax.sgd(1.0)}, "gradients": {}}
 
 
-def hosted(what: str) -> tuple[Any, ErrorFeedback]:
-    feedback = ErrorFeedback(coding=SMALL, decay=0.9)
-    return moshpit_average(optax.sgd(0.1), what=what, compress=feedback, **HOST[what]), feedback  # type: ignore[arg-type]
+FEEDBACK = ErrorFeedback(coding=SMALL, decay=0.9)
+
+
+def hosted(what: str, **settings: Any) -> Any:
+    return moshpit_average(optax.sgd(0.1), what=what, compress=FEEDBACK, **HOST[what], **settings)  # type: ignore[arg-type]
 
 
 def one_step(optimizer: Any, params: Any, state: Any, grad: Any) -> Any:
@@ -234,16 +239,14 @@ def one_step(optimizer: Any, params: Any, state: Any, grad: Any) -> Any:
 @pytest.mark.parametrize("what", list(HOST))
 def test_host_and_inside_agree(what: str) -> None:
     """The host's `what_to_send`, payload, `with_average` and `apply_average` come to what `average` inside does."""
-    optimizer, feedback = hosted(what)
-    inside = moshpit_average(
-        optax.sgd(0.1), what=what, compress=feedback, average=lambda tree, _: tree, **HOST[what]  # type: ignore[arg-type]
-    )  # fmt: skip
+    optimizer = hosted(what)
+    inside = hosted(what, average=lambda tree, _: tree)
     params = jnp.asarray(RNG.normal(size=24), jnp.float32)
     ours, theirs = (params, optimizer.init(params)), (params, inside.init(params))
     for grad in RNG.normal(size=(5, 24)).astype(np.float32):
         theirs = one_step(inside, *theirs, grad)
         held, state = one_step(optimizer, *ours, grad)
-        sent = what_to_send(state, held, feedback=feedback)
+        sent = what_to_send(state, held)
         assert sent.parts is not None
         payload = encode_sparse(sparse_vector(sent.parts, params, SMALL))
         arrived = to_dense(parse_sparse_untrusted(payload, SMALL, (24,)))
@@ -254,12 +257,12 @@ def test_host_and_inside_agree(what: str) -> None:
 
 def test_a_lost_averaging_loses_nothing() -> None:
     """The residual stays, and what was offered is in the next pseudo-gradient, since the anchor did not move."""
-    optimizer, feedback = hosted("pseudo_gradients")
+    optimizer = hosted("pseudo_gradients")
     params = jnp.zeros(16)
     held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
-    before = what_to_send(state, held, feedback=feedback)
+    before = what_to_send(state, held)
     held, state = apply_average(optimizer, with_average(state, before, None), held)
-    after = what_to_send(state, held, feedback=feedback)
+    after = what_to_send(state, held)
     assert int(state.lost) == 1
     assert not np.any(state.residual)
     assert np.array_equal(after.tree, before.tree)
@@ -268,10 +271,10 @@ def test_a_lost_averaging_loses_nothing() -> None:
 
 def test_lost_gradients_are_ones_own_step() -> None:
     """The step is made with the whole gradient, so the residual has nothing of it."""
-    optimizer, feedback = hosted("gradients")
+    optimizer = hosted("gradients")
     params = jnp.zeros(16)
     held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
-    sent = what_to_send(state, held, feedback=feedback)
+    sent = what_to_send(state, held)
     held, state = apply_average(optimizer, with_average(state, sent, None), held)
     np.testing.assert_allclose(held, -0.1 * np.arange(16.0), rtol=1e-6)
     assert not np.any(state.residual)
@@ -279,10 +282,10 @@ def test_lost_gradients_are_ones_own_step() -> None:
 
 def test_a_newcomer_does_not_send_what_its_donor_will() -> None:
     """The residual of a state that was taken over is zero, its momentum and anchor are not touched."""
-    optimizer, feedback = hosted("pseudo_gradients")
+    optimizer = hosted("pseudo_gradients")
     params = jnp.ones(16)
     held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
-    sent = what_to_send(state, held, feedback=feedback)
+    sent = what_to_send(state, held)
     held, state = apply_average(optimizer, with_average(state, sent, sent.tree), held)
     assert np.any(state.residual)
     fresh = without_gathered(state)
@@ -292,18 +295,30 @@ def test_a_newcomer_does_not_send_what_its_donor_will() -> None:
 
 def test_the_residual_is_checkpointed(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint sends what it would have sent."""
-    optimizer, feedback = hosted("pseudo_gradients")
+    optimizer = hosted("pseudo_gradients")
     params = jnp.ones(16)
     held, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
-    sent = what_to_send(state, held, feedback=feedback)
+    sent = what_to_send(state, held)
     held, state = apply_average(optimizer, with_average(state, sent, sent.tree), held)
     assert np.any(state.residual)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state, {})
     _, restored, _ = checkpoints.restore_latest(optimizer.init(params))
     assert jax.tree.all(jax.tree.map(np.array_equal, restored, state))
-    expected, got = (what_to_send(each, 2 * held, feedback=feedback) for each in (state, restored))
+    expected, got = (what_to_send(each, 2 * held) for each in (state, restored))
     assert np.array_equal(got.tree, expected.tree)
+
+
+def test_a_state_says_how_it_is_compressed() -> None:
+    """After an update, a checkpoint, a pickle or a copy too; equal settings make states of one structure."""
+    optimizer = hosted("gradients")
+    params = jnp.zeros(16)
+    _, state = one_step(optimizer, params, optimizer.init(params), jnp.arange(16.0))
+    for each in (state, pickle.loads(pickle.dumps(state)), copy.deepcopy(state), jax.tree.map(jnp.copy, state)):
+        assert host_state(each).feedback == FEEDBACK
+        assert jax.tree.structure(each) == jax.tree.structure(hosted("gradients").init(params))
+    other = moshpit_average(optax.sgd(0.1), what="gradients", compress=ErrorFeedback(coding=SMALL, decay=0.8))
+    assert jax.tree.structure(other.init(params)) != jax.tree.structure(state)
 
 
 def test_what_is_refused() -> None:
@@ -315,9 +330,3 @@ def test_what_is_refused() -> None:
         moshpit_average(optax.sgd(0.1), compress=feedback)
     with pytest.raises(ValueError, match="another structure than the tree"):
         compress({"a": jnp.zeros(3)}, jnp.zeros(3), feedback)
-    plain = moshpit_average(optax.sgd(0.1), what="gradients")
-    with pytest.raises(ValueError, match="made without `compress`"):
-        what_to_send(plain.init(jnp.zeros(3)), jnp.zeros(3), feedback=feedback)
-    optimizer, _ = hosted("gradients")
-    with pytest.raises(ValueError, match="made with `compress`, and feedback is None"):
-        what_to_send(optimizer.init(jnp.zeros(3)), jnp.zeros(3))

@@ -17,9 +17,9 @@ from dmoe_jax.optim import (
     averaging_due,
     distortion,
     group_mean,
+    host_state,
     moshpit_average,
     noloco,
-    num_fragments,
     streaming_diloco,
     what_to_send,
     with_average,
@@ -309,7 +309,7 @@ def train_by_hosts(
             grad = {name: value[step, peer] for name, value in grads.items()}
             updates, states[peer] = update(grad, states[peer], params[peer])
             params[peer] = optax.apply_updates(params[peer], updates)
-        for fragment in range(num_fragments(states[0])):
+        for fragment in range(host_state(states[0]).due.size):
             if not averaging_due(states[0], fragment):
                 continue
             offers = [what_to_send(*each, fragment=fragment) for each in zip(states, params, strict=True)]

@@ -15,8 +15,8 @@ from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.optim import (
     MoshpitState,
     apply_average,
-    averaged_kind,
     averaging_due,
+    host_state,
     moshpit_average,
     moshpit_round,
     what_to_send,
@@ -316,7 +316,7 @@ def test_composes(what: Any) -> None:
         params, state = step(params, state, {"w": jnp.full(2, 0.1)})
         dues.append(averaging_due(state))
     assert dues == [False, False, False, True]
-    assert averaged_kind(state) == what
+    assert host_state(state).kind == what
     sent = what_to_send(state, params)
     state = with_average(state, sent, jax.tree.map(lambda leaf: leaf + 0.5, sent.tree))
     before = params

@@ -27,30 +27,31 @@ from net.wire.sparse import SparseCoding, all_gather_nbytes
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 FEEDBACK = ErrorFeedback(coding=SparseCoding(block_size=16, kept=3), decay=0.9)
+OTHER = ErrorFeedback(coding=SparseCoding(block_size=16, kept=4), decay=0.9)
 SHAPES = {"a": (5, 9), "b": (7,)}
 EVERY = 2
 RNG = np.random.default_rng(0)
 PERIOD_S = 20.0
 
 
-def optimizer_of(what: Any = "pseudo_gradients", average: Any = None) -> Any:
+def optimizer_of(what: Any = "pseudo_gradients", average: Any = None, feedback: ErrorFeedback = FEEDBACK) -> Any:
     """SparseLoCo in small, or gradients."""
     outer = optax.sgd(1.0) if what == "pseudo_gradients" else None
     return moshpit_average(
-        optax.adam(0.1), every=EVERY, what=what, outer=outer, weighted=True, average=average, compress=FEEDBACK
+        optax.adam(0.1), every=EVERY, what=what, outer=outer, weighted=True, average=average, compress=feedback
     )
 
 
 @functools.cache
-def compiled(what: str) -> tuple[Any, Any, Any]:
+def compiled(what: str, feedback: ErrorFeedback) -> tuple[Any, Any, Any]:
     """An optimiser of those above whose averages come by the host, its jitted update, and what applies an average."""
-    optimizer = optimizer_of(what)
+    optimizer = optimizer_of(what, feedback=feedback)
     return optimizer, jax.jit(optimizer.update), jax.jit(partial(apply_average, optimizer))
 
 
 def config_of(side: int, **settings: Any) -> TreeAveragerConfig:
     """Averaging in groups of so many."""
-    return TreeAveragerConfig(**{"side": side, "window_s": 2.0, "timeout_s": 12.0, "sparse": FEEDBACK} | settings)
+    return TreeAveragerConfig(**{"side": side, "window_s": 2.0, "timeout_s": 12.0} | settings)
 
 
 def grads_of(rounds: int, peers: int) -> list[PyTree]:
@@ -69,8 +70,8 @@ def at(tree: PyTree, peer: int) -> PyTree:
 class Learner:
     """A training loop of one's own: a peer's state, and its steps."""
 
-    def __init__(self, what: str = "pseudo_gradients") -> None:
-        self.optimizer, self._update, self._apply = compiled(what)
+    def __init__(self, what: str = "pseudo_gradients", feedback: ErrorFeedback = FEEDBACK) -> None:
+        self.optimizer, self._update, self._apply = compiled(what, feedback)
         self.params: PyTree = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
         self.opt_state = self.optimizer.init(self.params)
 
@@ -275,7 +276,7 @@ def test_what_a_lost_round_offered_is_offered_again() -> None:
         for index, learner in enumerate(pure):
             for each in grads[number * EVERY : (number + 1) * EVERY]:
                 learner.learn(at(each, index), samples[index])
-            sent.append(what_to_send(learner.opt_state, learner.params, feedback=FEEDBACK))
+            sent.append(what_to_send(learner.opt_state, learner.params))
         weights = [float(each.weight) for each in sent]
         mean = weighted_mean(weights, [each.tree for each in sent])
         for learner, each in zip(pure, sent, strict=True):
@@ -328,10 +329,6 @@ def test_numbers_that_are_none_are_not_sent() -> None:
 
 def test_wrong_combinations_are_refused_at_start() -> None:
     """Settings that contradict each other, or the optimiser; and peers of other settings do not meet."""
-    with pytest.raises(ValueError, match="compression 'float16' is for all"):
-        config_of(2, compression="float16")
-    with pytest.raises(ValueError, match="an auxiliary peer has nothing to do"):
-        config_of(2, role="auxiliary")
 
     @asynccontextmanager
     async def opened(place: Any, optimizer: Any, config: TreeAveragerConfig) -> Any:
@@ -344,8 +341,11 @@ def test_wrong_combinations_are_refused_at_start() -> None:
     async def body(swarm: Swarm) -> None:
         async with open_place(swarm, "ann") as place:
             for optimizer, config, message in (
-                (optimizer_of(), TreeAveragerConfig(), "give the same to the averager's config as `sparse`"),
-                (moshpit_average(optax.sgd(1.0)), config_of(2), "make the optimiser with moshpit_average"),
+                (optimizer_of(), config_of(2, sparse=OTHER), "give the same to the averager's config as `sparse`"),
+                (moshpit_average(optax.sgd(1.0)), config_of(2, sparse=OTHER), "make the optimiser with moshpit_av"),
+                (optimizer_of(), config_of(2, compression="float16"), "compression 'float16' is for all"),
+                (optimizer_of(), config_of(2, role="auxiliary"), "an auxiliary peer has nothing to do"),
+                (optimizer_of(), config_of(2, share=0.5), "is for an optimiser that averages parameters"),
                 (optimizer_of(), config_of(2**30), "bytes of memory, more than the"),
             ):
                 with pytest.raises(ValueError, match=message):
@@ -353,7 +353,6 @@ def test_wrong_combinations_are_refused_at_start() -> None:
                         raise AssertionError("it was opened")
 
     in_swarm(body)
-    other = ErrorFeedback(coding=SparseCoding(block_size=16, kept=4), decay=0.9)
-    peers = Peers([Learner() for _ in range(2)], config_of(2), peer1=config_of(2, sparse=other))
+    peers = Peers([Learner(), Learner(feedback=OTHER)], config_of(2))
     peers.run(partial(together, grads_of(1, 2), [1.0, 1.0]))
     assert [(each.totals.done, each.totals.missed) for each in peers.averagers.values()] == [(0, 1)] * 2

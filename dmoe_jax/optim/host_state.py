@@ -1,0 +1,241 @@
+"""Averaging by the host: what an optimiser's state offers to others between updates, and what it makes of their answer.
+
+`moshpit_average`, `noloco` and `streaming_diloco` leave averaging to the host unless they are given an `average`. Their
+states say what is due, offer it and receive the answer; see `HostState`. The host does
+
+    if averaging_due(opt_state):
+        sent = what_to_send(opt_state, params)
+        averaged = await ...                                              # training may go on meanwhile
+        opt_state = with_average(opt_state, sent, averaged)               # None: the network failed
+
+and the next update applies what came.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from dmoe_jax.optim.compression import ErrorFeedback
+from dmoe_jax.optim.taking_over import Taken, is_masked
+from dmoe_jax.types import PyTree
+from net.wire.sparse import SparseBlocks
+
+
+class Sent(NamedTuple):
+    """What a peer offers to its group.
+
+    Attributes:
+      tree: of the shapes of the parameters, in arrays of its own. Compressed, it is what receivers decode, in float32.
+      steps: updates behind it.
+      samples: behind it; None unless weighted.
+      whole: what was compressed, before the residual was added; None without compression, as the next two.
+      parts: what travels of it, for `dmoe_jax.optim.compression.sparse_vector`.
+      residual: what is kept back if the averaging comes to something.
+    """
+
+    tree: PyTree
+    steps: Int[Array, ""]
+    samples: Float[Array, ""] | None = None
+    whole: PyTree = None
+    parts: tuple[SparseBlocks, ...] | None = None
+    residual: PyTree = None
+
+    @property
+    def weight(self) -> Float[Array, ""]:
+        """What it counts in the mean: its samples if weighted, else 1."""
+        return jnp.ones(()) if self.samples is None else self.samples
+
+    @property
+    def uncompressed(self) -> PyTree:
+        """What the peer itself has of the tree."""
+        return self.tree if self.whole is None else self.whole
+
+
+class HostState(ABC):
+    """State of an optimiser that leaves averaging to the host. It offers *fragments* of the model, each averaged by
+    itself; most have one, number 0.
+
+    Named tuples cannot inherit from it: they are registered.
+    """
+
+    due: Bool[Array, "..."]
+    """True for each fragment after whose last averaging enough updates were made."""
+    rounds: Int[Array, ""]
+    """Averagings so far, with lost ones, or what grows with them: whoever has less is behind."""
+    arrived: Bool[Array, "..."] | None
+    """True where an average waits for the next update; None if the optimiser was made with `average`."""
+    taken: Taken | None
+    """Parameters of another peer to go over to; None: there are none."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What is averaged: "parameters", "gradients", "pseudo_gradients", "streaming" or "noloco"."""
+
+    @property
+    @abstractmethod
+    def feedback(self) -> ErrorFeedback | None:
+        """Compression of what is offered; None: it travels whole."""
+
+    @abstractmethod
+    def offer(self, params: PyTree, fragment: int) -> Sent:
+        """What this peer offers of a fragment now, in arrays of its own."""
+
+    @abstractmethod
+    def receive(self, sent: Sent, averaged: PyTree | None, fragment: int) -> "HostState":
+        """The state in which a coming update applies the outcome; see `with_average`."""
+
+    @abstractmethod
+    def emptied(self) -> "HostState":
+        """The state without anything to offer yet, or under way; all else stays."""
+
+    @abstractmethod
+    def _replace(self, *, taken: Taken | None) -> "HostState": ...
+
+
+def host_state(opt_state: PyTree) -> HostState:
+    """The one in the state of what is composed around it.
+
+    Raises:
+      ValueError: there is none that averages, or more than one.
+    """
+    found = [each for each in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(each)]
+    if len(found) != 1:
+        raise ValueError(
+            "expected the state of an optimiser with one moshpit_average, noloco or streaming_diloco in it, "
+            f"found {len(found)}"
+        )
+    state: HostState = found[0]
+    return state
+
+
+def awaiting_host(opt_state: PyTree) -> HostState:
+    """`host_state` of an optimiser for which the host averages.
+
+    Raises:
+      ValueError: it averages by itself, or as of `host_state`.
+    """
+    state = host_state(opt_state)
+    if state.arrived is None:
+        raise ValueError("this optimiser was made with `average` and averages by itself")
+    return state
+
+
+def averaging_due(opt_state: PyTree, fragment: int | None = None) -> bool:
+    """True if enough updates were made since the last averaging began. Waits for the update that says so.
+
+    It stays true until `with_average`; the host knows if an averaging is under way.
+
+    Args:
+      opt_state: of the optimiser, or of what is composed around it.
+      fragment: number of the one that is meant; None: any.
+    """
+    state = host_state(opt_state)
+    if state.arrived is None:
+        return False
+    ready = state.due & ~state.arrived  # what came late is used before its fragment leaves again
+    return bool(ready.any() if fragment is None else ready.reshape(-1)[fragment])
+
+
+def what_to_send(opt_state: PyTree, params: PyTree, *, fragment: int = 0) -> Sent:
+    """What this peer offers now; copies, so that later steps may donate their arguments.
+
+    Raises:
+      ValueError: an average that arrived was not applied yet: it would count twice. Or as of `awaiting_host`.
+    """
+    state = awaiting_host(opt_state)
+    assert state.arrived is not None
+    if not isinstance(state.arrived, jax.core.Tracer) and state.arrived.reshape(-1)[fragment]:
+        raise ValueError("an average has arrived and not been applied: call update or apply_average first")
+    return state.offer(params, fragment)
+
+
+def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None, *, fragment: int = 0) -> PyTree:
+    """The state in which a next update applies the outcome. May be jitted, with the fragment static.
+
+    Args:
+      opt_state: as it is now, some updates after `what_to_send` perhaps.
+      sent: what was offered.
+      averaged: what came of it, arrays of any floating type; None: nothing. If any of it is not finite it is lost too.
+
+    Raises:
+      ValueError: it has another structure or other shapes than what was sent, or as of `awaiting_host`.
+    """
+    awaiting_host(opt_state)
+    if averaged is not None:
+        check_like(averaged, sent.tree)
+    return _map_states(lambda state: state.receive(sent, averaged, fragment), opt_state)
+
+
+def apply_average(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra: Any
+) -> tuple[PyTree, PyTree]:
+    """Apply what arrived at once, before the next gradient. Without it the next update does.
+
+    Around the transformation only what is stateless may be composed, such as clipping: the rest would count a step.
+
+    Args:
+      optimizer: what `opt_state` belongs to.
+      extra: further arguments of its `update`.
+
+    Returns: parameters and state.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, opt_state = optimizer.update(zeros, opt_state, params, without_gradient=True, **extra)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def without_gathered(tree: PyTree) -> PyTree:
+    """A tree in which no averaging optimiser has anything to offer yet; all else stays.
+
+    A peer that takes over another's state needs it: what the other has gathered, the other will send.
+    """
+    return _map_states(lambda state: state.emptied(), tree)
+
+
+def taken_over(params: PyTree, opt_state: PyTree) -> PyTree:
+    """Another peer's state of an optimiser, in which the next update goes over to that peer's parameters."""
+    taken = Taken(params, jnp.ones((), bool))
+    return _map_states(lambda state: state._replace(taken=taken), without_gathered(opt_state))
+
+
+def is_going_over(opt_state: PyTree) -> bool:
+    """True if another peer's parameters wait for the next update. Waits until the last update is computed."""
+    taken = host_state(opt_state).taken
+    return taken is not None and bool(taken.waits)
+
+
+def without_taken(opt_state: PyTree) -> PyTree:
+    """The state without parameters of another peer."""
+    return _map_states(lambda state: state._replace(taken=None), opt_state)
+
+
+def masked_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
+    return jax.tree.map(lambda own, leaf: own if is_masked(own) else leaf, like, tree, is_leaf=is_masked)
+
+
+def check_like(averaged: PyTree, sent: PyTree) -> None:
+    """Raise `ValueError` where an average has another structure or other shapes than what was sent."""
+    structure: Any = jax.tree.structure(sent)
+    if jax.tree.structure(averaged) != structure:
+        raise ValueError(f"expected an average of the structure {structure}, got {averaged!r:.200}")
+    named = jax.tree_util.tree_leaves_with_path(averaged)
+    for (path, leaf), own in zip(named, jax.tree.leaves(sent), strict=True):
+        if jnp.shape(leaf) != jnp.shape(own):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"the average{name} has the shape {jnp.shape(leaf)}, what was sent {jnp.shape(own)}")
+
+
+def _is_state(each: Any) -> bool:
+    return isinstance(each, HostState)
+
+
+def _map_states(function: Callable[[HostState], HostState], tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda each: function(each) if _is_state(each) else each, tree, is_leaf=_is_state)
