@@ -3,8 +3,9 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from prometheus_client.core import Metric
 from prometheus_client.utils import floatToGoString
@@ -64,7 +65,8 @@ class Histogram:
         return list(zip((*self.bounds, math.inf), accumulate(self.counts), strict=True))
 
 
-class Summary(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Summary:
     """Number and sum of values: a mean over any time."""
 
     count: Number
