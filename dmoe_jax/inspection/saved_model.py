@@ -22,7 +22,7 @@ from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import init_experts, init_trunk
-from dmoe_jax.node.expert_store import saved_uids
+from dmoe_jax.node.saving import saved_uids
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.training.saving import check_meaning_of_run

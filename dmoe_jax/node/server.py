@@ -38,11 +38,10 @@ from dmoe_jax.device import Device
 from dmoe_jax.freed_memory import give_back
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.metrics.node import NodeRecorder
-from dmoe_jax.node.announcements import Announcements, LoadReport
+from dmoe_jax.node.announcing import Announcements, ExpertListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.requests import Answering, uid_of
 from dmoe_jax.node.runners import DeviceRunners
 from dmoe_jax.node.strategies.settling import Strategies
@@ -124,7 +123,7 @@ class ExpertNode:
         """Its RPC methods."""
         self._started_at = trio.current_time()
         self._gone = (0, 0.0)  # steps and staleness of experts that were given up
-        self._load = LoadReport(self._started_at)
+        self._last_load = (self._started_at, 0, 0, 0.0)  # what `_load` looked at the last time
 
     def status(self) -> dict[str, Any]:
         """What the node does and has done since its start, as plain CBOR data.
@@ -212,11 +211,7 @@ class ExpertNode:
         """
         if self.state == "leaving":
             return
-        counts = self._runner.counts
-        load = self._load.since_last(
-            trio.current_time(), requests=counts.answered, rows=counts.rows, seconds=counts.call_s
-        )
-        info = {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load}
+        info = {"state": self.state, "waiting_rows": self._runner.waiting_rows, **self._load()}
         if self.claims is not None:
             claims = self.claims()
             info |= {"room": claims["room"], "scope": claims["scope"]}
@@ -224,6 +219,17 @@ class ExpertNode:
         if self.state == "serving":
             some = self._uids if uids is None else uids
             await self._announcements.experts([self._uids[uid] for uid in some if uid in self._uids])
+
+    def _load(self) -> dict[str, float]:
+        """The load since the last time: rows a second, and the mean seconds that a call spent here.
+
+        Without a call there is no `call_s`: what was true before may not be true now.
+        """
+        counts, (then, *before) = self._runner.counts, self._last_load
+        self._last_load = now, *after = trio.current_time(), counts.answered, counts.rows, counts.call_s
+        calls, rows, seconds = (new - old for new, old in zip(after, before, strict=True))
+        load = {"rows_per_s": rows / max(now - then, 1e-9)}
+        return load | {"call_s": seconds / calls} if calls else load
 
     def adopt(self, uid: str, backend: ExpertBackend) -> None:
         """Answer calls for a further expert from now on; `introduce` lists it.

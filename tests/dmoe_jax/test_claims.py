@@ -20,7 +20,7 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.expert_store import ExpertStore
+from dmoe_jax.node.saving import ExpertStore
 from dmoe_jax.routing import product_key
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import Swarm, open_swarm

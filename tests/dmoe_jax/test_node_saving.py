@@ -241,7 +241,7 @@ async def test_only_the_writer_of_a_large_expert_that_gives_way_comes_last(
 ) -> None:
     """It is whole all the same. At a node's end nobody computes any more, and there is little time; and who writes a
     small one holds the interpreter for most of it."""
-    monkeypatch.setattr("dmoe_jax.node.expert_store._LARGE_BYTES", 1 if is_large else 1 << 20)
+    monkeypatch.setattr("dmoe_jax.node.saving._LARGE_BYTES", 1 if is_large else 1 << 20)
     niceness: list[int] = []
     write = CheckpointFiles.write
 

@@ -18,9 +18,8 @@ from dmoe_jax.experts import expert_from_functions, expert_from_linen
 from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.expert_store import saved_uids
 from dmoe_jax.node.placement import Place
-from dmoe_jax.node.saving import ExpertSaver
+from dmoe_jax.node.saving import ExpertSaver, saved_uids
 from dmoe_jax.node.strategies import choosing
 from dmoe_jax.node.strategies.choosing import Measured, chosen_by, measure, stack_up
 from dmoe_jax.node.strategies.settling import Strategies

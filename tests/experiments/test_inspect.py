@@ -24,7 +24,7 @@ from dmoe_jax.layer_config import Route
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
-from dmoe_jax.node.expert_store import ExpertStore
+from dmoe_jax.node.saving import ExpertStore
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder

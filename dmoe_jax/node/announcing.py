@@ -1,18 +1,89 @@
-"""How a node is listed in the DHT: itself as a member of its swarm, and each of its experts."""
+"""A node and its experts in the DHT: the node as a member of its swarm, each expert by itself.
+
+Experts are listed alone, or beside others who serve them too (`dmoe_jax.replicas`).
+"""
 
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-from dmoe_jax.directory import declare_experts
+from dmoe_jax.directory import declare_experts, find_replicas, withdraw_experts
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
-from dmoe_jax.node.listing import ExpertListing, SoleListing
 from net.dht.node import DhtNode
 from net.dht.records import Value
 from net.identity import Contact
 
 logger = logging.getLogger(__name__)
+
+_NAMED = 4
+"""Experts that a warning names."""
+
+
+@runtime_checkable
+class ExpertListing(Protocol):
+    """Keeps a node's experts listed in the DHT."""
+
+    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
+        """Announce experts until `expiration` (swarm time, seconds); for each whether it is announced."""
+        ...
+
+    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
+        """Take the announcements back."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Its part of `node.status`, as plain CBOR data."""
+        ...
+
+    def facts(self) -> dict[str, Value]:
+        """Facts that the node tells as a member of the swarm, see `dmoe_jax.members.Member.info`."""
+        ...
+
+
+class SoleListing:
+    """Announces experts that nobody else is to serve: in slot 0, whoever is there.
+
+    Args:
+      dht: where. contact: the node.
+      warns: of others that announce the same experts, once for each expert; not of use to a node that claims experts,
+        and decides with the others who serves them.
+    """
+
+    def __init__(self, dht: DhtNode, contact: Contact, *, warns: bool = True) -> None:
+        self._dht, self._contact, self._warns = dht, contact, warns
+        self._looked_for: set[ExpertUid] = set()
+
+    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
+        if self._warns and (fresh := [uid for uid in uids if uid not in self._looked_for]):
+            self._looked_for.update(fresh)
+            await self._warn_of_others(fresh)
+        return await declare_experts(self._dht, uids, self._contact, expiration=expiration)
+
+    async def _warn_of_others(self, uids: Sequence[ExpertUid]) -> None:
+        own, taken = self._contact.peer_id, []
+        for uid, replicas in (await find_replicas(self._dht, uids)).items():
+            others = [replica.contact for replica in replicas if replica.contact.peer_id != own]
+            taken += [f"{uid} ({contact})" for contact in others[:1]]
+        if taken:
+            named = ", ".join(taken[:_NAMED]) + (", ..." if len(taken) > _NAMED else "")
+            logger.warning(
+                "%d experts are announced by other nodes as well: %s. A node that claimed one gives it up; otherwise "
+                "trainers call whoever announced them last, and the copies go apart, unless all of them replicate "
+                "(--replicate); a node that has died goes by itself",
+                len(taken),
+                named,
+            )
+
+    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
+        await withdraw_experts(self._dht, uids, self._contact)
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def facts(self) -> dict[str, Value]:
+        return {}
 
 
 class Announcements:
@@ -33,7 +104,6 @@ class Announcements:
             longest_s = dht.config.max_lifetime_s
             raise ValueError(f"announcements are valid for at most {longest_s:g} s, got a lifetime of {lifetime_s:g} s")
         self.listing = listing or SoleListing(dht, contact)
-        """Announces the experts."""
         self._dht, self._contact, self._swarm, self._lifetime_s = dht, contact, swarm, lifetime_s
         self._outlasted: dict[ExpertUid, float] = {}  # at most one for each expert that the node serves
 
@@ -55,9 +125,8 @@ class Announcements:
         self._outlasted = {uid: others for uid, others in self._outlasted.items() if others >= usual}
         by_expiration: dict[float, list[ExpertUid]] = {}
         for uid in uids:
-            others = self._outlasted.get(uid)
             # A little later than the announcement that it is to replace.
-            expiration = usual if others is None else others + 1e-3
+            expiration = self._outlasted[uid] + 1e-3 if uid in self._outlasted else usual
             by_expiration.setdefault(expiration, []).append(uid)
         missing: list[ExpertUid] = []
         for expiration, some in by_expiration.items():
@@ -89,28 +158,3 @@ class Announcements:
 
     def _expiration(self) -> float:
         return self._dht.clock.now() + self._lifetime_s
-
-
-class LoadReport:
-    """What trainers that balance their load want to know of a node: its load since the last report.
-
-    Args:
-      now: by the clock of `since_last`.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._last = (now, 0, 0, 0.0)
-
-    def since_last(self, now: float, *, requests: int, rows: int, seconds: float) -> dict[str, Value]:
-        """Rows a second, and `call_s`, the mean seconds that a call spent here.
-
-        `call_s` is left out while there was no call: what was true before may not be true now.
-
-        Args:
-          requests, rows, seconds: totals of the calls that were answered, and of the time that they spent here.
-        """
-        since, *before = self._last
-        self._last = (now, requests, rows, seconds)
-        new_requests, new_rows, new_s = (after - earlier for after, earlier in zip(self._last[1:], before, strict=True))
-        load: dict[str, Value] = {"rows_per_s": new_rows / max(now - since, 1e-9)}
-        return load | {"call_s": new_s / new_requests} if new_requests else load
