@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.environment import SECRET_VARIABLE
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
@@ -25,7 +25,6 @@ from dmoe_jax.processes import (
     start_trainers,
     wait_for_others,
 )
-from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder

@@ -1,6 +1,5 @@
 """The flags of `dmoe train` for averaging: what they set up, and what they refuse."""
 
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -9,18 +8,20 @@ import optax
 import pytest
 import tyro
 
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging import AveragingOptions, OuterOptions
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, averaged_kind, num_fragments, what_to_send, with_average
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.flags import flags_of
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
+from tests.dmoe_jax.training_rig import parsed
 
 
 def test_averaging_options_that_pass_the_check_can_be_used() -> None:
     """Short windows, too; what the averager would refuse is refused with the command line."""
     for window_s in (0.5, 2.0, 3.0, 30.0):
-        options = AveragingOptions(average_every=10, average_window_s=window_s)
+        options = parsed(AveragingOptions, average_every=10, average_window_s=window_s)
         options.check()
         assert options.config().averager().assembly.window_s == window_s
     for wishes in (
@@ -30,11 +31,12 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
         {"average_name": "a.b"},
         {"average_up": -1.0},
         {"average_down": 1e9},
-        {"outer_momentum": 1.0},
-        {"outer_learning_rate": 0.0},
     ):
-        with pytest.raises(UsageError, match=r"average|outer"):
-            AveragingOptions(average_every=10, **wishes).check()
+        with pytest.raises(UsageError, match="average"):
+            parsed(AveragingOptions, average_every=10, **wishes).check()
+    for outer in ({"momentum": 1.0}, {"learning_rate": 0.0}):
+        with pytest.raises(ValueError, match=r"--outer-\S+ must be .*, got"):
+            OuterOptions(**outer)
 
 
 def test_a_collaboration_may_compress() -> None:
@@ -42,19 +44,6 @@ def test_a_collaboration_may_compress() -> None:
     options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-compression", "blockwise8"])
     options.check()
     assert options.collaboration().rounds().all_reduce.compression is Compression.BLOCKWISE_8BIT
-
-
-def test_a_collaboration_may_average_in_groups() -> None:
-    """Not a single averager, which has a grid of its own."""
-    assert AveragingOptions(target_batch_size=64).collaboration().group_size is None
-    options = tyro.cli(AveragingOptions, args=["--target-batch-size", "64", "--average-group-size", "8"])
-    options.check()
-    assert options.collaboration().group_size == 8
-    for group_size in (1, -4, 257):
-        with pytest.raises(UsageError, match="group_size must be at least 2 peers and at most side"):
-            AveragingOptions(target_batch_size=64, average_group_size=group_size).check()
-    with pytest.raises(UsageError, match="--average-group-size is for --target-batch-size"):
-        AveragingOptions(average_every=10, average_group_size=8).check()
 
 
 def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> None:
@@ -70,7 +59,7 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
     assert state.residual.tolist() == [0.0] * 3
     # The outer step at rate 1 without momentum; the dense one has the parameters' size of momentum.
     for flags, num_arrays in ([], 0), (["--outer-momentum", "0.5"], 1):
-        outer = tyro.cli(AveragingOptions, args=[*words, *flags]).outer()
+        outer = tyro.cli(AveragingOptions, args=[*words, *flags]).outer_optimizer()
         assert outer is not None
         outer_state = outer.init(jnp.zeros(3))
         updates, _ = outer.update(jnp.ones(3), outer_state)
@@ -93,7 +82,7 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
 def test_top_k_where_it_is_of_no_use_is_refused(wishes: dict[str, Any], message: str) -> None:
     """With a sentence that names what is wrong."""
     with pytest.raises(UsageError, match=message):
-        AveragingOptions(average_compression="top-k", **wishes).check()
+        parsed(AveragingOptions, average_compression="top-k", **wishes).check()
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])
@@ -176,7 +165,6 @@ def test_methods_become_their_optimisers() -> None:
         ("--average pseudo-gradients --average-fragments 2 --target-batch-size 64", "--average-fragments is for"),
         ("--average-dims 2 --target-batch-size 64", "--average-dims is for --average-every"),
         ("--no-average-by-samples --target-batch-size 64", "--no-average-by-samples is for --average-every"),
-        ("--average-group-size 8 --average-every 5", "--average-group-size is for --target-batch-size"),
         ("--average-kept 32 --average-every 5", "--average-kept is for --average-compression top-k"),
         ("--average-value-bits 4 --average-every 5", "--average-value-bits is for --average-compression top-k"),
         ("--average-residual-decay 0.5 --average-every 5", "--average-residual-decay is for --average-compression"),
@@ -193,5 +181,5 @@ def test_a_flag_that_does_nothing_without_another_is_refused(flags: str, needed:
 
 def test_every_averaging_flag_is_for_some_other_one() -> None:
     """But for the two that turn averaging on."""
-    named = {name for _, _, names in AveragingOptions()._needs() for name in names}
-    assert {each.name for each in fields(AveragingOptions)} - named == {"average_every", "target_batch_size"}
+    named = {flag.word for _, _, flags in AveragingOptions()._needs() for flag in flags}
+    assert {flag.word for flag in flags_of(AveragingOptions)} - named == {"--average-every", "--target-batch-size"}
