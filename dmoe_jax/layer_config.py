@@ -1,8 +1,9 @@
-"""Sizes and rates of one Transformer-XL layer: of every expert of a mixture, and of every layer of a dense model.
+"""Sizes and rates of one Transformer-XL layer, of an expert or of a dense model, and the recipe that trains it.
 
 Declared once, for the library, the command line and the experiments. Nothing here imports JAX: `dmoe --help` reads it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,3 +68,41 @@ class LayerConfig:
     def drops(self) -> bool:
         """Whether anything is dropped inside the layer, so that it takes keys."""
         return bool(self.dropout or self.attention_dropout or self.position_dropout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How parameters are trained. The defaults are those of 16 layers of width 400 on WikiText-2."""
+
+    learning_rate: float = 3.5e-4
+    """Peak step size."""
+    warmup_steps: int = 3000
+    """Updates in which it rises from 0, linearly; at most a quarter of all of them."""
+    total_steps: int | None = 125_000
+    """Updates after which the cosine has brought it down to 0. None: it stays at its peak."""
+    weight_decay: float = 1.2e-6
+    """L2 penalty on the parameters: they times this are added to their gradient, before Adam."""
+    floor: float = 0.0
+    """Where the cosine ends, as a share of the peak; 0 to 1."""
+    grad_clip: float = 0.25
+    """Bound on the norm of the gradient, before the decay; infinite for none."""
+    staleness_power: float = 0.5
+    """An update is divided by (1 + s) to this power, s being the updates of others since the parameters were read that
+    it belongs to, and stale ones get no momentum; 0: plain Adam. With many trainers it wants a larger learning rate, of
+    the trunk and of the experts: four times that of one trainer is a good guess for 32."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.total_steps is not None and self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, or None, got {self.total_steps}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be from 0 to 1, got {self.floor}")
+        if not self.grad_clip > 0:
+            raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
+        if not 0 <= self.staleness_power < math.inf:
+            raise ValueError(f"staleness_power must be finite and not negative, got {self.staleness_power}")

@@ -24,7 +24,7 @@ from dmoe_jax.experts import (
     transformer_xl_layer,
 )
 from dmoe_jax.flax_layers import BlockingMixture, LinenMixture, NnxMixture
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -46,7 +46,7 @@ from dmoe_jax.optim import (
     with_average,
 )
 from dmoe_jax.optim.collaborative import LossScale, collaborative
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
 from dmoe_jax.security import Plain, Tls

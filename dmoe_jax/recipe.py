@@ -16,7 +16,6 @@ The decay passes through Adam's moments. It is L2, not the decoupled decay of Ad
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,47 +23,11 @@ import jax.numpy as jnp
 import optax
 
 from dmoe_jax.arrays import wide
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.types import PyTree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How parameters are trained. The defaults are those of 16 layers of width 400 on WikiText-2."""
-
-    learning_rate: float = 3.5e-4
-    """Peak step size."""
-    warmup_steps: int = 3000
-    """Updates in which it rises from 0, linearly; at most a quarter of total_steps."""
-    total_steps: int | None = 125_000
-    """Updates after which the cosine has brought it down to 0. None: it stays at its peak."""
-    weight_decay: float = 1.2e-6
-    """Times the parameters, is added to their gradient."""
-    floor: float = 0.0
-    """Where the cosine ends, as a share of the peak; 0 to 1."""
-    grad_clip: float = 0.25
-    """Bound on the norm of the gradient, before the decay; infinite for none."""
-    staleness_power: float = 0.5
-    """An update is divided by (1 + its staleness) to this power, and takes no part in momentum unless it is fresh; 0:
-    whatever its staleness, it is an update of Adam."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
-        if self.total_steps is not None and self.total_steps < 1:
-            raise ValueError(f"total_steps must be at least 1, or None, got {self.total_steps}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor must be from 0 to 1, got {self.floor}")
-        if not self.grad_clip > 0:
-            raise ValueError(f"grad_clip must be positive, got {self.grad_clip}")
-        if not 0 <= self.staleness_power < math.inf:
-            raise ValueError(f"staleness_power must be finite and not negative, got {self.staleness_power}")
 
 
 def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:

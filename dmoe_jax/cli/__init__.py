@@ -18,7 +18,7 @@ from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
-from dmoe_jax.cli.network import check_names
+from dmoe_jax.cli.network import check_join
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
@@ -65,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
     command: Command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
         # Before any import that takes seconds: a slip of the pen is told at once.
-        check_names(getattr(command, "join", ()), getattr(command, "swarm", "dmoe"))
+        check_join(getattr(command, "join", ()))
         if hasattr(command, "network"):
             command.network.security()
         if isinstance(command, TrainCommand | UpCommand):

@@ -4,21 +4,19 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.averaging import speeds_of
-from dmoe_jax.cli.checks import check_positive
+from dmoe_jax.cli.averaging import MeetingOptions
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
-    DEFAULT_MEMORY_BUDGET,
+    BudgetOptions,
+    EndsWithInput,
     JoinTexts,
     ListenOptions,
-    NetworkOptions,
-    SizeText,
-    check_memory_budget,
+    MemberOptions,
     join_line,
     join_swarm,
 )
@@ -35,7 +33,6 @@ from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group_key import check_prefix
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import Speeds
 from net.dht.records import Value
 from net.identity import Contact
 from net.wire.compression import Compression
@@ -54,30 +51,14 @@ class AssistCommand:
     join: JoinTexts = ()
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
     listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
-    """Where it is called."""
-    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
-    swarm: str = "dmoe"
-    """Name under which it is listed."""
-    name: str = "trunk"
-    """What is averaged: as --average-name of the trainers."""
-    up: float = 0.0
-    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
-    down: float = 0.0
-    """Megabits a second that it can receive; 0: it is measured."""
-    window_s: float = 5.0
-    """How long a group waits for more members, seconds; as --average-window-s of the trainers."""
-    timeout_s: float = 30.0
-    """Longest that a round takes, seconds; as --average-timeout-s of the trainers."""
-    compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
+    network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
+    meeting: Annotated[MeetingOptions, tyro.conf.arg(name="")] = field(default_factory=MeetingOptions)
+    """As the --average-... flags of the trainers."""
+    compression: Compression = Compression.NONE
     """How answers travel; as --average-compression of the trainers."""
-    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
-    """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
-    2GiB; at least 1MiB. With less than a long line wants, they take longer."""
+    budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where it shows what it does."""
-    exit_on_stdin_eof: bool = False
-    """End when standard input closes (set by a process that starts this one and may be killed)."""
+    exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
         """Assist until interrupted; the exit status."""
@@ -92,40 +73,31 @@ class AssistCommand:
         """
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
-        check_positive(self, "window_s", "timeout_s")
-        check_memory_budget(self.memory_budget)
-        for flag, checked in (("--name", lambda: check_prefix(self.name)), ("--up, --down", self.speeds)):
+        checks = {"--name": lambda: check_prefix(self.meeting.name), "--up, --down": self.meeting.speeds}
+        for flag, check in {**checks, "--window-s, --timeout-s": self.config}.items():
             try:
-                checked()
+                check()
             except ValueError as error:
                 raise UsageError(f"{flag}: {error}") from error
-        try:
-            self.config()
-        except ValueError as error:
-            raise UsageError(f"--window-s, --timeout-s: {error}") from error
-
-    def speeds(self) -> Speeds:
-        """What is known of this machine's line."""
-        return speeds_of(self.up, self.down)
 
     def config(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
         return AveragerConfig.of(
-            window_s=self.window_s,
-            timeout_s=self.timeout_s,
-            compression=Compression(self.compression),
-            speeds=self.speeds(),
+            window_s=self.meeting.window_s,
+            timeout_s=self.meeting.timeout_s,
+            compression=self.compression,
+            speeds=self.meeting.speeds(),
             measures_line=True,
         )
 
     def rounds(self) -> RoundConfig:
         """Settings of the averaging for a collaboration."""
-        all_reduce = AllReduceConfig(timeout_s=self.timeout_s, compression=Compression(self.compression))
-        return RoundConfig(speeds=self.speeds(), all_reduce=all_reduce)
+        all_reduce = AllReduceConfig(timeout_s=self.meeting.timeout_s, compression=self.compression)
+        return RoundConfig(speeds=self.meeting.speeds(), all_reduce=all_reduce)
 
     async def _assist(self, stop: Stop) -> int:
-        totals = _Totals(self.name)
-        joining = join_swarm(self.network, join=self.join, listen=self.listen, memory_budget=self.memory_budget)
+        totals = _Totals(self.meeting.name)
+        joining = join_swarm(self.network, join=self.join, listen=self.listen, budget=self.budget)
         async with self.metrics.opened("assist") as monitor, joining as peer:
             monitor.show(partial(peer_families, peer))
             monitor.show(totals.families)
@@ -136,14 +108,14 @@ class AssistCommand:
             say(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
             say(join_line("train", self.network, peer))
             async with listed_member(
-                peer.dht, self.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
+                peer.dht, self.network.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
             ):
                 with stop.body():
-                    if await is_collaboration(peer.dht, self.name):
+                    if await is_collaboration(peer.dht, self.meeting.name):
                         await assist_collaboration(
                             rpc,
                             peer.dht,
-                            prefix=self.name,
+                            prefix=self.meeting.name,
                             rng=random.SystemRandom(),
                             config=self.rounds(),
                             on_plan=totals.begin,
@@ -152,7 +124,7 @@ class AssistCommand:
                     await assist(
                         rpc,
                         peer.dht,
-                        prefix=self.name,
+                        prefix=self.meeting.name,
                         rng=random.SystemRandom(),
                         config=self.config(),
                         on_plan=totals.begin,

@@ -1,20 +1,9 @@
 """Checks of flags that several commands share."""
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.runs.flags import flag_of
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-def changed(options: "DataclassInstance") -> dict[str, Any]:
-    """The fields whose values are not the defaults; every field must have one."""
-    default = type(options)()
-    names = [each.name for each in fields(options)]
-    return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+from dmoe_jax.runs.flags import Flag, flag_of
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
@@ -47,17 +36,21 @@ def check_positive(options: object, *names: str) -> None:
             raise UsageError(f"{flag_of(name)} must be positive, got {getattr(options, name)}")
 
 
-def check_needs(needed: str, is_there: bool, options: "DataclassInstance", *names: str) -> None:
-    """Raise `UsageError` for the first of these fields that is changed although what it is for is not there.
+def check_needs(needed: str, is_there: bool, flags: Iterable[Flag]) -> None:
+    """Raise `UsageError` for the first of these flags that is changed although what it is for is not there.
 
     Args:
-      needed: the flags that these fields are for, as the user writes them.
+      needed: the flags that these are for, as the user writes them.
       is_there: True if they are given.
-      options: a dataclass; each of these fields has a default value.
     """
-    defaults = {each.name: each.default for each in fields(options)}
-    for name in names:
-        value = getattr(options, name)
-        if not is_there and value != defaults[name]:
-            flag = flag_of(f"no_{name}" if value is False else name)
-            raise UsageError(f"{flag} is for {needed}: without, {value!r} would have no effect")
+    for flag in flags:
+        if not is_there and flag.is_changed:
+            word = flag.word.replace("--", "--no-", 1) if flag.value is False else flag.word
+            raise UsageError(f"{word} is for {needed}: without, {flag.value!r} would have no effect")
+
+
+def check_no_effect(beside: str, flags: Iterable[Flag]) -> None:
+    """Raise `UsageError` for the first of these flags that is changed although another one takes its place."""
+    for flag in flags:
+        if flag.is_changed:
+            raise UsageError(f"{flag.word} would have no effect beside {beside}")

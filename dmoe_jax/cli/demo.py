@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,57 +13,76 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.checks import changed, check_at_least, check_seed
+from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch, headline_of, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.train_options import DataOptions, LanguageModelOptions, RunOptions
-from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, UpCommand
+from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
+from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.layer_config import Route
 from dmoe_jax.processes import LocalSwarm, SwarmProcess
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.runs.flags import as_flags
+from dmoe_jax.runs.flags import named_flags, words_of
 from dmoe_jax.runs.speech import say
 
-_QUICK_STEPS, _QUICK_MINUTES = 100, 1.0
-_QUICK_EVALUATIONS = {"eval_tokens": 8192, "final_eval_tokens": 16384}
+_QUICK = {"steps": 100, "max_minutes": 1.0, "eval_tokens": 8192, "final_eval_tokens": 16384}
+
+
+@named_flags("route", "router")
+@dataclass(frozen=True, kw_only=True)
+class DemoModelOptions(LanguageModelOptions):
+    """The model of the demonstration."""
+
+    route: Route = "token"
+    router: str = ""
+    """Chooses the experts; as for `dmoe train`, such as balanced, switch or my_file.py:my_router. Default: what costs
+    least perplexity, balanced where tokens choose and product_key where sequences do."""
+
+
+@named_flags("data", "num_trainers", "seed")
+@dataclass(frozen=True, kw_only=True)
+class DemoDataOptions(DataOptions):
+    """The text of the demonstration, and who reads it."""
+
+    num_trainers: int = 2
+    """Asynchronous trainers in each trainer process."""
+
+
+@named_flags("steps", "max_minutes")
+@dataclass(frozen=True, kw_only=True)
+class DemoRunOptions(RunOptions):
+    """How long the demonstration takes."""
+
+    steps: int = 600
+    """Trunk updates of each process, all its trainers together."""
+    max_minutes: float = 4.0
+    """The trainer stops after this many minutes even if steps are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoCommand:
     """Train a small DMoE Transformer-XL over a local swarm of real processes and kill a node on the way.
 
-    It takes about five minutes on two cores, and leaves a run folder with figure and report.
+    It takes about five minutes on two cores, and leaves a run folder with figure and report. It is `dmoe up` with other
+    defaults.
     """
 
     quick: bool = False
     """A run of under two minutes that shows the same things with less training."""
-    seed: int = 0
-    """Seed of the parameters and of each trainer's place in the text."""
     out: Path | None = None
     """Run folder; must be new or empty. Default: runs/demo and the time."""
     json: bool = False
     """Print the headline figures as one JSON object on the last line."""
-    data: str = "auto"
-    """Corpus: auto, wikitext-2 or embedded."""
-    route: Route = "token"
-    """What has experts of its own; as for `dmoe train`, sequence or token."""
-    router: str | None = None
-    """Chooses the experts; as for `dmoe train`, such as balanced, switch or my_file.py:my_router. Default: what costs
-    least perplexity, balanced where tokens choose and product_key where sequences do."""
     num_nodes: int = 4
     """Expert node processes; at least three."""
     num_processes: int = 2
     """Trainer processes, whose trunks are averaged."""
-    num_trainers: int = 2
-    """Asynchronous trainers in each trainer process."""
     average_every: int = 10
     """Trunk updates of a process between two averages."""
-    steps: int = 600
-    """Trunk updates of each process, all its trainers together."""
-    max_minutes: float = 4.0
-    """The trainer stops after this many minutes even if steps are left."""
+    language: Annotated[DemoModelOptions, tyro.conf.arg(name="")] = field(default_factory=DemoModelOptions)
+    data: Annotated[DemoDataOptions, tyro.conf.arg(name="")] = field(default_factory=DemoDataOptions)
+    run_length: Annotated[DemoRunOptions, tyro.conf.arg(name="")] = field(default_factory=DemoRunOptions)
     kill_trainer: bool = False
     """Kill the second trainer process too, with SIGKILL, after half of the training."""
     spare_nodes: bool = False
@@ -73,16 +92,14 @@ class DemoCommand:
     freeze_experts: bool = False
     """Control run: experts answer but do not learn."""
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where this process shows how the others are, as for `dmoe up`."""
     insecure_loopback: bool = False
     """Plain TCP without encryption: what does TLS cost?"""
 
     def run(self) -> int:
         """Run the demonstration; the exit status."""
         check_at_least(3, self, "num_nodes")
-        check_at_least(1, self, "num_trainers", "num_processes", "average_every")
-        check_at_least(10, self, "steps")
-        check_seed(self, "seed", more=self.num_processes)
+        check_at_least(1, self, "num_processes", "average_every")
+        check_at_least(10, self.run_length, "steps")
         if self.kill_trainer and self.num_processes < 2:
             raise UsageError("--kill-trainer needs --num-processes of at least 2: one has to go on")
         # Its swarm is its own, whatever the user's real one needs.
@@ -92,25 +109,24 @@ class DemoCommand:
         return run_until_done(lambda stop: self._demonstrate(up, stop), leave_timeout_s=LEAVE_TIMEOUT_S)
 
     def _up(self) -> UpCommand:
-        steps, max_minutes = (_QUICK_STEPS, _QUICK_MINUTES) if self.quick else (self.steps, self.max_minutes)
+        length = replace(self.run_length, **_QUICK) if self.quick else self.run_length
         # Few rows are compiled first, so that training begins soon; larger batches follow beside it.
-        node = {"warm_up_rows": 4 if self.route == "sequence" else 64} | (
-            {"freeze_experts": True} if self.freeze_experts else {}
-        )
-        evaluations = _QUICK_EVALUATIONS if self.quick else {}
+        rows = 4 if self.language.route == "sequence" else 64
+        router = self.language.router or ("balanced" if self.language.route == "token" else "product_key")
         return UpCommand(
-            nodes=self.num_nodes,
-            trainers=self.num_processes,
-            out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S"),
-            data=DataOptions(data=self.data, num_trainers=self.num_trainers, seed=self.seed),
-            language=LanguageModelOptions(
-                route=self.route, router=self.router or ("balanced" if self.route == "token" else "product_key")
+            swarm=LocalSwarmOptions(
+                nodes=self.num_nodes,
+                trainers=self.num_processes,
+                save_experts=self.save_experts,
+                node_flags=f"--warm-up-rows {rows}" + (" --freeze-experts" if self.freeze_experts else ""),
             ),
-            run_length=RunOptions(steps=steps, max_minutes=max_minutes, eval_every=max(20, steps // 8), **evaluations),
+            folder=FolderOptions(out=self.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")),
+            # As `dmoe up` has them, whose defaults are others.
+            language=LanguageModelOptions(**vars(self.language) | {"router": router}),
+            data=DataOptions(**vars(self.data)),
+            run_length=RunOptions(**vars(length) | {"eval_every": max(20, length.steps // 8)}),
             average_every=self.average_every,
-            save_experts=self.save_experts,
-            node_flags=shlex.join(as_flags(node)),
-            insecure_loopback=self.insecure_loopback,
+            network=LocalNetworkOptions(insecure_loopback=self.insecure_loopback),
             metrics=self.metrics,
         )
 
@@ -124,15 +140,15 @@ class DemoCommand:
                 if first.step >= up.run_length.steps // 2:
                     break
             if not self.spare_nodes:
-                await _kill(swarm.of_kind("node")[-1], first, up.folder, console)
+                await _kill(swarm.of_kind("node")[-1], first, up.out, console)
             if self.kill_trainer:
-                await _kill(swarm.of_kind("train")[1], first, up.folder, console)
+                await _kill(swarm.of_kind("train")[1], first, up.out, console)
 
         if status := await up.train(console, stop, kill_in_the_middle):
             return status
         # In a thread: importing Matplotlib takes its time.
-        headline = await trio.to_thread.run_sync(self._report, up.folder)
-        show_headline(console, up.folder, headline, title="DMoE Transformer-XL")
+        headline = await trio.to_thread.run_sync(self._report, up.out)
+        show_headline(console, up.out, headline, title="DMoE Transformer-XL")
         if self.json:
             say(json.dumps(headline))
         return 0
@@ -143,15 +159,15 @@ class DemoCommand:
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 
         headline = headline_of(read_metrics(out / "metrics.jsonl"))
-        flags = {name: value for name, value in changed(self).items() if name not in ("out", "json", "metrics")}
+        flags = words_of(self, without=("--out", "--json", "--metrics-port", "--metrics-host"))
         write_report(
             RunFolder(out),
             headline,
             title=f"Demonstration: DMoE Transformer-XL on {headline['corpus']}",
             summary=f"One DHT peer, {self.num_nodes} expert nodes, {self.num_processes} trainer processes of "
-            f"{self.num_trainers} asynchronous trainers each, "
+            f"{self.data.num_trainers} asynchronous trainers each, "
             f"all over {'plain TCP' if self.insecure_loopback else 'TLS 1.3'} on one machine.",
-            command=shlex.join(["dmoe", "demo", *as_flags(flags)]),
+            command=shlex.join(["dmoe", "demo", *flags]),
         )
         return headline
 

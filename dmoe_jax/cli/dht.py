@@ -10,7 +10,7 @@ import tyro
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.network import EndsWithInput, JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed
 from dmoe_jax.runs.speech import say, why_unheard
@@ -23,15 +23,11 @@ class DhtCommand:
     join: JoinTexts = ()
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm."""
     listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
-    """Where it is called."""
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where it shows what it does."""
     LEAVE_TIMEOUT_S: ClassVar[float] = 5.0
     """Within which the process ends in order once it is stopped; then it ends anyhow."""
-    exit_on_stdin_eof: bool = False
-    """End when standard input closes (set by a process that starts this one and may be killed)."""
+    exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
         """Serve until interrupted; the exit status."""

@@ -1,4 +1,4 @@
-"""`dmoe node --distributed`: one node of several processes."""
+"""The devices of `dmoe node`: of this process, or with --distributed of several processes that are one node."""
 
 import os
 import sys
@@ -17,13 +17,26 @@ _END_TIMEOUT_S = 10.0
 """XLA may wait for ever for a process that is gone: so long after that this one ends, whatever it is at."""
 
 _SHUTDOWN_TIMEOUT_S = 10
-"""In which processes that end wait for each other."""
+"""Seconds that processes wait for each other at their end."""
+
+_MOST_XLA_THREADS = 256
+"""More than a machine has cores only cost memory: XLA makes them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedOptions:
-    """Several processes that make up one node, on one host or several."""
+class DeviceOptions:
+    """Devices that experts live on, of this process or of several on one host or more that make up one node."""
 
+    devices: str | None = None
+    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
+    the first one."""
+    mesh: str | None = None
+    """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
+    optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
+    make two. Default: an expert lives on one device."""
+    xla_threads: int | None = None
+    """Threads that XLA computes with on a CPU. Default: as many as there are cores, or as NPROC says. Nodes that share
+    a machine do better with their share of its cores. Experts that call the host need two, or stop for ever."""
     distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT")] = None
     """Make one node of several processes, which hold each expert together on a mesh of all their devices (--mesh;
     default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
@@ -33,8 +46,10 @@ class DistributedOptions:
     process_id: int | None = None
     """Which of them this is, from 0."""
 
-    def check(self, *, devices: str | None) -> None:
-        """Raise `UsageError` if the flags do not belong together."""
+    def check(self) -> None:
+        """Raise `UsageError` for a flag out of range, or if they do not belong together."""
+        if self.xla_threads is not None and not 1 <= self.xla_threads <= _MOST_XLA_THREADS:
+            raise UsageError(f"--xla-threads must be from 1 to {_MOST_XLA_THREADS}, got {self.xla_threads}")
         if self.distributed is None:
             if self.num_processes is not None or self.process_id is not None:
                 raise UsageError("--num-processes and --process-id would have no effect without --distributed")
@@ -44,18 +59,18 @@ class DistributedOptions:
         if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
             numbers = f"{self.process_id} of {self.num_processes}"
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
-        if devices is not None:
+        if self.devices is not None:
             raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
         self._host()
 
     @property
     def follows(self) -> bool:
-        """Whether this process does as process 0 does."""
+        """True if this process does as process 0 does."""
         return self.distributed is not None and self.process_id != 0
 
     @property
     def host(self) -> str:
-        """Where process 0 is."""
+        """Host of process 0."""
         return self._host()
 
     def _host(self) -> str:
@@ -63,6 +78,17 @@ class DistributedOptions:
             return Address.parse(self.distributed or "").host
         except ValueError as error:
             raise UsageError(f"--distributed: {error}") from error
+
+    def check_there(self) -> None:
+        """Raise ValueError if there are not so many devices. JAX is initialized by then."""
+        from dmoe_jax.device import ThreadDevice
+        from dmoe_jax.node.devices import node_devices
+        from dmoe_jax.node.lockstep import mesh_of_all
+
+        if self.distributed is None:
+            node_devices(ThreadDevice(), self.devices, self.mesh)
+        else:
+            mesh_of_all(self.mesh)
 
     async def initialize(self) -> None:
         """Have JAX see the devices of all processes; nothing without the flag. Before JAX computes anything.

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
+from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
@@ -44,10 +44,8 @@ class InspectCommand:
     experiments.transformer_xl."""
     join: JoinTexts = ()
     """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
-    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
+    network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     """Who this process is in that swarm."""
-    swarm: str = "dmoe"
-    """Name of that swarm."""
     data: str | None = None
     """The text that the run was trained on, as for dmoe train. Default: as the run had it."""
     split: Literal["valid", "test", "train"] = "valid"
@@ -111,7 +109,7 @@ class InspectCommand:
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
         async with (
             join_swarm(self.network, join=self.join) as peer,
-            swarm_of(peer, name=self.swarm) as swarm,
+            swarm_of(peer, name=self.network.swarm) as swarm,
         ):
             with _mistakes_of_others():
                 return await read_in_swarm(model, swarm, batches)

@@ -25,10 +25,10 @@ from net.wire.messages import check_announced
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them."""
 
-SizeText = Annotated[str, tyro.conf.arg(metavar="SIZE")]
-"""A number of bytes, as the command line takes it."""
+_EOF_TEXT = "End when standard input closes (set by a process that starts this one and may be killed)."
 
-DEFAULT_MEMORY_BUDGET = "512MiB"
+EndsWithInput = Annotated[bool, tyro.conf.arg(help=_EOF_TEXT)]
+"""True if a command ends with the process that started it."""
 
 _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
@@ -81,6 +81,43 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemberOptions(NetworkOptions):
+    """Who this process is, and under which name its swarm is listed."""
+
+    swarm: str = "dmoe"
+    """Name under which members of the swarm find each other."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_prefix(self.swarm)
+        except ValueError as error:
+            raise ValueError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {self.swarm!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOptions:
+    """Memory that averaging may take."""
+
+    memory_budget: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "512MiB"
+    """What averages and states under way may hold in a process that averages, beyond the few MiB that each begins with:
+    256MiB, 2GiB; at least 1MiB. With less than a long line wants, they take longer."""
+
+    def __post_init__(self) -> None:
+        self.budget()
+
+    def budget(self) -> MemoryBudget:
+        """The budget.
+
+        Raises:
+          ValueError: it is no size, or too small.
+        """
+        try:
+            return MemoryBudget(self.memory_budget)
+        except ValueError as error:
+            raise ValueError(f"--memory-budget: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
     """Where a process that serves is called."""
 
@@ -113,32 +150,12 @@ def _is_every_address(host: str) -> bool:
         return False
 
 
-def check_names(join: Sequence[str], swarm: str) -> None:
-    """Check whom --join names, and what --swarm calls the swarm.
-
-    Raises:
-      UsageError: naming the text that is no peer or no name.
-    """
+def check_join(join: Sequence[str]) -> None:
+    """Raise `UsageError` naming the text that is no peer to join through."""
     try:
         parse_targets(tuple(join))
     except ValueError as error:
         raise UsageError(f"--join: {error}") from error
-    try:
-        check_prefix(swarm)
-    except ValueError as error:
-        raise UsageError(f"--swarm must be 1 to 64 letters, digits, '_' or '-', got {swarm!r}") from error
-
-
-def check_memory_budget(size: str) -> MemoryBudget:
-    """The budget that --memory-budget names.
-
-    Raises:
-      UsageError: it is no size, or too small.
-    """
-    try:
-        return MemoryBudget(size)
-    except ValueError as error:
-        raise UsageError(f"--memory-budget: {error}") from error
 
 
 def join_swarm(
@@ -147,7 +164,7 @@ def join_swarm(
     join: Sequence[str],
     listen: ListenOptions | None = None,
     faults: FaultPlan | None = None,
-    memory_budget: str | None = None,
+    budget: BudgetOptions | None = None,
 ) -> AbstractAsyncContextManager[SwarmPeer]:
     """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
     config = PeerConfig(
@@ -155,7 +172,7 @@ def join_swarm(
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
-        memory_budget=None if memory_budget is None else check_memory_budget(memory_budget),
+        memory_budget=None if budget is None else budget.budget(),
     )
     return open_peer(tuple(join), config)
 

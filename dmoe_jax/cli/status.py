@@ -15,7 +15,7 @@ from rich.table import Table
 
 from dmoe_jax.cli.checks import check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, NetworkOptions, join_swarm
+from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
@@ -52,10 +52,7 @@ class StatusCommand:
 
     join: JoinTexts
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
-    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    """Who this process is and which swarm it belongs to."""
-    swarm: str = "dmoe"
-    """Name under which the members are listed."""
+    network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     interval_s: float = 2.0
     """Seconds between refreshes."""
     once: bool = False
@@ -77,24 +74,25 @@ class StatusCommand:
             def tables(before: Statuses) -> RenderableType:
                 doubts = peer.dht.clock.doubts()
                 return Group(
-                    status_tables(self.swarm, members, before, statuses), *([f"Note: {doubts}"] if doubts else [])
+                    status_tables(self.network.swarm, members, before, statuses),
+                    *([f"Note: {doubts}"] if doubts else []),
                 )
 
-            members, statuses = await read_members(peer, self.swarm)
+            members, statuses = await read_members(peer, self.network.swarm)
             if self.json:
-                say(json.dumps({"swarm": self.swarm, **_as_json(members, statuses)}))
+                say(json.dumps({"swarm": self.network.swarm, **_as_json(members, statuses)}))
                 return 0
             if self.once:
                 await trio.sleep(_ONCE_INTERVAL_S)
                 before = statuses
-                members, statuses = await read_members(peer, self.swarm)
+                members, statuses = await read_members(peer, self.network.swarm)
                 Console().print(tables(before))
                 return 0
             with Live(tables({}), auto_refresh=False) as live:
                 while why_unheard() is None:  # nobody looks at what cannot be shown
                     await trio.sleep(self.interval_s)
                     before = statuses
-                    members, statuses = await read_members(peer, self.swarm)
+                    members, statuses = await read_members(peer, self.network.swarm)
                     live.update(tables(before), refresh=True)
         return 0
 

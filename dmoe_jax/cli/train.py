@@ -13,7 +13,7 @@ from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.runs.flags import words_of
-from dmoe_jax.runs.run_folder import flat
+from dmoe_jax.runs.run_folder import CONFIG, flat
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.training.saving import PreparedRun, check_code, prepare_run, saved_settings
 
@@ -31,14 +31,14 @@ class TrainCommand(TrainOptions):
         Raises:
           UsageError: --out is no run, or names code that the words do not name.
         """
-        if not self.resume or self.out is None or not (self.out / "config.json").exists():
+        if not self.folder.resume or (out := self.folder.out) is None or not (out / CONFIG).exists():
             return self
         with mistakes_in_one_line():
-            words = [*flags_of_run(saved_settings(self.out)), *args]
+            words = [*flags_of_run(saved_settings(out)), *args]
         resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
-        if not self.trust_run:
+        if not self.folder.trust_run:
             with mistakes_in_one_line():
-                check_code(self.out, words_of(resumed), named=args)
+                check_code(out, words_of(resumed), named=args)
         return resumed
 
     def prepared(self) -> PreparedRun:
@@ -48,13 +48,15 @@ class TrainCommand(TrainOptions):
           UsageError: one of them will not do.
         """
         self.check()
-        settings = self.settings()
+        settings, out, resume = self.settings(), self.folder.out, self.folder.resume
+        goes_on = resume and out is not None and (out / CONFIG).exists()
         with mistakes_in_one_line():
-            run = prepare_run(self.out, settings, name="train", resume=self.resume, may_differ=flat(settings))
-            if self.out is not None and run.goes_on:
-                check_changes(self.out, saved_settings(self.out), settings)
-            if self.resume and not run.has_checkpoint:
-                raise ValueError(f"there is no checkpoint in {self.out} to resume from")
+            saved = saved_settings(out) if goes_on and out is not None else {}
+            run = prepare_run(out, settings, name="train", resume=resume, may_differ={*flat(settings), *flat(saved)})
+            if out is not None and run.goes_on:
+                check_changes(out, saved, settings)
+            if resume and not run.has_checkpoint:
+                raise ValueError(f"there is no checkpoint in {out} to resume from")
         return run
 
     def run(self) -> int:
@@ -73,12 +75,12 @@ class TrainCommand(TrainOptions):
         listen = self.listening if self.averaging.listens else None
         with ExitStack() as stack:
             with mistakes_in_one_line():
-                opening = tracking(self.tracker, project=self.swarm, settings=flat(prepared.settings))
+                opening = tracking(self.report.tracker, project=self.network.swarm, settings=flat(prepared.settings))
                 prepared = replace(prepared, open_sink=stack.enter_context(opening))
             async with (
-                self.metrics.opened("train") as monitor,
-                join_swarm(self.network, join=self.join, listen=listen, memory_budget=self.memory_budget) as peer,
-                swarm_of(peer, name=self.swarm, seed=self.data.seed) as swarm,
+                self.report.metrics.opened("train") as monitor,
+                join_swarm(self.network, join=self.join, listen=listen, budget=self.budget) as peer,
+                swarm_of(peer, name=self.network.swarm, seed=self.data.seed) as swarm,
             ):
                 monitor.show(partial(peer_families, peer))
                 await run_training(self, prepared, swarm, monitor)

@@ -1,27 +1,21 @@
 """The flags of `dmoe train`, in groups, and what can be said of them without JAX."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.checks import check_at_least, check_needs, check_seed
+from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import (
-    DEFAULT_MEMORY_BUDGET,
-    JoinTexts,
-    ListenOptions,
-    NetworkOptions,
-    SizeText,
-    check_memory_budget,
-)
+from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions
 from dmoe_jax.data import check_source
-from dmoe_jax.layer_config import LayerConfig, Route
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
-from dmoe_jax.runs.flags import as_flags, flag_of, flags_of
+from dmoe_jax.runs.flags import as_flags, flag_of, flags_of, named_flags, settings_of
 from dmoe_jax.runs.run_folder import flat, plain
 
 
@@ -40,6 +34,11 @@ class DataOptions:
     """Seed of the trunk's initial parameters, and of all chance without --data-seed."""
     data_seed: int | None = None
     """Seed of the trainers' places in the data, of dropout and of the router's noise. Default: --seed."""
+
+    def check(self, *, more: int = 0) -> None:
+        """Raise `UsageError` for a flag out of range; `more` is added to the seeds for the last process."""
+        check_at_least(1, self, "num_trainers", "batch_size")
+        check_seed(self, "seed", "data_seed", more=more)
 
     @property
     def chance_seed(self) -> int:
@@ -75,27 +74,22 @@ class LanguageModelOptions:
     output_dropout: float = 0.0
     """Locked dropout before the softmax. (--dropout also acts on the last layer's output.)"""
 
+    def check(self) -> None:
+        """Raise `UsageError` for a flag out of range."""
+        check_at_least(1, self, "num_layers")
+        if not self.grid_size or min(self.grid_size) < 1:
+            raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
+
     def cutoffs_below(self, vocab_size: int) -> tuple[int, ...]:
         """The cutoffs that a vocabulary of this size has words beyond."""
         return () if self.cutoffs == "none" else tuple(cutoff for cutoff in self.cutoffs if cutoff < vocab_size)
 
 
+@named_flags("k_best", "k_min", "grace_s", "timeout_s", "max_rows", "compression", "max_skipped", "wait_s")
 @dataclass(frozen=True, kw_only=True)
-class CallOptions:
+class CallOptions(MixtureConfig):
     """Calls of experts; with --model, only --wait-s and --max-skipped count."""
 
-    k_best: int = 4
-    """Experts asked for each sequence, or token."""
-    k_min: int = 1
-    """Answers that each of them needs before stragglers get only the grace time."""
-    grace_s: float = 1.0
-    """Seconds to wait for stragglers then."""
-    timeout_s: float = 10.0
-    """Seconds after which an expert call is given up."""
-    max_rows: int = 256
-    """Most sequences, or tokens, of one call; more are sent as several. At most the nodes' --max-batch-rows."""
-    compression: Literal["none", "float16", "bfloat16", "blockwise8"] = "none"
-    """How activations and gradients travel to experts and back. Parameters never travel compressed."""
     max_skipped: float = 0.5
     """Largest share of samples without any expert. If more of a layer's last 32 calls have none, the run ends at once
     with an error; if more of the whole run have none, it does so at its end. 1: never. With --model only the whole run
@@ -104,34 +98,31 @@ class CallOptions:
     """Seconds to wait at the start for every layer to have a living expert."""
 
 
+@named_flags(
+    *("learning_rate", "warmup_steps", "floor", "grad_clip", "weight_decay", "staleness_power"),
+    floor="learning_rate_floor",
+)
 @dataclass(frozen=True, kw_only=True)
-class AdamOptions:
-    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay."""
+class TrunkRecipe(Recipe):
+    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay over all of --steps."""
 
     learning_rate: float = 2e-3
-    """Peak step size of the trunk's Adam."""
     warmup_steps: int = 50
-    """Trunk updates of linear warm-up, at most a quarter of --steps; cosine decay follows."""
-    learning_rate_floor: float = 0.1
-    """Where the decay ends, as a share of the peak; 0 to 1."""
+    total_steps: int | None = None
+    floor: float = 0.1
     grad_clip: float = 0.5
-    """Bound on the norm of the trunk's gradient."""
     weight_decay: float = 0.0
-    """L2 penalty on the trunk's parameters, added to their gradients before Adam."""
-    staleness_power: float = 0.5
-    """An update is divided by (1 + s) to this power, s being the trunk's updates since its parameters were read,
-    and stale ones get no momentum; 0: plain Adam. That of the experts is their nodes' own. With many trainers it wants
-    a larger --learning-rate, of nodes too: four times that of one trainer is a good guess for 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions(AdamOptions):
+class OptimizerOptions:
     """Training of the trunk."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """Optimiser of the trunk: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one, whose schedules count the updates of all trainers together. Default: Adam, with the step size and so on
     given here. (Experts learn with the --optimizer of their nodes.)"""
+    recipe: Annotated[TrunkRecipe, tyro.conf.arg(name="")] = field(default_factory=TrunkRecipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,33 +143,55 @@ class RunOptions:
     checkpoint_every: int = 200
     """Trunk updates between checkpoints; one is also written at the end and after Ctrl-C."""
 
+    def check(self) -> None:
+        """Raise `UsageError` for a flag out of range."""
+        check_at_least(1, self, "steps", "eval_every")
+        check_at_least(0, self, "eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes")
 
-_FIXED = (
-    "model",
-    "language.route",
-    "language.num_layers",
-    "language.grid_size",
-    "language.router",
-    "language.cutoffs",
-    "language.layer.d_model",
-    "language.layer.num_heads",
-    "language.layer.d_ff",
-    "data.data",
-    "optimizer.optimizer",
-    "averaging.average",
-    "averaging.average_by_samples",
-    "averaging.average_fragments",
+
+_CONSTANT = (
+    *("model", "route", "num_layers", "grid_size", "router", "cutoffs", "d_model", "num_heads", "d_ff", "data"),
+    *("optimizer", "average", "average_by_samples", "average_fragments"),
 )
 """Settings that decide what is trained, or on what: a resumed run must have the same."""
 
-_ON_OR_OFF = ("averaging.average_every", "averaging.target_batch_size", "optimizer.weight_decay", "optimizer.grad_clip")
+_ON_OR_OFF = ("average_every", "target_batch_size", "weight_decay", "grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
-_NO_SETTINGS = ("resume", "trust_run", "out", "metrics", "trace")
+_NO_SETTINGS = ("--resume", "--trust-run", "--out", "--metrics-port", "--metrics-host", "--trace")
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
-_OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
-"""Flags that a resumed run does not take from the one before."""
+OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
+"""Settings that a resumed run does not take from the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderOptions:
+    """Where a run is kept."""
+
+    out: Path | None = None
+    """Run folder, the first one's where there are several trainer processes; new or empty unless --resume. Default:
+    under runs/, by the time."""
+    resume: bool = False
+    """Go on with the run in --out from its latest checkpoint, with its flags; those that are given change. Experts are
+    as their nodes have them, or have saved them."""
+    trust_run: bool = False
+    """With --resume: run the Python files that the run in --out names, such as its --router. Without it they must be
+    named again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What is told of a run, and where."""
+
+    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a trace of expert calls and steps at the end, also after Ctrl-C: the last 100,000 of them, as JSON for
+    ui.perfetto.dev or chrome://tracing."""
+    tracker: Literal["wandb", "trackio", "tensorboard"] | None = None
+    """Send the metrics to an experiment tracker, too. tensorboard's files are in the run folder."""
+    json: bool = False
+    """Print the headline figures as one JSON object on the last line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,17 +200,8 @@ class TrainOptions:
 
     join: JoinTexts
     """Peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there."""
-    network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
-    swarm: str = "dmoe"
-    """Name of the swarm."""
-    out: Path | None = None
-    """Run folder; must be new or empty unless --resume. Default: runs/ and the time."""
-    resume: bool = False
-    """Continue the run in --out from its latest checkpoint, with its flags; those that are given change. The experts
-    are as their nodes have them now."""
-    trust_run: bool = False
-    """With --resume: run the Python files that the run in --out names, such as its --router. Without it they must be
-    named again."""
+    network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
+    folder: Annotated[FolderOptions, tyro.conf.arg(name="")] = field(default_factory=FolderOptions)
     model: str | None = None
     """A model of your own, as my_file.py:my_model: a function of the swarm that returns a `dmoe_jax.model.Model` which
     also has `batches(shard, num_shards, seed)`, an iterator of training batches, and perhaps `validation()`, an
@@ -210,20 +214,9 @@ class TrainOptions:
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     """Where others call this process, if it averages; one that does not listens nowhere."""
-    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
-    """What averages and states under way may hold in this process, beyond the few MiB that each begins with: 256MiB,
-    2GiB; at least 1MiB. With less than a long line wants, they take longer."""
-    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where it shows what it does."""
-    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write a trace of expert calls and steps at the end, also after Ctrl-C: the last 100,000 of them, as JSON for
-    ui.perfetto.dev or chrome://tracing."""
-    tracker: Literal["wandb", "trackio", "tensorboard"] | None = None
-    """Send the metrics to an experiment tracker, too. tensorboard's files are in the run folder."""
-    json: bool = False
-    """Print the headline figures as one JSON object on the last line."""
-    exit_on_stdin_eof: bool = False
-    """End when standard input closes (set by a process that starts this one and may be killed)."""
+    budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
+    report: Annotated[ReportOptions, tyro.conf.arg(name="")] = field(default_factory=ReportOptions)
+    exit_on_stdin_eof: EndsWithInput = False
 
     def check(self) -> None:
         """Look at what nothing else checks before it would be too late.
@@ -231,44 +224,38 @@ class TrainOptions:
         Raises:
           UsageError: naming the flag.
         """
-        check_at_least(1, self.data, "num_trainers", "batch_size")
-        check_seed(self.data, "seed", "data_seed")
+        self.data.check()
         if self.optimizer.optimizer is not None:
-            for flag in flags_of(self.optimizer):
-                if flag.is_changed and flag.word != "--optimizer":
-                    raise UsageError(f"{flag.word} would have no effect beside --optimizer {self.optimizer.optimizer}")
-        check_at_least(1, self.language, "num_layers")
-        check_at_least(1, self.calls, "k_best", "max_rows")
-        check_at_least(1, self.run_length, "steps", "eval_every")
-        check_at_least(0, self.run_length, "eval_tokens", "final_eval_tokens", "checkpoint_every", "max_minutes")
+            check_no_effect(f"--optimizer {self.optimizer.optimizer}", flags_of(self.optimizer.recipe))
+        self.language.check()
+        self.run_length.check()
         check_at_least(0, self.calls, "wait_s")
-        if not 0 <= self.calls.max_skipped <= 1:
-            raise UsageError(f"--max-skipped is a share from 0 to 1, got {self.calls.max_skipped}")
-        if self.calls.k_min > self.calls.k_best:
-            raise UsageError(f"--k-min must not exceed --k-best, got {self.calls.k_min} and {self.calls.k_best}")
-        if not self.language.grid_size or min(self.language.grid_size) < 1:
-            raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
         if self.model is None:
             with mistakes_in_one_line():
                 check_source(self.data.data)
         self.averaging.check()
         averaged = "--average-every or --target-batch-size without --average-client"
-        check_needs(averaged, self.averaging.listens, self.listening, "listen", "announce")
-        check_memory_budget(self.memory_budget)
-        if self.trace is not None and self.trace.is_dir():
-            raise UsageError(f"--trace names the file to write, {self.trace} is a folder")
+        check_needs(averaged, self.averaging.listens, flags_of(self.listening))
+        if self.report.trace is not None and self.report.trace.is_dir():
+            raise UsageError(f"--trace names the file to write, {self.report.trace} is a folder")
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT")
-        if self.resume and self.out is None:
+        if self.folder.resume and self.folder.out is None:
             raise UsageError("--resume needs --out with the folder of the run to continue")
-        if self.trust_run and not self.resume:
+        if self.folder.trust_run and not self.folder.resume:
             raise UsageError("--trust-run would have no effect without --resume")
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""
-        settings = {name: value for name, value in asdict(self).items() if name not in _NO_SETTINGS}
+        settings = settings_of(self, without=_NO_SETTINGS)
         settings["averaging"]["average"] = self.averaging.kind.replace("_", "-")  # what "auto" comes to
         return settings
+
+
+def by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run, in whatever groups, by the keys of their flags. JSON has no infinity, which --grad-clip
+    may be: None stands for it."""
+    return {name.rpartition(".")[2]: value for name, value in flat(plain(settings)).items()}
 
 
 def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
@@ -277,11 +264,10 @@ def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
     Args:
       saved: `TrainOptions.settings` through JSON, perhaps of another version; what is no setting now is left out.
     """
-    defaults = flat(plain(TrainOptions(join=()).settings()))
-    changed = {name: value for name, value in flat(saved).items() if value != defaults.get(name, value)}
-    # JSON has no infinity, which is what --grad-clip may be.
+    defaults, then = by_key(TrainOptions(join=()).settings()), by_key(saved)
+    changed = {key: then[key] for key in defaults if then.get(key, defaults[key]) != defaults[key]}
     return as_flags(
-        {name: "inf" if value is None else value for name, value in changed.items() if name not in _OF_THIS_PROCESS}
+        {key: "inf" if value is None else value for key, value in changed.items() if key not in OF_THIS_PROCESS}
     )
 
 
@@ -297,17 +283,16 @@ def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, An
       UsageError: naming the flag that cannot change.
     """
     # A run of an older version had what is the default now.
-    before = flat(plain(TrainOptions(join=()).settings())) | flat(saved)
-    now = flat(plain(settings))
-    compression = "averaging.average_compression"
+    before, now = by_key(TrainOptions(join=()).settings()) | by_key(saved), by_key(settings)
+    compression = "average_compression"
     if before[compression] != now[compression] and "top-k" in (before[compression], now[compression]):
         raise UsageError(
             f"the run in {out} was begun with {flag_of(compression)} {before[compression]!r} and cannot be resumed "
             f"with {now[compression]!r}: what top-k keeps for later is in the checkpoint"
         )
-    for name in (*_FIXED, *_ON_OR_OFF):
-        was, is_now = before[name], now[name]
-        if was != is_now and (name in _FIXED or bool(was) != bool(is_now)):
+    for key in (*_CONSTANT, *_ON_OR_OFF):
+        was, is_now = before[key], now[key]
+        if was != is_now and (key in _CONSTANT or bool(was) != bool(is_now)):
             raise UsageError(
-                f"the run in {out} was begun with {flag_of(name)} {was!r} and cannot be resumed with {is_now!r}"
+                f"the run in {out} was begun with {flag_of(key)} {was!r} and cannot be resumed with {is_now!r}"
             )

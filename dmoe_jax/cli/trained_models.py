@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,11 +14,12 @@ from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.recipe import make_optimizer
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import mistakes_in_one_line
@@ -63,7 +64,6 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
       UsageError: for a router, a corpus or sizes that will not do.
     """
     data, language = options.data, options.language
-    calls = {name: value for name, value in vars(options.calls).items() if name != "wait_s"}
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
@@ -72,7 +72,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
         config = trunk_config(options, len(corpus.vocabulary))
         router = make_router(language.router, language.grid_size)
         mixtures = [
-            swarm.mixture(layer_prefix(layer), config.expert(), router, seed=seed, **calls)
+            swarm.mixture(layer_prefix(layer), config.expert(), router, config=options.calls, seed=seed)
             for layer in range(config.num_layers)
         ]
         streams: list[Iterator[Any]] = [
@@ -126,16 +126,7 @@ def trunk_recipe(options: TrainOptions) -> Recipe:
     Raises:
       ValueError: a rate is out of range.
     """
-    optimizer = options.optimizer
-    return Recipe(
-        learning_rate=optimizer.learning_rate,
-        warmup_steps=optimizer.warmup_steps,
-        total_steps=options.run_length.steps,
-        weight_decay=optimizer.weight_decay,
-        floor=optimizer.learning_rate_floor,
-        grad_clip=optimizer.grad_clip,
-        staleness_power=optimizer.staleness_power,
-    )
+    return replace(options.optimizer.recipe, total_steps=options.run_length.steps)
 
 
 def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:

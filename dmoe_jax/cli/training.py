@@ -58,7 +58,7 @@ async def run_training(
     """
     with (
         TrainingProgress(options.run_length.steps) as progress,
-        watching(swarm, monitor or Monitor("train"), options.trace, progress.say) as watch,
+        watching(swarm, monitor or Monitor("train"), options.report.trace, progress.say) as watch,
     ):
         for change in run.changes:
             progress.say(f"going on with another setting than before: {change}")
@@ -177,8 +177,8 @@ async def _opened_together(
             training.batches,
             target_batch_size=averaging.target_batch_size,
             average=averaging.kind,
-            outer=averaging.outer(),
-            name=averaging.average_name,
+            outer=averaging.outer_optimizer(),
+            name=averaging.meeting.name,
             params=params,
             seed=options.data.chance_seed,
             config=averaging.collaboration(),
@@ -230,7 +230,7 @@ async def _train(
             progress,
             facts=training.facts,
             records=opened.records,
-            on_end=lambda headline: print(json.dumps(headline)) if options.json else None,
+            on_end=lambda headline: print(json.dumps(headline)) if options.report.json else None,
         )
     finally:
         reached(engine.step)

@@ -14,18 +14,12 @@ import trio
 import tyro
 from rich.console import Console
 
-from dmoe_jax.cli.checks import changed, check_at_least, check_seed
+from dmoe_jax.cli.checks import check_at_least, check_no_effect
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalMetrics, LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import (
-    DEFAULT_MEMORY_BUDGET,
-    ListenOptions,
-    NetworkOptions,
-    SizeText,
-    check_memory_budget,
-)
-from dmoe_jax.cli.train_options import AdamOptions, DataOptions, LanguageModelOptions, RunOptions
+from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, NetworkOptions
+from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data import check_source
 from dmoe_jax.disk import FolderInUse, hold_folder
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
@@ -40,7 +34,7 @@ from dmoe_jax.processes import (
 )
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
-from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, words_of
+from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
 from dmoe_jax.training.saving import check_code
 from dmoe_jax.xla_threads import share_of_threads
@@ -56,11 +50,8 @@ Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpCommand:
-    """Run a whole swarm on this machine: a DHT peer, expert nodes and trainer processes, until training is done.
-
-    Others join it through the line that it prints. Ctrl-C ends all processes in order, a second one at once.
-    """
+class LocalSwarmOptions:
+    """Processes of the swarm, and what each of them is given."""
 
     nodes: int = 2
     """Expert node processes; the experts are dealt out among them."""
@@ -69,14 +60,19 @@ class UpCommand:
     they were last saved; with --no-save-experts they begin again from their seeds."""
     trainers: int = 1
     """Trainer processes, whose trunks are averaged; with 0 the nodes serve until Ctrl-C."""
-    out: Path | None = None
-    """Run folder of the first trainer process; new or empty unless --resume. The others' and the logs lie beside it.
-    Default: runs/up and the time."""
-    resume: bool = False
-    """Go on with the run in --out, with its flags; those that are given change. Trunks go on from their latest
-    checkpoints, and experts from what was saved of them."""
-    trust_run: bool = False
-    """With --resume: run the Python files that the run's flags name, though they are not named again."""
+    save_experts: bool = True
+    """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
+    --resume and dmoe inspect find them."""
+    node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
+    """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
+    train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
+    """Further flags of every trainer process in one word: --train-flags="--k-best 2 --timeout-s 5"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCodeOptions:
+    """What is served and trained, if it is not the Transformer-XL under Adam."""
+
     experts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
     """Experts to serve instead of those layers, for a model of your own: patterns such as ffn.[0:4].[0:4]."""
     kind: Annotated[str, tyro.conf.arg(name="expert")] = "transformer_xl"
@@ -88,32 +84,39 @@ class UpCommand:
     trunk_optimizer: str = ""
     """Optimiser of the trunks; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
     size and so on given here."""
+
+
+@named_flags("swarm_secret_file", "insecure_loopback", "announce")
+@dataclass(frozen=True, kw_only=True)
+class LocalNetworkOptions(NetworkOptions):
+    """Network of the swarm's processes."""
+
+    announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
+    """Name or address of this machine, for others to join from elsewhere. Default: this machine only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpCommand:
+    """Run a whole swarm on this machine: a DHT peer, expert nodes and trainer processes, until training is done.
+
+    Others join it through the line that it prints. Ctrl-C ends all processes in order, a second one at once.
+    """
+
+    swarm: Annotated[LocalSwarmOptions, tyro.conf.arg(name="")] = field(default_factory=LocalSwarmOptions)
+    folder: Annotated[FolderOptions, tyro.conf.arg(name="")] = field(default_factory=FolderOptions)
+    code: Annotated[OwnCodeOptions, tyro.conf.arg(name="")] = field(default_factory=OwnCodeOptions)
     language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
     data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
-    adam: Annotated[AdamOptions, tyro.conf.arg(name="")] = field(default_factory=AdamOptions)
+    adam: Annotated[TrunkRecipe, tyro.conf.arg(name="")] = field(default_factory=TrunkRecipe)
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     average_every: int = 10
     """Trunk updates of a process between two averages, if there are several."""
-    memory_budget: SizeText = DEFAULT_MEMORY_BUDGET
-    """What averages under way may hold in each trainer process; as for `dmoe train`."""
-    save_experts: bool = True
-    """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
-    --resume and dmoe inspect find them."""
-    node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
-    train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """Further flags of every trainer process in one word: --train-flags="--k-best 2 --timeout-s 5"."""
-    announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
-    """Name or address of this machine, for others to join from elsewhere. Default: this machine only."""
-    swarm_secret_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The secret that all peers of the swarm share. Default: DMOE_SWARM_SECRET_FILE, else a swarm open to everybody."""
-    insecure_loopback: bool = False
-    """Plain TCP without encryption or proof, on this machine only."""
+    budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
+    network: Annotated[LocalNetworkOptions, tyro.conf.arg(name="")] = field(default_factory=LocalNetworkOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     """Where this process shows how the others are. Each of them then has a port of its own, and /targets lists these
     for Prometheus' http_sd_configs."""
-    exit_on_stdin_eof: bool = False
-    """End when standard input closes (set by a process that starts this one and may be killed)."""
+    exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
         """Run the swarm; the exit status."""
@@ -130,7 +133,7 @@ class UpCommand:
             if status == EXIT_INTERRUPTED:
                 console.print(f"go on with: {self.to_go_on()}")
             elif self.folders():
-                show_headline(console, self.folder, title=self.model or "DMoE Transformer-XL")
+                show_headline(console, self.out, title=self.code.model or "DMoE Transformer-XL")
             return status
 
         return run_until_done(train, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=LEAVE_TIMEOUT_S)
@@ -141,31 +144,33 @@ class UpCommand:
         Raises:
           UsageError: --out is no run, or its flags name Python files that `args` do not.
         """
-        if not self.resume:
+        if not self.folder.resume:
             return self
-        if self.out is None:
+        if self.folder.out is None:
             raise UsageError("--resume needs --out: without the run's folder dmoe up cannot go on with it")
         try:
             saved = [str(word) for word in json.loads(self._flags_file.read_text())]
         except (OSError, ValueError) as error:
-            raise UsageError(f"--resume: {self.out} is no run of dmoe up: cannot read {self._flags_file}") from error
+            raise UsageError(
+                f"--resume: {self.folder.out} is no run of dmoe up: cannot read {self._flags_file}"
+            ) from error
         resumed: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*saved, *args])
-        if not self.trust_run:
+        if not self.folder.trust_run:
             with mistakes_in_one_line():
-                check_code(self.out, words_of(resumed), named=args)
-        saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).nodes
-        if resumed.nodes != saved_nodes and resumed.claim is None and resumed.save_experts:
+                check_code(self.folder.out, words_of(resumed), named=args)
+        saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).swarm.nodes
+        if resumed.swarm.nodes != saved_nodes and resumed.swarm.claim is None and resumed.swarm.save_experts:
             raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")
         return resumed
 
     def to_go_on(self) -> str:
         """The command line that goes on with the run."""
         trust = " --trust-run" if ".py:" in " ".join(words_of(self)) else ""
-        return f"dmoe up --resume --out {shlex.quote(str(self.folder))}{trust}"
+        return f"dmoe up --resume --out {shlex.quote(str(self.out))}{trust}"
 
     @property
     def _logs(self) -> Path:
-        return self.folder.parent / f"{self.folder.name}.logs"
+        return self.out.parent / f"{self.out.name}.logs"
 
     @property
     def _flags_file(self) -> Path:
@@ -202,7 +207,7 @@ class UpCommand:
         """
         folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
-        shown = LocalMetrics(self.announce)
+        shown = LocalMetrics(self.network.announce)
         flags = [*self.network_flags(), *self.metrics_flags()]
         async with (
             self._logs_held(),
@@ -210,7 +215,7 @@ class UpCommand:
             open_local_swarm(self._logs, network_flags=flags) as swarm,
             trio.open_nursery() as showing,
         ):
-            console.print(f"run folder: {self.folder}; logs of the processes: {self._logs}")
+            console.print(f"run folder: {self.out}; logs of the processes: {self._logs}")
             shown.began(swarm, watches)
             monitor.show(shown.families)
             monitor.why_not_ready = shown.why_not_ready
@@ -222,11 +227,11 @@ class UpCommand:
                 dht,
                 self.hands(),
                 lambda index: [*self.saving_flags(index), *nodes],
-                named_by="--experts" if self.claim is None else "--of",
+                named_by="--experts" if self.swarm.claim is None else "--of",
             )
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
-                words += ["--resume"] if self.resume and (folder / CONFIG).exists() else []
+                words += ["--resume"] if self.folder.resume and (folder / CONFIG).exists() else []
                 await swarm.launch(name, ["train", *words])
             with stop.body() as body:
                 async with trio.open_nursery() as nursery:
@@ -246,8 +251,8 @@ class UpCommand:
 
     def folders(self) -> list[Path]:
         """The run folder of each trainer process: --out, and others beside it."""
-        out = self.folder
-        return [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.trainers)]
+        out = self.out
+        return [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.swarm.trainers)]
 
     def check(self) -> None:
         """Look at the flags before anything is started.
@@ -255,55 +260,49 @@ class UpCommand:
         Raises:
           UsageError: for one that cannot be meant.
         """
-        check_at_least(1, self, "nodes", "average_every")
-        check_at_least(1, self.run_length, "steps")
-        check_at_least(1, self.language, "num_layers")
-        check_at_least(0, self, "trainers")
-        check_seed(self.data, "seed", "data_seed", more=self.trainers)
-        check_memory_budget(self.memory_budget)
-        if self.memory_budget != DEFAULT_MEMORY_BUDGET and self.trainers < 2:
-            raise UsageError(f"--memory-budget would have no effect with --trainers {self.trainers}: nobody averages")
-        if not self.language.grid_size or min(self.language.grid_size) < 1:
-            raise UsageError(f"--grid-size must be positive integers, got {self.language.grid_size}")
-        saved = [saved_experts(self.folder)] if self.save_experts else []
-        for folder in [] if self.resume else [*(self.folders() or [self.folder]), *saved]:
+        swarm = self.swarm
+        check_at_least(1, swarm, "nodes")
+        check_at_least(0, swarm, "trainers")
+        check_at_least(1, self, "average_every")
+        self.run_length.check()
+        self.language.check()
+        self.data.check(more=swarm.trainers)
+        if swarm.trainers < 2:
+            check_no_effect(f"--trainers {swarm.trainers}: nobody averages", flags_of(self.budget))
+        saved = [saved_experts(self.out)] if swarm.save_experts else []
+        for folder in [] if self.folder.resume else [*(self.folders() or [self.out]), *saved]:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
         hands = self.hands()
-        if self.claim is not None:
-            check_at_least(1, self, "claim")
+        if swarm.claim is not None:
+            check_at_least(1, swarm, "claim")
             num_experts = len(self.uids())
-            if (room := self.nodes * self.claim) < num_experts:
+            if (room := swarm.nodes * swarm.claim) < num_experts:
                 unserved = f"{num_experts - room} of {num_experts} experts unserved"
-                raise UsageError(f"--nodes {self.nodes} with --claim {self.claim} leave {unserved}")
+                raise UsageError(f"--nodes {swarm.nodes} with --claim {swarm.claim} leave {unserved}")
         elif not all(hands):
-            raise UsageError(f"--nodes {self.nodes} is more than there are experts: {sum(map(len, hands))}")
+            raise UsageError(f"--nodes {swarm.nodes} is more than there are experts: {sum(map(len, hands))}")
         with mistakes_in_one_line():
             check_source(self.data.data)
-            self._network.security()
-            if self.announce is not None:
-                ListenOptions(listen="0.0.0.0:0", announce=self.announce)
-        for flag in flags_of(self.adam) if self.trunk_optimizer else ():
-            if flag.is_changed:
-                raise UsageError(f"{flag.word} would have no effect beside --trunk-optimizer {self.trunk_optimizer}")
+            self.network.security()
+            if self.network.announce is not None:
+                ListenOptions(listen="0.0.0.0:0", announce=self.network.announce)
+        if self.code.trunk_optimizer:
+            check_no_effect(f"--trunk-optimizer {self.code.trunk_optimizer}", flags_of(self.adam))
         for name in ("node_flags", "train_flags"):
             try:
-                shlex.split(getattr(self, name))
+                shlex.split(getattr(swarm, name))
             except ValueError as error:
-                raise UsageError(f"{flag_of(name)}: {error}, got {getattr(self, name)!r}") from error
+                raise UsageError(f"{flag_of(name)}: {error}, got {getattr(swarm, name)!r}") from error
 
     @cached_property
-    def folder(self) -> Path:
+    def out(self) -> Path:
         """Run folder of the first trainer process."""
-        return self.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")
-
-    @property
-    def _network(self) -> NetworkOptions:
-        return NetworkOptions(swarm_secret_file=self.swarm_secret_file, insecure_loopback=self.insecure_loopback)
+        return self.folder.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")
 
     def network_flags(self) -> list[str]:
         """Flags of every process: which network it is on."""
-        return shlex.split(self._network.flags_for_others())
+        return shlex.split(self.network.flags_for_others())
 
     def metrics_flags(self) -> list[str]:
         """Flags of every process: whether it shows metrics, at a port that the system chooses."""
@@ -313,7 +312,7 @@ class UpCommand:
 
     def listen_flags(self) -> list[str]:
         """Flags of those that listen: where they are called."""
-        return [] if self.announce is None else ["--listen", "0.0.0.0:0", "--announce", self.announce]
+        return [] if self.network.announce is None else ["--listen", "0.0.0.0:0", "--announce", self.network.announce]
 
     def hands(self) -> list[list[str]]:
         """The experts of each node; with --claim the patterns, of which each node takes its share.
@@ -322,12 +321,12 @@ class UpCommand:
           UsageError: --experts is no pattern.
         """
         uids = self.uids()
-        return deal(uids, self.nodes) if self.claim is None else [list(self.patterns())] * self.nodes
+        return deal(uids, self.swarm.nodes) if self.swarm.claim is None else [list(self.patterns())] * self.swarm.nodes
 
     def patterns(self) -> tuple[str, ...]:
         """What the experts are called: --experts, or the grid of each layer."""
         grid = "".join(f".[0:{size}]" for size in self.language.grid_size)
-        return self.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.language.num_layers))
+        return self.code.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.language.num_layers))
 
     def uids(self) -> list[ExpertUid]:
         """All experts, each once.
@@ -342,21 +341,25 @@ class UpCommand:
 
     def saving_flags(self, index: int) -> list[str]:
         """Flags of `dmoe node` for the node with this index: how many experts it claims, and where it saves them."""
-        claims = [] if self.claim is None else as_flags({"claim": self.claim})
+        claims = [] if self.swarm.claim is None else as_flags({"claim": self.swarm.claim})
         # Those that claim share a folder: there they find what a node that died has left.
-        folder = saved_experts(self.folder) / (f"node{index}" if self.claim is None else SHARED_FOLDER)
-        return [*claims, *(as_flags({"checkpoint_dir": folder}) if self.save_experts else [])]
+        folder = saved_experts(self.out) / (f"node{index}" if self.swarm.claim is None else SHARED_FOLDER)
+        return [*claims, *(as_flags({"checkpoint_dir": folder}) if self.swarm.save_experts else [])]
 
     def flags_of_nodes(self) -> list[str]:
         """Flags of `dmoe node` besides the experts and whom to join."""
-        kind = {"expert": self.kind} if self.kind != "transformer_xl" else {}
-        optimizer = {"optimizer": self.optimizer} if self.optimizer else {}
-        route = {"route": self.language.route} if self.language.route != "sequence" else {}
-        threads = share_of_threads(self.nodes, may_call_host=bool(self.optimizer) or ":" in self.kind)
-        node = kind | optimizer | route | changed(self.language.layer)
-        node |= {"seed": self.data.seed, "announce_period_s": 5}
-        node |= {"xla_threads": threads}
-        return [*self.listen_flags(), *as_flags(node), *shlex.split(self.node_flags)]
+        code = self.code
+        threads = share_of_threads(self.swarm.nodes, may_call_host=bool(code.optimizer) or ":" in code.kind)
+        named = {"expert": code.kind if code.kind != "transformer_xl" else "", "optimizer": code.optimizer}
+        named |= {"route": self.language.route if self.language.route != "sequence" else ""}
+        node = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
+        return [
+            *self.listen_flags(),
+            *as_flags({name: value for name, value in named.items() if value}),
+            *words_of(self.language.layer),
+            *as_flags(node),
+            *shlex.split(self.swarm.node_flags),
+        ]
 
     def flags_of_trainer(self, index: int) -> list[str]:
         """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
@@ -366,19 +369,21 @@ class UpCommand:
         given = [
             flag
             for flag in flags
-            if flag.is_changed or (self.resume and flag.value is not None and flag.value is not False)
+            if flag.is_changed or (self.folder.resume and flag.value is not None and flag.value is not False)
         ]
         of_this_one = averaging_flags(
-            num_processes=self.trainers, every=self.average_every, seeds=(self.data.seed, self.data.chance_seed + index)
+            num_processes=self.swarm.trainers,
+            every=self.average_every,
+            seeds=(self.data.seed, self.data.chance_seed + index),
         )
-        named = {"model": self.model, "optimizer": self.trunk_optimizer}
+        named = {"model": self.code.model, "optimizer": self.code.trunk_optimizer}
         return [
             *(word for flag in given for word in as_words(flag.word, flag.value)),
             *as_flags({name: value for name, value in named.items() if value}),
             *of_this_one,
-            *(self.listen_flags() if self.trainers > 1 else []),
-            *(as_flags({"memory_budget": self.memory_budget}) if self.trainers > 1 else []),
-            *shlex.split(self.train_flags),
+            *(self.listen_flags() if self.swarm.trainers > 1 else []),
+            *(as_flags({"memory_budget": self.budget.memory_budget}) if self.swarm.trainers > 1 else []),
+            *shlex.split(self.swarm.train_flags),
             # Those beside the first one read less: its evaluations are the run's.
             *(as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else []),
         ]

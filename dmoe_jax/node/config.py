@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class NodeConfig:
     max_batch_rows: int = 256
     """Most rows of one XLA call, and of one request."""
     warm_up_rows: int = 16
-    """Rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
+    """Most rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
     max_waiting_rows: int = 4096
     """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
     trainer waits before it goes on without us."""
@@ -33,11 +34,17 @@ class NodeConfig:
     no room in the queue is told when to come back, one beyond this bound only that the node is busy."""
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
-    strategy: str = "auto"
+    strategy: Literal["auto", "single", "stacked"] = "auto"
     """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
     both measure when the node starts. See `dmoe_jax.node.strategies`."""
 
     def __post_init__(self) -> None:
+        if self.max_batch_rows < 1:
+            raise ValueError(f"max_batch_rows must be at least 1, got {self.max_batch_rows}")
+        if self.warm_up_rows < 1:
+            raise ValueError(f"warm_up_rows must be at least 1, got {self.warm_up_rows}")
+        if not self.announce_period_s > 0:
+            raise ValueError(f"announce_period_s must be positive, got {self.announce_period_s}")
         if self.strategy not in ("auto", "single", "stacked"):
             raise ValueError(f"strategy must be one of auto, single, stacked, got {self.strategy!r}")
         if not 0 <= self.leave_timeout_s < math.inf:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import tyro
 
 from dmoe_jax.runs.endings import fail
-from dmoe_jax.runs.flags import advice, flags_of, help_page, meant, without_idle
+from dmoe_jax.runs.flags import advice, by_flags, flags_of, help_page, meant, without_idle
 
 
 def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
@@ -21,7 +21,7 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
     exist the line names the one that was probably meant, or the command that has it, and the help page.
     """
     words, box = list(sys.argv[1:] if args is None else args), io.StringIO()
-    config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff)
+    config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
     commands = _commands_of(command)
     name = words[0] if words and words[0] in commands else ""
     if name in commands:
@@ -38,7 +38,7 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
         known = {each: [flag.word for flag in flags_of(cls)] for each, cls in commands.items()}
         fail(_line_of_box(box.getvalue(), prog, words, known), status=2, prog=prog)
     except ValueError as error:  # a dataclass did not take its fields
-        fail(str(error), status=2, prog=prog)
+        fail(by_flags(str(error), flags_of(commands[name])), status=2, prog=prog)
 
 
 def _commands_of(command: Any) -> dict[str, type]:

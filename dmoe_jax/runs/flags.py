@@ -1,18 +1,26 @@
-"""The flags of a command as its dataclass has them: their groups, a help page, and guesses at mistyped ones."""
+"""The flags of a command as its dataclasses have them: their names, groups and values, a help page, and guesses."""
 
 import dataclasses
 import difflib
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import tyro
 
 _TITLES = {"language": "model", "calls": "calls of experts", "run_length": "run", "expert": "layer"}
 """Name of the field that holds a group of flags -> the group's title on the help page, if that is another."""
 
-_LAST_TITLES = ("averaging", "listening", "network", "metrics", "processes")
+_INLINE = {
+    *("budget", "code", "copies", "folder", "hand", "kind", "learning", "meeting", "outer", "recipe", "report"),
+    *("saving", "serving", "sparse", "swarm"),
+}
+"""Fields whose flags stand among those of the group that has the field."""
+
+_LAST_TITLES = ("averaging", "listening", "network", "metrics", "devices")
 """Groups that most users never need, at the end of the page."""
 
 _WIDEST_PAGE = 100
@@ -24,35 +32,105 @@ class Flag:
 
     word: str
     """As it is typed: "--k-best"."""
-    group: str
-    """Title of the group that it belongs to."""
+    field: str
+    """Name of its field: "k_best"."""
+    hint: Any
+    """Type of the field."""
+    path: tuple[str, ...]
+    """Fields that lead to the group of flags that it belongs to."""
     value: Any
     """Its value; the default where only the class is known."""
     default: Any
     """Its value if it is not given."""
 
     @property
+    def key(self) -> str:
+        """Name in files: "k_best"."""
+        return key_of(self.word)
+
+    @property
     def is_changed(self) -> bool:
         """True if it is not as it is by default."""
         return bool(self.value != self.default)
 
+    @property
+    def group(self) -> str:
+        """Title of its group on a help page."""
+        return _TITLES.get(self.path[-1], self.path[-1].replace("_", " ")) if self.path else "options"
 
-def flags_of(options: Any, group: str = "options") -> Iterator[Flag]:
+
+_D = TypeVar("_D", bound=type)
+
+
+def named_flags(*only: str, prefix: str = "", **names: str) -> Callable[[_D], _D]:
+    """Decorator of a dataclass whose fields, inherited ones too, are flags of a command by other names than their own.
+
+    Args:
+      only: the fields that are flags, the others keep their defaults; none: all are.
+      prefix: goes before the name of each.
+      names: field -> name of its flag.
+    """
+
+    def give(cls: _D) -> _D:
+        hints = get_type_hints(cls, include_extras=True)
+        for name in (each.name for each in dataclasses.fields(cls)):
+            if only and name not in only:
+                # By a name that no flag has: it counts for tyro, though nobody can give it.
+                hidden = tyro.conf.arg(name=f"{cls.__name__}.{name}")
+                cls.__annotations__[name] = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[hints[name], hidden]]]
+            elif prefix or name in names:
+                word = prefix + names.get(name, name)
+                cls.__annotations__[name] = Annotated[hints[name], tyro.conf.arg(name=word)]
+        return cls
+
+    return give
+
+
+def flags_of(options: Any, path: tuple[str, ...] = ()) -> Iterator[Flag]:
     """Every flag of a dataclass or of an instance of one, those of the dataclasses in its fields too."""
     cls = options if isinstance(options, type) else type(options)
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        inner = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+        hint, marks = hints[field.name], getattr(hints[field.name], "__metadata__", ())
+        inner = get_args(hint)[0] if marks else hint
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = default if options is cls else getattr(options, field.name)
         if dataclasses.is_dataclass(inner):
-            title = _TITLES.get(field.name, field.name.replace("_", " "))
-            yield from flags_of(inner if options is cls else value, title)
-            continue
-        names = [name for each in getattr(hint, "__metadata__", ()) if (name := getattr(each, "name", None))]
-        word = "--" + (names or [field.name])[0].replace("_", "-")
-        yield Flag(word, group, value, default)
+            yield from flags_of(
+                inner if options is cls else value, path if field.name in _INLINE else (*path, field.name)
+            )
+        elif not _FIXED & {id(mark) for mark in marks}:
+            # Of several names the last counts, as for tyro.
+            name = ([field.name] + [mark.name for mark in marks if getattr(mark, "name", None)])[-1]
+            yield Flag(flag_of(name), field.name, inner, path, value, default)
+
+
+_FIXED = {id(mark) for mark in tyro.conf.Fixed[int].__metadata__}  # type: ignore[attr-defined]
+
+
+def settings_of(options: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """The values of all flags but some by their keys, each group's in a map of its own, for config.json."""
+    settings: dict[str, Any] = {}
+    for flag in flags_of(options):
+        if flag.word not in without:
+            group = settings
+            for name in flag.path:
+                group = group.setdefault(name, {})
+            group[flag.key] = flag.value
+    return settings
+
+
+def by_flags(message: str, flags: Iterable[Flag]) -> str:
+    """A message about fields as one about their flags: "k_min must not exceed k_best" has --k-min and --k-best then.
+
+    Fields whose name is an ordinary word are recognised only where the message begins.
+    """
+    words = {flag.field: flag.word for flag in flags}
+    return re.sub(
+        r"(?<![\w.-])[a-z]\w*",
+        lambda found: words.get(found[0], found[0]) if "_" in found[0] or not found.start() else found[0],
+        message,
+    )
 
 
 def as_words(word: str, value: object) -> list[str]:
@@ -63,16 +141,21 @@ def as_words(word: str, value: object) -> list[str]:
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
-    """Values by the names of their fields as words of a command line; see `as_words`."""
+    """Values by the names of their flags as words of a command line; see `as_words`."""
     return [word for name, value in values.items() for word in as_words(flag_of(name), value)]
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field, which may be one of a nested dataclass: "calls.k_best" becomes "--k-best"."""
+    """The flag of a key, which may be one of a nested map: "calls.k_best" becomes "--k-best"."""
     return f"--{name.rpartition('.')[2].replace('_', '-')}"
 
 
-def words_of(options: Any, *, without: Sequence[str] = ()) -> list[str]:
+def key_of(word: str) -> str:
+    """The key of a flag: "--k-best" becomes "k_best"."""
+    return word.removeprefix("--").replace("-", "_")
+
+
+def words_of(options: Any, *, without: Collection[str] = ()) -> list[str]:
     """The flags that are not as they are by default, as words of a command line."""
     changed = [flag for flag in flags_of(options) if flag.is_changed and flag.word not in without]
     return [word for flag in changed for word in as_words(flag.word, flag.value)]

@@ -15,9 +15,8 @@ out.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dmoe_jax.layer_config import LayerConfig, Route
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.recipe import Recipe
 from experiments.transformer_xl.settings import Model, Size, TrainingSettings
 
 _LARGEST_VOCABULARY = 267_735

@@ -15,7 +15,7 @@ import trio
 
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.processes import (
     LocalSwarm,
     ProcessFailed,
@@ -25,7 +25,6 @@ from dmoe_jax.processes import (
     launch_nodes,
     open_local_swarm,
 )
-from dmoe_jax.recipe import Recipe
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder

@@ -23,6 +23,7 @@ from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
 from tests.dmoe_jax.test_cli_swarm import running
+from tests.dmoe_jax.training_rig import parsed
 
 PEER = "ab" * 32 + "@127.0.0.1:1"
 
@@ -34,15 +35,15 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
         ({"name": "a.b"}, "--name: a prefix is"),
         ({"up": -1.0}, "--up, --down: bandwidth up is from 1000 .*, got -125000"),
         ({"down": 1e9}, "--up, --down: bandwidth down"),
-        ({"window_s": 0.0}, "--window-s must be positive"),
+        ({"window_s": 0.0}, "--window-s, --timeout-s: "),
         ({"timeout_s": 1e9}, "--timeout-s: "),
     ):
         with pytest.raises(UsageError, match=message):
-            AssistCommand(**({"join": (PEER,)} | wishes)).check()  # type: ignore[arg-type]
-    command = AssistCommand(join=(PEER,), up=8.0, down=80.0, timeout_s=12.0, compression="bfloat16")
+            parsed(AssistCommand, **({"join": (PEER,)} | wishes)).check()
+    command = parsed(AssistCommand, join=(PEER,), up=8.0, down=80.0, timeout_s=12.0, compression="bfloat16")
     command.check()
     speeds = Speeds(up=1e6, down=1e7)
-    assert command.speeds() == speeds
+    assert command.meeting.speeds() == speeds
     assert command.config() == AveragerConfig.of(
         window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds, measures_line=True
     )

@@ -1,6 +1,5 @@
 """The flags of `dmoe train` for averaging: what they set up, and what they refuse."""
 
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -9,18 +8,20 @@ import optax
 import pytest
 import tyro
 
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging import AveragingOptions, OuterOptions
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, host_state, what_to_send, with_average
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.flags import flags_of
 from net.averaging.speeds import Speeds
 from net.wire.compression import Compression
+from tests.dmoe_jax.training_rig import parsed
 
 
 def test_averaging_options_that_pass_the_check_can_be_used() -> None:
     """Short windows, too; what the averager would refuse is refused with the command line."""
     for window_s in (0.5, 2.0, 3.0, 30.0):
-        options = AveragingOptions(average_every=10, average_window_s=window_s)
+        options = parsed(AveragingOptions, average_every=10, average_window_s=window_s)
         options.check()
         assert options.config().averager().assembly.window_s == window_s
     for wishes in (
@@ -30,11 +31,12 @@ def test_averaging_options_that_pass_the_check_can_be_used() -> None:
         {"average_name": "a.b"},
         {"average_up": -1.0},
         {"average_down": 1e9},
-        {"outer_momentum": 1.0},
-        {"outer_learning_rate": 0.0},
     ):
-        with pytest.raises(UsageError, match=r"average|outer"):
-            AveragingOptions(average_every=10, **wishes).check()
+        with pytest.raises(UsageError, match="average"):
+            parsed(AveragingOptions, average_every=10, **wishes).check()
+    for outer in ({"momentum": 1.0}, {"learning_rate": 0.0}):
+        with pytest.raises(ValueError, match=r"--outer-\S+ must be .*, got"):
+            OuterOptions(**outer)
 
 
 def test_a_collaboration_may_compress() -> None:
@@ -57,7 +59,7 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
     assert state.residual.tolist() == [0.0] * 3
     # The outer step at rate 1 without momentum; the dense one has the parameters' size of momentum.
     for flags, num_arrays in ([], 0), (["--outer-momentum", "0.5"], 1):
-        outer = tyro.cli(AveragingOptions, args=[*words, *flags]).outer()
+        outer = tyro.cli(AveragingOptions, args=[*words, *flags]).outer_optimizer()
         assert outer is not None
         outer_state = outer.init(jnp.zeros(3))
         updates, _ = outer.update(jnp.ones(3), outer_state)
@@ -80,7 +82,7 @@ def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> Non
 def test_top_k_where_it_is_of_no_use_is_refused(wishes: dict[str, Any], message: str) -> None:
     """With a sentence that names what is wrong."""
     with pytest.raises(UsageError, match=message):
-        AveragingOptions(average_compression="top-k", **wishes).check()
+        parsed(AveragingOptions, average_compression="top-k", **wishes).check()
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo-gradients"])
@@ -179,5 +181,5 @@ def test_a_flag_that_does_nothing_without_another_is_refused(flags: str, needed:
 
 def test_every_averaging_flag_is_for_some_other_one() -> None:
     """But for the two that turn averaging on."""
-    named = {name for _, _, names in AveragingOptions()._needs() for name in names}
-    assert {each.name for each in fields(AveragingOptions)} - named == {"average_every", "target_batch_size"}
+    named = {flag.word for _, _, flags in AveragingOptions()._needs() for flag in flags}
+    assert {flag.word for flag in flags_of(AveragingOptions)} - named == {"--average-every", "--target-batch-size"}

@@ -15,6 +15,7 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import flags_of, words_of
 from dmoe_jax.training.saving import check_code
+from tests.dmoe_jax.training_rig import parsed
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -86,7 +87,7 @@ def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
     assert sorted(words_of(up, without=("--out",))) == sorted(args)
     # What is so by default may be said, and undoes the opposite before it.
     for words, saves in ((["--save-experts"], True), (["--no-save-experts", "--save-experts"], True)):
-        assert parse_command_line(UpCommand, prog="dmoe up", args=words).save_experts is saves
+        assert parse_command_line(UpCommand, prog="dmoe up", args=words).swarm.save_experts is saves
 
 
 async def write_flags(command: UpCommand) -> None:
@@ -111,13 +112,13 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
 
     assert begun.to_go_on() == f"dmoe up --resume --out {out} --trust-run"
     up = resumed("--trust-run", "--steps", "80")
-    assert (up.nodes, up.run_length.steps, up.adam.learning_rate, up.resume) == (3, 80, 0.1, True)
+    assert (up.swarm.nodes, up.run_length.steps, up.adam.learning_rate, up.folder.resume) == (3, 80, 0.1, True)
     trainer = parse_command_line(TrainCommand, prog="train", args=["--join", "a:1", *up.flags_of_trainer(0)])
-    assert (trainer.run_length.steps, trainer.optimizer.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
+    assert (trainer.run_length.steps, trainer.optimizer.recipe.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
     # What is as by default now may have been otherwise in the run's folder, and is said.
     assert "--batch-size" in up.flags_of_trainer(0)
     assert "--batch-size" not in begun.flags_of_trainer(0)
-    assert resumed("--model", "a.py:model").model == "a.py:model"
+    assert resumed("--model", "a.py:model").code.model == "a.py:model"
     with pytest.raises(UsageError, match=r"name a\.py:model again, or give --trust-run"):
         resumed()
     with pytest.raises(UsageError, match="--nodes must be 3 as before"):
@@ -161,5 +162,5 @@ def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_flags_file_is_plain(tmp_path: Path) -> None:
     """A list of words."""
-    trio.run(write_flags, UpCommand(out=tmp_path / "run", nodes=5))
+    trio.run(write_flags, parsed(UpCommand, out=tmp_path / "run", nodes=5))
     assert json.loads((tmp_path / "run.logs" / "up.json").read_text()) == ["--nodes", "5"]

@@ -14,7 +14,6 @@ import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.local_view import LocalMetrics, TrainerWatch
-from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.cli.up import UpCommand
@@ -25,7 +24,7 @@ from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
 from net.identity import Address
 from tests.dmoe_jax.http_client import fetch, figures_of, scrape
-from tests.dmoe_jax.training_rig import command, served_swarm
+from tests.dmoe_jax.training_rig import command, parsed, served_swarm
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +65,8 @@ async def test_processes_show_themselves(tmp_path: Path, capsys: pytest.CaptureF
 
     The port of one of them is refused to another process.
     """
-    up = UpCommand(metrics=MetricsOptions(metrics_port=0), insecure_loopback=True)
-    shown = LocalMetrics(up.announce)
+    up = parsed(UpCommand, metrics_port=0, insecure_loopback=True)
+    shown = LocalMetrics(up.network.announce)
     assert shown.why_not_ready() == "no node runs"
     async with open_local_swarm(tmp_path, network_flags=[*up.network_flags(), *up.metrics_flags()]) as swarm:
         shown.began(swarm, {"trainer0": TrainerWatch(tmp_path)})

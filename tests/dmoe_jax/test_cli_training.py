@@ -24,7 +24,7 @@ from dmoe_jax.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.user_file import load_from_file
-from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, served_swarm
+from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def test_a_resumed_run_cannot_begin_or_cease_to_keep_values_for_later() -> None:
     """They are in the checkpoint with top-k, and only then; other compressions may change."""
 
     def settings(compression: Any, **wishes: Any) -> dict[str, Any]:
-        averaging = AveragingOptions(average_every=5, average_compression=compression, **wishes)
-        return plain(TrainOptions(join=(), averaging=averaging).settings())
+        options = parsed(TrainOptions, join=(), average_every=5, average_compression=compression, **wishes)
+        return plain(options.settings())
 
     check_changes(Path("run"), settings("none"), settings("float16"))
     check_changes(Path("run"), settings("top-k"), settings("top-k", average_kept=32))
@@ -160,14 +160,14 @@ def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     words += ["--average-every", "5", "--average-client"]
     typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
     resumed = typed.resumed(words)
-    assert (resumed.run_length.steps, resumed.join, resumed.resume) == (600, ("127.0.0.1:9",), True)
+    assert (resumed.run_length.steps, resumed.join, resumed.folder.resume) == (600, ("127.0.0.1:9",), True)
     assert resumed == replace(
         began,
         join=("127.0.0.1:9",),
-        resume=True,
-        json=False,
+        folder=replace(began.folder, resume=True),
+        report=replace(began.report, json=False),
         run_length=replace(began.run_length, steps=600),
-        averaging=AveragingOptions(average_every=5, average_client=True, average_by_samples=False),
+        averaging=parsed(AveragingOptions, average_every=5, average_client=True, average_by_samples=False),
     )
 
 
@@ -192,7 +192,7 @@ def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Pa
         found = resumed(*words)
         assert value in (found.model, found.language.router)
     # What is typed instead is the user's own wish; whether the run can go on with it is looked at later.
-    assert resumed(flag, "./other.py:mine").resume
+    assert resumed(flag, "./other.py:mine").folder.resume
     assert not (tmp_path / "ran").exists()
     with pytest.raises(UsageError, match="--trust-run would have no effect without --resume"):
         command(out, "embedded", trust_run=True).check()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -18,7 +19,6 @@ from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch, headline_of
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.cli.train_options import LanguageModelOptions
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.disk import hold_folder
 from dmoe_jax.environment import SECRET_VARIABLE
@@ -26,6 +26,7 @@ from dmoe_jax.processes import open_local_swarm
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import append_metric
+from tests.dmoe_jax.training_rig import parsed
 
 
 def test_failures_are_counted_from_the_kill_on() -> None:
@@ -45,10 +46,10 @@ def test_failures_are_counted_from_the_kill_on() -> None:
 
 def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
     """Beside the run folder, one for each node; what an earlier run left there would be taken up, and is refused."""
-    up = UpCommand(out=tmp_path / "run", save_experts=True)
+    up = parsed(UpCommand, out=tmp_path / "run", save_experts=True)
     up.check()
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.saving_flags(1))
-    assert node.checkpoint_dir == tmp_path / "run.nodes" / "node1"
+    assert node.saving.checkpoint_dir == tmp_path / "run.nodes" / "node1"
     (tmp_path / "run.nodes" / "node0").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"run\.nodes is not"):
         up.check()
@@ -56,14 +57,14 @@ def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
 
 def test_nodes_of_up_claim_and_share_a_folder(tmp_path: Path) -> None:
     """Each may take any expert, and finds what another has saved. Own patterns are claimed as they are."""
-    up = UpCommand(out=tmp_path / "run", save_experts=True, claim=20)
+    up = parsed(UpCommand, out=tmp_path / "run", save_experts=True, claim=20)
     up.check()
     assert up.hands() == [["layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]"]] * 2
     for index in range(2):
         node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=[*up.saving_flags(index), "--of", "a.0"])
-        assert (node.claim, node.of, node.experts) == (20, ("a.0",), ())
-        assert node.checkpoint_dir == tmp_path / "run.nodes" / "shared"
-    assert UpCommand(claim=4, experts=("ffn.[0:4]",), nodes=3).hands() == [["ffn.[0:4]"]] * 3
+        assert (node.hand.claim, node.hand.of, node.hand.experts) == (20, ("a.0",), ())
+        assert node.saving.checkpoint_dir == tmp_path / "run.nodes" / "shared"
+    assert parsed(UpCommand, claim=4, experts=("ffn.[0:4]",), nodes=3).hands() == [["ffn.[0:4]"]] * 3
 
 
 def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
@@ -85,7 +86,12 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
     up.check()
     assert sorted(uid for hand in up.hands() for uid in hand) == [f"layer0.{i}.{j}" for i in range(2) for j in range(4)]
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    assert (node.expert.d_model, node.seed, node.grad_clip, node.listen.announce) == (64, 7, 2.0, "localhost")
+    assert (node.kind.expert.d_model, node.seed, node.learning.recipe.grad_clip, node.listen.announce) == (
+        64,
+        7,
+        2.0,
+        "localhost",
+    )
     trainers: list[TrainCommand] = [
         parse_command_line(TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(index)])
         for index in range(2)
@@ -94,20 +100,20 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
         assert (train.language.layer.d_model, train.run_length.steps) == (64, 40)
         assert (train.data.seed, train.data.data_seed, train.data.num_trainers) == (7, 7 + index, 3)
         assert (train.language.num_layers, train.language.grid_size, train.calls.k_best) == (1, (2, 4), 2)
-        assert (train.averaging.average_every, train.averaging.average_side) == (5, 2)
+        assert (train.averaging.average_every, train.averaging.meeting.side) == (5, 2)
         assert train.listening.announce == "localhost"
 
 
 def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
     """The demonstration's wish reaches both; the experts of tokens are compiled for many rows."""
-    up = DemoCommand(route="token", router="switch+balanced", out=tmp_path)._up()
+    up = parsed(DemoCommand, route="token", router="switch+balanced", out=tmp_path)._up()
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
     train: TrainCommand = parse_command_line(
         TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
     )
-    assert (node.route, node.warm_up_rows, train.language.route) == ("token", 64, "token")
+    assert (node.kind.route, node.serving.warm_up_rows, train.language.route) == ("token", 64, "token")
     assert train.language.router == "switch+balanced"
-    assert [spec.shape for spec in node._make_expert().inputs] == [(node.expert.d_model,)]
+    assert [spec.shape for spec in node.kind.make().inputs] == [(node.kind.expert.d_model,)]
 
 
 def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
@@ -117,71 +123,77 @@ def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
         ({"route": "sequence"}, ("sequence", "product_key")),
         ({"router": "hash"}, ("token", "hash")),
     ):
-        language = DemoCommand(out=tmp_path, **flags)._up().language
+        language = parsed(DemoCommand, out=tmp_path, **flags)._up().language
         assert (language.route, language.router) == expected
 
 
 def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     """Own kinds, own optimisers and own patterns reach the nodes; the model reaches the trainer."""
-    up = UpCommand(
-        nodes=2, experts=("ffn.[0:4]",), kind="a.py:expert", optimizer="a.py:adam", model="a.py:model", out=tmp_path
+    up = parsed(
+        UpCommand,
+        nodes=2,
+        experts=("ffn.[0:4]",),
+        expert="a.py:expert",
+        optimizer="a.py:adam",
+        model="a.py:model",
+        out=tmp_path,
     )
     assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    assert (node.kind, node.optimizer) == ("a.py:expert", "a.py:adam")
-    assert (node.xla_threads or 0) >= 2, "they may call the host"
+    assert (node.kind.kind, node.learning.optimizer) == ("a.py:expert", "a.py:adam")
+    assert (node.devices.xla_threads or 0) >= 2, "they may call the host"
     words = up.flags_of_trainer(0)
     assert words[words.index("--model") + 1] == "a.py:model"
     assert "--num-layers" not in words
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "flags", "line"),
     [
-        (UpCommand(nodes=0), "--nodes must be at least 1, got 0"),
-        (UpCommand(nodes=33), "--nodes 33 is more than there are experts: 32"),
-        (UpCommand(claim=0), "--claim must be at least 1, got 0"),
-        (UpCommand(claim=15), "--nodes 2 with --claim 15 leave 2 of 32 experts unserved"),
-        (UpCommand(experts=("a",)), r"--experts: expected a grid pattern .* got 'a'"),
-        (UpCommand(language=LanguageModelOptions(grid_size=())), "--grid-size must be positive integers"),
-        (UpCommand(announce="host:1"), "--announce must be a host name"),
-        (UpCommand(train_flags="'"), "--train-flags: No closing quotation"),
-        (DemoCommand(num_nodes=2), "--num-nodes must be at least 3, got 2"),
-        (DemoCommand(steps=9), "--steps must be at least 10, got 9"),
-        (DemoCommand(kill_trainer=True, num_processes=1), "--kill-trainer needs --num-processes"),
+        (UpCommand, {"nodes": 0}, "--nodes must be at least 1, got 0"),
+        (UpCommand, {"nodes": 33}, "--nodes 33 is more than there are experts: 32"),
+        (UpCommand, {"claim": 0}, "--claim must be at least 1, got 0"),
+        (UpCommand, {"claim": 15}, "--nodes 2 with --claim 15 leave 2 of 32 experts unserved"),
+        (UpCommand, {"experts": ("a",)}, r"--experts: expected a grid pattern .* got 'a'"),
+        (UpCommand, {"grid_size": ()}, "--grid-size must be positive integers"),
+        (UpCommand, {"announce": "host:1"}, "--announce must be a host name"),
+        (UpCommand, {"train_flags": "'"}, "--train-flags: No closing quotation"),
+        (DemoCommand, {"num_nodes": 2}, "--num-nodes must be at least 3, got 2"),
+        (DemoCommand, {"steps": 9}, "--steps must be at least 10, got 9"),
+        (DemoCommand, {"kill_trainer": True, "num_processes": 1}, "--kill-trainer needs --num-processes"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(command: UpCommand | DemoCommand, line: str) -> None:
+def test_what_cannot_be_meant_is_refused(command: Any, flags: dict[str, Any], line: str) -> None:
     """Before a process is started, in a sentence that names the flag."""
     with pytest.raises(UsageError, match=line):
-        command.run()
+        parsed(command, **flags).run()
 
 
 def test_a_run_goes_into_a_new_or_empty_folder(tmp_path: Path) -> None:
     """A folder with something in it, or a file, is refused by name."""
     (tmp_path / "file").touch()
-    UpCommand(out=tmp_path / "new").check()
+    parsed(UpCommand, out=tmp_path / "new").check()
     for used in (tmp_path, tmp_path / "file"):
         with pytest.raises(UsageError, match=f"--out must be a new or empty folder, {used} is not"):
-            UpCommand(out=used).check()
+            parsed(UpCommand, out=used).check()
     (tmp_path / "new.trainer1").mkdir()
     (tmp_path / "new.trainer1" / "metrics.jsonl").touch()
     with pytest.raises(UsageError, match=r"new or empty folder, .*new\.trainer1 is not"):
-        UpCommand(out=tmp_path / "new", trainers=2).check()
+        parsed(UpCommand, out=tmp_path / "new", trainers=2).check()
 
 
 def test_the_demonstration_is_a_swarm_of_up() -> None:
     """Its own flags arrive at the processes; trainers beside the first one evaluate less."""
-    up = DemoCommand(quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)._up()
+    up = parsed(DemoCommand, quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)._up()
     up.check()
-    assert (len(up.hands()), up.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
+    assert (len(up.hands()), up.swarm.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    assert (node.freeze_experts, node.warm_up_rows, node.seed) == (True, 64, 5)
+    assert (node.learning.recipe.freeze_experts, node.serving.warm_up_rows, node.seed) == (True, 64, 5)
     train: TrainCommand = parse_command_line(
         TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
     )
     assert (train.data.num_trainers, train.run_length.eval_tokens, train.run_length.steps) == (3, 8192, 100)
-    other = UpCommand(trainers=2).flags_of_trainer(1)
+    other = parsed(UpCommand, trainers=2).flags_of_trainer(1)
     assert other[other.index("--eval-tokens") + 1] == "1024"
 
 

@@ -1,5 +1,6 @@
 """The memory budget at the front door: `open_swarm(memory_budget=...)` and --memory-budget."""
 
+import re
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -7,9 +8,8 @@ import numpy as np
 import pytest
 import trio
 
-from dmoe_jax.cli.assist import AssistCommand
-from dmoe_jax.cli.network import NetworkOptions, check_memory_budget, join_swarm
-from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.cli import main
+from dmoe_jax.cli.network import BudgetOptions, NetworkOptions, join_swarm
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.peer import Seams
 from dmoe_jax.runs.endings import UsageError
@@ -20,6 +20,7 @@ from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.reduction.partition import AllReduceConfig
 from net.rpc.bulk import DEFAULT_BUDGET_BYTES, MemoryBudget
 from net.transport.sim import Constant, HostOptions, run, simulate
+from tests.dmoe_jax.training_rig import parsed
 
 MIB = 2**20
 PEER = "ab" * 32 + "@127.0.0.1:1"
@@ -106,23 +107,20 @@ async def test_swarms_of_a_process_may_share_one() -> None:
 
 async def test_the_flag_reaches_the_process() -> None:
     network = NetworkOptions(insecure_loopback=True)
-    async with join_swarm(network, join=[], memory_budget="3MiB") as peer:
+    async with join_swarm(network, join=[], budget=BudgetOptions(memory_budget="3MiB")) as peer:
         assert peer.rpc.bulk.budget.max_bytes == 3 * MIB
-    assert check_memory_budget("512MiB").max_bytes == DEFAULT_BUDGET_BYTES
+    assert BudgetOptions().budget().max_bytes == DEFAULT_BUDGET_BYTES
 
 
-def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By every command that has the flag, before anything is started; `dmoe up` hands it on."""
-    for command in (
-        TrainCommand(join=(PEER,), memory_budget="64kb"),
-        AssistCommand(join=(PEER,), memory_budget="64kb"),
-        UpCommand(out=tmp_path / "run", trainers=2, memory_budget="64kb"),
-    ):
-        with pytest.raises(UsageError, match=r"--memory-budget: a size is written as .* got .64kb."):
-            command.check()
-    with pytest.raises(UsageError, match="--memory-budget would have no effect with --trainers 1"):
-        UpCommand(out=tmp_path / "run", memory_budget="64MiB").check()
-    up = UpCommand(out=tmp_path / "run", trainers=2, memory_budget="64MiB")
+    for command in ("train", "assist", "up"):
+        with pytest.raises(SystemExit):
+            main([command, *([] if command == "up" else ["--join", PEER]), "--memory-budget", "64kb"])
+        assert re.search(r"--memory-budget: a size is written as .* got .64kb.", capsys.readouterr().err)
+    with pytest.raises(UsageError, match="--memory-budget would have no effect beside --trainers 1"):
+        parsed(UpCommand, out=tmp_path / "run", memory_budget="64MiB").check()
+    up = parsed(UpCommand, out=tmp_path / "run", trainers=2, memory_budget="64MiB")
     up.check()
     words = up.flags_of_trainer(1)
     assert words[words.index("--memory-budget") + 1] == "64MiB"

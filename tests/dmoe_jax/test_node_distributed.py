@@ -79,7 +79,7 @@ async def ask(contact: str, method: str, uid: str, *tensors: np.ndarray) -> np.n
 async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
     """Gradients and outputs over three updates are those of one process. Stopped, both end in order; started again they
     go on from the checkpoint that one of them has written."""
-    optimizer = NodeCommand()._make_optimizer()
+    optimizer = NodeCommand().learning.make()
     alone = make_backends({"ffn.[0:2]": feedforward(d_model=16)}, optimizer, seed=0)["ffn.1"]
     saving = "--checkpoint-dir", str(tmp_path / "experts")
     with two_processes(tmp_path, *saving) as (processes, contact):

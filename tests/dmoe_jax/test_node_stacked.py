@@ -13,13 +13,14 @@ from flax import linen as nn
 from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforward
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, make_backends, stack_of
 from dmoe_jax.node.programs import nbytes_of
 from dmoe_jax.node.strategies.choosing import stack_up
 from dmoe_jax.node.strategies.grouping import Piece, grouped
 from dmoe_jax.node.strategies.programs import Form
 from dmoe_jax.node.strategies.stack import Stack
-from dmoe_jax.recipe import Recipe, make_optimizer
+from dmoe_jax.recipe import make_optimizer
 from tests.dmoe_jax.node_rig import rows
 
 RECIPE = make_optimizer(Recipe(total_steps=None, learning_rate=1e-2, warmup_steps=5, grad_clip=1.0))

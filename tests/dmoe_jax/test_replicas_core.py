@@ -13,7 +13,6 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from dmoe_jax.cli.node import _LEAST_AVERAGE_PERIOD_S
 from dmoe_jax.directory import declare_experts, open_expert_directory, withdraw_experts
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import ExpertUid, parse_uid
@@ -387,9 +386,3 @@ def test_settings_check_themselves(settings: dict[str, float], message: str) -> 
     """The message names the value."""
     with pytest.raises(ValueError, match=message):
         ReplicaConfig(**settings)
-
-
-def test_the_command_line_knows_the_least_period() -> None:
-    """It says so before JAX is there."""
-    defaults = ReplicaConfig()
-    assert defaults.meet_timeout_s + defaults.average_timeout_s == _LEAST_AVERAGE_PERIOD_S

@@ -11,10 +11,11 @@ import pytest
 import trio
 
 from dmoe_jax.autodiff import Recording
-from dmoe_jax.cli.node import NodeCommand
-from dmoe_jax.cli.train_options import OptimizerOptions
+from dmoe_jax.cli.node import ExpertRecipe
+from dmoe_jax.cli.train_options import TrunkRecipe
 from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted, parts_of_untrusted
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
@@ -27,7 +28,6 @@ from dmoe_jax.optim import (
     what_to_send,
     with_average,
 )
-from dmoe_jax.recipe import Recipe
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
@@ -122,7 +122,7 @@ def test_delay_compensation_is_that_of_the_paper() -> None:
 
 def test_a_command_scales_as_the_recipe_does() -> None:
     """One default, although the command line does not load what trains."""
-    assert NodeCommand().staleness_power == OptimizerOptions().staleness_power == Recipe().staleness_power == 0.5
+    assert ExpertRecipe().staleness_power == TrunkRecipe().staleness_power == Recipe().staleness_power == 0.5
 
 
 def trained(count: int, seen: list[int] | None = None) -> tuple[ExpertBackend, Any]:

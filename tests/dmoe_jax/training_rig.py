@@ -1,19 +1,18 @@
 """A small swarm, and small runs of `dmoe train` over it, for tests of the command."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import optax
 
-from dmoe_jax.cli.averaging import AveragingOptions
-from dmoe_jax.cli.network import NetworkOptions
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, OptimizerOptions, RunOptions
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.flags import as_flags, flags_of
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Served, Swarm, open_swarm
 
@@ -32,21 +31,33 @@ async def served_swarm(sizes: LayerConfig = SIZES) -> AsyncIterator[tuple[Served
             yield served, client
 
 
+_SMALL: dict[str, Any] = {"num_trainers": 2, "batch_size": 2, "layer": SIZES, "num_layers": 1, "grid_size": (2, 2)}
+_SMALL |= {"k_best": 2, "timeout_s": 120.0, "wait_s": 2.0, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+_SMALL |= {"eval_tokens": 64, "final_eval_tokens": 128, "insecure_loopback": True}
+
+
 def command(out: Path, text: str, **changes: Any) -> TrainCommand:
-    """A small run; changes are flags by name, whichever group they belong to."""
-    groups: dict[str, Any] = {
-        "data": DataOptions(data=text, num_trainers=2, batch_size=2),
-        "language": LanguageModelOptions(layer=SIZES, num_layers=1, grid_size=(2, 2)),
-        "calls": CallOptions(k_best=2, timeout_s=120.0, wait_s=2.0),
-        "optimizer": OptimizerOptions(),
-        "averaging": AveragingOptions(),
-        "run_length": RunOptions(steps=8, eval_every=4, checkpoint_every=4, eval_tokens=64, final_eval_tokens=128),
-    }
-    own = {each.name for each in fields(TrainCommand)} - set(groups)
-    settings: dict[str, Any] = {"join": ("127.0.0.1:1",), "network": NetworkOptions(insecure_loopback=True), "out": out}
-    settings |= {name: changes.pop(name) for name in own & set(changes)}
-    for name, group in groups.items():
-        here = {each.name for each in fields(group)} & set(changes)
-        settings[name] = replace(group, **{each: changes.pop(each) for each in here})
-    assert not changes
-    return TrainCommand(**settings)
+    """A small run; changes are flags, whichever group they belong to, or the layer."""
+    wishes = _SMALL | {"out": out, "data": text} | changes
+    command = _with(TrainCommand(join=("127.0.0.1:1",)), wishes)
+    assert not wishes
+    return command
+
+
+def _with(options: Any, wishes: dict[str, Any]) -> Any:
+    """The options with those of the wishes that are theirs, which are taken out."""
+    keys = {flag.field: flag.key for flag in flags_of(options)}
+    values: dict[str, Any] = {}
+    for name in (each.name for each in fields(options)):
+        value = getattr(options, name)
+        # What a nested group has by the same name is asked for there.
+        if is_dataclass(value) and name != "layer":
+            values[name] = _with(value, wishes)
+        elif keys.get(name, name) in wishes:
+            values[name] = wishes.pop(keys.get(name, name))
+    return replace(options, **values)
+
+
+def parsed(command: Callable[..., Any], **flags: Any) -> Any:
+    """The command with these flags, as its command line is read."""
+    return parse_command_line(command, prog="dmoe", args=as_flags(flags))

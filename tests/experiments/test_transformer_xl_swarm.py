@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import pytest
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
-from dmoe_jax.experts.transformer_xl import layer_expert
-from dmoe_jax.layer_config import Route
+from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.__main__ import main
@@ -36,7 +35,7 @@ def test_the_trainer_gets_the_presets_model(size: Size, bf16: bool, route: Route
     assert trunk_config(train, 33_278) == model_config(preset, 33_278, compute_dtype=dtype, route=route)
     sequences = command.processes * train.data.num_trainers * train.data.batch_size
     assert (train.run_length.steps, sequences) == (preset.steps, preset.batch_size)
-    assert trunk_recipe(train) == replace(preset.recipe, total_steps=preset.steps)
+    assert Recipe(**asdict(trunk_recipe(train))) == replace(preset.recipe, total_steps=preset.steps)
 
 
 @pytest.mark.parametrize(("size", "route"), [("tiny", "sequence"), ("full", "token")])
@@ -45,12 +44,13 @@ def test_the_nodes_get_the_presets_expert(size: Size, route: Route) -> None:
     preset = PRESETS["dmoe", size]
     flags = node_flags(TransformerXLSettings(where="swarm", size=size, route=route), Path("nodes"), 3)
     node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
-    assert layer_expert(node.expert, node.route) == model_config(preset, 33_278, route=route).expert()
-    rates = (node.learning_rate, node.warmup_steps, node.weight_decay, node.grad_clip, node.staleness_power)
+    assert node.kind.make() == model_config(preset, 33_278, route=route).expert()
+    ours = node.learning.recipe
+    rates = (ours.learning_rate, ours.warmup_steps, ours.weight_decay, ours.grad_clip, ours.staleness_power)
     recipe = preset.expert_recipe
     assert rates[:4] == (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay, recipe.grad_clip)
     assert rates[4] == recipe.staleness_power
-    assert node.checkpoint_dir == Path("nodes/node3")
+    assert node.saving.checkpoint_dir == Path("nodes/node3")
 
 
 def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
     train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
     found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
     found |= {"batch_size": train.data.batch_size, "data": train.data.data}
-    assert found | {"staleness_power": train.optimizer.staleness_power} == wishes
-    assert (train.resume, train.out, train.join) == (True, tmp_path, ("127.0.0.1:1", "127.0.0.1:2"))
+    assert found | {"staleness_power": train.optimizer.recipe.staleness_power} == wishes
+    assert (train.folder.resume, train.folder.out, train.join) == (True, tmp_path, ("127.0.0.1:1", "127.0.0.1:2"))
     assert train.run_length.max_minutes > 0
 
 
@@ -79,7 +79,7 @@ def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path:
     assert {train.data.seed for train in trains} == {5}
     assert [train.data.data_seed for train in trains] == list(range(5, 5 + processes))
     assert {train.averaging.average_every for train in trains} == {7 if processes > 1 else 0}
-    assert {train.averaging.average_side for train in trains} <= {processes, 4}
+    assert {train.averaging.meeting.side for train in trains} <= {processes, 4}
     assert (
         sum(train.data.num_trainers * train.data.batch_size for train in trains) <= PRESETS["dmoe", "tiny"].batch_size
     )
