@@ -17,7 +17,7 @@ from scipy.optimize import linprog
 
 from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member, Role
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.load_balance import peer_fractions, seconds_needed
+from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.identity import Address, PeerId
@@ -41,8 +41,15 @@ class Members:
     """Of each. Lines are known."""
 
     def seconds(self, shares: Sequence[float]) -> float:
-        """How long a vector of one byte takes with these shares."""
-        return max(seconds_needed(self.roles, self.speeds, shares))
+        """How long a vector of one byte takes with these shares: until the last member ends."""
+        num_vectors, longest_s = sum(role is not Role.AUXILIARY for role in self.roles), 0.0
+        for role, speed, share in zip(self.roles, self.speeds, shares, strict=True):
+            assert speed.up is not None
+            assert speed.down is not None
+            moving_s = bytes_each_way(role, share, num_vectors=num_vectors) / min(speed.up, speed.down)
+            reducing_s = num_vectors * share / (speed.reducing or math.inf) if num_vectors > 1 else 0.0
+            longest_s = max(longest_s, moving_s, reducing_s)
+        return longest_s
 
     def equal_shares(self) -> tuple[float, ...]:
         """As much for each that can reduce."""

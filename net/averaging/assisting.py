@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import trio
 
-from net.averaging.averager import Averager, AveragingStep
+from net.averaging.averager import AveragingStep
 from net.averaging.config import AveragerConfig
 from net.averaging.grouping.group import Role
 from net.averaging.opening import DEFAULTS, open_averager
@@ -69,19 +69,13 @@ async def assist(
     while True:
         plan = await plan_to_assist(caller, dht, prefix, on_plan)
         async with open_averager(caller, dht, plan, prefix=prefix, rng=rng, config=config) as averager:
-            await _assist_with(averager, dht, prefix, plan, on_round)
-
-
-async def _assist_with(
-    averager: Averager, dht: DhtNode, prefix: str, plan: AveragingPlan, on_round: Callable[[AveragingStep], None]
-) -> None:
-    """Reduce until those who announce a plan have another one."""
-    while True:
-        try:
-            done = await averager.step(None)
-            if done.received:
-                on_round(done)
-            elif await find_plan(dht, prefix, max_size=MAX_VECTOR_SIZE) not in (None, plan):
-                return
-        except NetError:
-            await trio.sleep(_PAUSE_S)
+            newest: AveragingPlan | None = plan
+            while newest in (None, plan):
+                try:
+                    done = await averager.step(None)
+                    if done.received:
+                        on_round(done)
+                    else:
+                        newest = await find_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
+                except NetError:
+                    await trio.sleep(_PAUSE_S)

@@ -222,12 +222,11 @@ class Averager:
 
     async def _alone(self, me: Member, vector: Array | SparseVector | None) -> AveragingStep:
         """The outcome of a step in which nobody was met."""
-        if vector is None:
-            vector = np.zeros(self.plan.vector_size, np.float32)
-        elif isinstance(vector, SparseVector):
-            vector = await self.config.compute(to_dense, vector)
+        average = np.zeros(self.plan.vector_size, np.float32) if vector is None else vector
+        if isinstance(average, SparseVector):
+            average = await self.config.compute(to_dense, average)
         return AveragingStep(
-            average=vector, received=0.0, peers=(me.peer_id,), round_number=self.round_number, weight=me.weight
+            average=average, received=0.0, peers=(me.peer_id,), round_number=self.round_number, weight=me.weight
         )
 
     def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:

@@ -2,11 +2,12 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
 
 from net.averaging.grouping.group import Group
+from net.dht.calls import PEER_ERRORS
 from net.identity import PeerId
 from net.rpc.bulk import GAIN, BulkTraffic, MemoryBudget
 
@@ -67,6 +68,30 @@ class BulkWindow:
                 return False  # else nothing would ever come back here, and one call goes without
         self.under_way_bytes = under_way
         return True
+
+    async def move(self, starts: Iterable[int], piece_bytes: int, move: Callable[[int], Awaitable[None]]) -> None:
+        """Move the pieces that begin at these places, each as soon as there is room for it.
+
+        Raises:
+          PEER_ERRORS: the first failure; the others are given up.
+        """
+        failed = list[Exception]()
+
+        async def one(start: int, scope: trio.CancelScope) -> None:
+            try:
+                await move(start)
+            except PEER_ERRORS as error:
+                failed.append(error)
+                scope.cancel()
+            finally:
+                self.give_back(piece_bytes)
+
+        async with trio.open_nursery() as nursery:
+            for start in starts:
+                await self.take(piece_bytes)
+                nursery.start_soon(one, start, nursery.cancel_scope)
+        if failed:
+            raise failed[0]
 
     def give_back(self, nbytes: int) -> None:
         """So many are no longer under way."""

@@ -8,7 +8,6 @@ makes a peer keep averages, the last few of them: where nobody joins, nothing is
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,33 +174,16 @@ class StepFollower:
         Raises:
           NetError: the donor fails, has it no more, or sends what is no mean; the first such error.
         """
-        mean, errors = np.empty(self._size, np.float32), list[Exception]()
-        path = self._caller.bulk.path(donor.peer_id)
-        window = BulkWindow(
-            self._caller.bulk.budget,
-            start_bytes=4 * _START_PIECES * _PIECE,
-            full_bytes=lambda: path.under_way_bytes,
-            most_bytes=sys.maxsize,
-        )
+        mean = np.empty(self._size, np.float32)
 
         async def fetch(start: int) -> None:
             length = min(_PIECE, self._size - start)
             body = {"number": number, "group": group_id, "start": start, "length": length}
-            try:
-                reply = await self._caller.call(donor, self._piece, body, timeout_s=_TIMEOUT_S, bulk_bytes=4 * length)
-                mean[start : start + length] = _numbers_untrusted(reply, length)
-            except PEER_ERRORS as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel()
-            finally:
-                window.give_back(4 * _PIECE)
+            reply = await self._caller.call(donor, self._piece, body, timeout_s=_TIMEOUT_S, bulk_bytes=4 * length)
+            mean[start : start + length] = _numbers_untrusted(reply, length)
 
-        async with trio.open_nursery() as nursery:
-            for start in range(0, self._size, _PIECE):
-                await window.take(4 * _PIECE)
-                nursery.start_soon(fetch, start)
-        if errors:
-            raise errors[0]
+        window = BulkWindow.towards(self._caller.bulk, donor.peer_id, start_bytes=4 * _START_PIECES * _PIECE)
+        await window.move(range(0, self._size, _PIECE), 4 * _PIECE, fetch)
         return mean
 
 

@@ -319,29 +319,14 @@ class _Gathering:
         Raises:
           PEER_ERRORS: the first failure; the others are given up.
         """
-        chunk_bytes, failed = self._config.chunk_bytes, list[Exception]()
+        chunk_bytes = self._config.chunk_bytes
         window = BulkWindow.towards(
             self._caller.bulk,
             self._group.members[place].peer_id,
             start_bytes=max(chunk_bytes, self._config.window_bytes),
             most_bytes=_MAX_PIECES * chunk_bytes,
         )
-
-        async def one(start: int, scope: trio.CancelScope) -> None:
-            try:
-                await move(start)
-            except PEER_ERRORS as error:
-                failed.append(error)
-                scope.cancel()
-            finally:
-                window.give_back(chunk_bytes)
-
-        async with trio.open_nursery() as nursery:
-            for start in self._core.starts:
-                await window.take(chunk_bytes)
-                nursery.start_soon(one, start, nursery.cancel_scope)
-        if failed:
-            raise failed[0]
+        await window.move(self._core.starts, chunk_bytes, move)
 
     def _contact(self, place: int) -> Contact:
         return self._group.members[place].contact

@@ -68,27 +68,6 @@ def peer_fractions(roles: Sequence[Role], speeds: Sequence[Speeds]) -> tuple[flo
     return tuple((shares / shares.sum()).tolist())
 
 
-def seconds_needed(roles: Sequence[Role], speeds: Sequence[Speeds], shares: Sequence[float]) -> tuple[float, ...]:
-    """How long each member takes for a vector of one byte, by the model at the head of this file; the last one ends it.
-
-    Args:
-      roles, speeds: of each member, as of `peer_fractions`. Lines must be known.
-      shares: of the vector that each reduces.
-
-    Raises:
-      ValueError: a bandwidth is unknown.
-    """
-    num_vectors = sum(role is not Role.AUXILIARY for role in roles)
-    needed = []
-    for role, speed, share in zip(roles, speeds, shares, strict=True):
-        if speed.up is None or speed.down is None:
-            raise ValueError(f"the time that an unknown line takes is unknown, got {speed}")
-        nbytes = bytes_each_way(role, share, num_vectors=num_vectors)
-        reducing_s = 0.0 if speed.reducing is None or num_vectors < 2 else num_vectors * share / speed.reducing
-        needed.append(max(nbytes / min(speed.up, speed.down), reducing_s))
-    return tuple(needed)
-
-
 def bytes_each_way(role: Role, share: float, *, num_vectors: int) -> float:
     """What a member sends, and receives as much, in an all-reduce of `num_vectors` vectors of one byte."""
     answers = num_vectors * share

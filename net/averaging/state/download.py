@@ -265,9 +265,9 @@ class _Search:
                     fetching.start_soon(self._fetch_from_others, left, partial)
             nursery.cancel_scope.cancel()
         if partial.pieces.num_missing:
-            error = next(iter(partial.errors), None)
-            why = ", or too slowly" if error is None else f": {error}"
-            raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from error
+            failure = next(iter(partial.errors), None)
+            why = ", or too slowly" if failure is None else f": {failure}"
+            raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from failure
         self.partial = None
         vouching = tuple(partial.donors)
         try:
