@@ -123,9 +123,9 @@ class Following:
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way
             if last is not None and last.averaged is not None:
-                await self._training.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+                await self._training.step(last.averaged)
             state.under_way = None
-            await self._training.step(brought.mean, brought.weight, brought.notes)
+            await self._training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
             state.moved(brought.number, chain, state.trained + brought.weight, trio.current_time())
             state.totals.steps_followed += 1
@@ -191,9 +191,7 @@ class Following:
             while under_way is not None and not under_way.is_over:
                 # What is averaged is in the copy: whoever takes it has nothing under way.
                 await self._forming.changes()
-            last = None if under_way is None else under_way.averaged
-            whole = None if last is None else (last.mean, last.weight, last.notes)
-            tree = await self._training.snapshot(whole)
+            tree = await self._training.snapshot(None if under_way is None else under_way.averaged)
             if (before, under_way) == (state.step, state.under_way):
                 return before, tree
 

@@ -4,6 +4,7 @@ import random
 
 import trio
 
+from dmoe_jax.collaboration.peer_state import Brought
 from dmoe_jax.collaboration.state import CollaborationState, ComingStep, fewest_of
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import Report
@@ -13,7 +14,6 @@ from net.averaging.plan import AveragingPlan
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-from net.types import Array
 
 
 class StepForming:
@@ -108,12 +108,12 @@ class StepForming:
         self.changed()
         self._nursery.start_soon(self._tell, None)
 
-    async def average(self, group: Group | None, vector: Array, *, samples: float, overflows: float) -> Averaged | None:
+    async def average(self, group: Group | None, own: Brought) -> Averaged | None:
         """The average of the group, or without one of this peer alone; None if the group did not settle."""
         if group is None:
-            own = self._caller.peer_id
-            return Averaged(mean=vector, weight=samples, notes=overflows, group_id=own.raw, members=(own,), attempts=0)
-        averaged = await self.rounds.average(group, vector, weight=samples, note=overflows)
+            me = self._caller.peer_id
+            return Averaged(**own._asdict(), group_id=me.raw, members=(me,), attempts=0)
+        averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes)
         if averaged is None:
             self._state.totals.reasons["the group did not settle"] += 1
         return averaged

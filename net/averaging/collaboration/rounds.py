@@ -27,7 +27,6 @@ import trio
 
 from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, Vote
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
@@ -106,31 +105,13 @@ class Averaged:
     """All-reduces that it took."""
 
 
-def plan_of(*, size: int, side: int, schema: str, meaning: str = "") -> AveragingPlan:
-    """What the peers of a collaboration agree on.
-
-    Args:
-      size: numbers in the vector.
-      side: most members that have a vector.
-      schema: names and shapes of the parameters. meaning: what the numbers mean beyond that (`net.meaning`).
-
-    Raises:
-      ValueError: size or side is out of range.
-    """
-    # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
-    # and those who do not, or otherwise.
-    grid = MoshpitGrid(side=side, dims=1)
-    schema = f"weights with chunks, unknown lines are slow\n{schema}"
-    return AveragingPlan.of(size=size, grid=grid, schema=schema, meaning=meaning)
-
-
 class StepAveraging:
     """Finds groups and averages in them, one step at a time.
 
     Args:
       caller: places and serves the calls. dht: where groups are found.
       prefix: names the collaboration.
-      plan: of the peers' vectors; see `plan_of`.
+      plan: of the peers' vectors.
       nursery: runs what goes on beside the steps.
       rng: draws what is drawn.
       quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
