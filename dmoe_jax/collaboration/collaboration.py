@@ -10,7 +10,7 @@ import trio
 
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
-from dmoe_jax.collaboration.peer_state import Brought, PeerState
+from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.remarks import Remarks
 from dmoe_jax.collaboration.settings import CollaborationConfig, GlobalStep
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
@@ -167,7 +167,7 @@ class Collaboration:
             state.over(self.board.view)
             self._forming.changed()
 
-    async def _step_with_the_last(self, begun: UnderWay, group: Group | None, own: Brought) -> bool:
+    async def _step_with_the_last(self, begun: UnderWay, group: Group | None, own: Averaged) -> bool:
         """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the
         next one. Returns whether the parameters have changed."""
         state, last = self.standing, self.standing.under_way

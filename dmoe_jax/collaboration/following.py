@@ -15,7 +15,8 @@ from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.state import CollaborationState
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
-from net.averaging.collaboration.step_log import POLL_S, StepBrought, StepFollower, StepLog
+from net.averaging.collaboration.rounds import Averaged
+from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -127,7 +128,7 @@ class Following:
             state.under_way = None
             await self._training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
-            state.moved(brought.number, chain, state.trained + brought.weight, trio.current_time())
+            state.moved(state.step + 1, chain, state.trained + brought.weight, trio.current_time())
             state.totals.steps_followed += 1
             has_moved = True
         if has_moved:
@@ -135,7 +136,7 @@ class Following:
         return has_moved
 
     @property
-    def _next(self) -> StepBrought | None:
+    def _next(self) -> Averaged | None:
         return self.follower.following(self._state.step, self._state.chain)
 
     async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:

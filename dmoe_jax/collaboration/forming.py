@@ -1,10 +1,10 @@
 """When a collaboration's next step begins, and the group that makes it; beside the computing."""
 
 import random
+from dataclasses import replace
 
 import trio
 
-from dmoe_jax.collaboration.peer_state import Brought
 from dmoe_jax.collaboration.state import CollaborationState, ComingStep, fewest_of
 from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.progress import Report
@@ -108,11 +108,11 @@ class StepForming:
         self.changed()
         self._nursery.start_soon(self._tell, None)
 
-    async def average(self, group: Group | None, own: Brought) -> Averaged | None:
+    async def average(self, group: Group | None, own: Averaged) -> Averaged | None:
         """The average of the group, or without one of this peer alone; None if the group did not settle."""
         if group is None:
             me = self._caller.peer_id
-            return Averaged(**own._asdict(), group_id=me.raw, members=(me,), attempts=0)
+            return replace(own, group_id=me.raw, members=(me,))
         averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes)
         if averaged is None:
             self._state.totals.reasons["the group did not settle"] += 1

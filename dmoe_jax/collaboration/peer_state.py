@@ -3,7 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,23 +18,7 @@ from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES
 from net.averaging.collaboration.rounds import Averaged
-from net.averaging.collaboration.step_log import StepBrought
 from net.types import Array
-
-
-class Brought(NamedTuple):
-    """What a peer brings to a step, on the host."""
-
-    mean: Array
-    """float32 [size]."""
-    weight: float
-    """Samples in it."""
-    notes: float
-    """Overflows: micro-batches that were left out."""
-
-
-Whole = Averaged | Brought | StepBrought
-"""Of all peers together, or of the only one."""
 
 
 class PeerState:
@@ -45,7 +29,6 @@ class PeerState:
     """
 
     def __init__(self, together: Collaborative, params: PyTree, device: Device) -> None:
-        self.together = together
         self.device = device
         self.now: CollaborativeState = together.init(params)
         """As it is after the last change. All but its parameters are donated to the next one."""
@@ -72,24 +55,24 @@ class PeerState:
         """Take in a micro-batch's mean gradient."""
         await self._change(lambda state: self._programs.gather(state, grads, np.float32(samples)))
 
-    async def contribution(self) -> Brought:
-        """What this peer brings."""
+    async def contribution(self) -> Averaged:
+        """What this peer brings: its samples are the weight, its overflows the notes."""
 
-        def work(state: CollaborativeState) -> Brought:
+        def work(state: CollaborativeState) -> Averaged:
             own = self._programs.contribution(state)
             vector = self.layout.to_vector(own.mean)
             if self.layout.rounding:
                 self._brought.append((vector, own.mean))
-            return Brought(vector, float(own.samples), float(own.overflows))
+            return Averaged(mean=vector, weight=float(own.samples), notes=float(own.overflows))
 
         async with self._turn:
             return await self.device.run(work, self.now)
 
-    async def step(self, whole: Whole) -> None:
+    async def step(self, whole: Averaged) -> None:
         """The global step with what all peers brought."""
         await self._change(lambda state: self._programs.step(state, self._on_device(whole)))
 
-    def _on_device(self, whole: Whole) -> Contribution:
+    def _on_device(self, whole: Averaged) -> Contribution:
         exact = [tree for vector, tree in self._brought if vector is whole.mean]
         tree = exact[0] if exact else self.layout.to_tree(whole.mean)
         return Contribution(tree, np.float32(whole.weight), np.float32(whole.notes))
@@ -107,7 +90,7 @@ class PeerState:
         """The state for newcomers: everything but this peer's own contribution; random keys as their data."""
         return jax.tree.map(stored, _shared(self.now))
 
-    async def snapshot(self, whole: Whole | None = None) -> PyTree:
+    async def snapshot(self, whole: Averaged | None = None) -> PyTree:
         """A copy of it on the host, taken between two changes.
 
         Args:

@@ -88,7 +88,7 @@ class RoundConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Averaged:
-    """What a group has settled on."""
+    """What a group has settled on; without one, what a peer brings."""
 
     mean: Array
     """float32 [size]: of what the members brought, weighted. Zeros if nobody brought any weight, and of no meaning for
@@ -97,11 +97,11 @@ class Averaged:
     """Sum of the members' weights."""
     notes: float
     """Sum of their notes."""
-    group_id: bytes
+    group_id: bytes = b""
     """Names the group that has it."""
-    members: tuple[PeerId, ...]
-    """All of that group."""
-    attempts: int
+    members: tuple[PeerId, ...] = ()
+    """All of that group, where they are known."""
+    attempts: int = 0
     """All-reduces that it took."""
 
 
@@ -363,11 +363,5 @@ def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote
 
 
 def _averaged(mean: Array, weight: float, notes: float, group: Group, attempts: int) -> Averaged:
-    return Averaged(
-        mean=mean,
-        weight=weight,
-        notes=notes,
-        group_id=group.group_id,
-        members=tuple(member.peer_id for member in group.members),
-        attempts=attempts,
-    )
+    members = tuple(member.peer_id for member in group.members)
+    return Averaged(mean=mean, weight=weight, notes=notes, group_id=group.group_id, members=members, attempts=attempts)

@@ -10,7 +10,6 @@ makes a peer keep averages, the last few of them: where nobody joins, nothing is
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,22 +43,6 @@ _NUMBER, _CHAIN, _GROUP_ID = integer(0, MAX_STEP), octets(CHAIN_BYTES, CHAIN_BYT
 _PLACE, _LENGTH = integer(0, 2**40), integer(1, 2**22)
 _ASKED: dict[str, Field[Any]] = {"number": _NUMBER, "group": _GROUP_ID, "start": _PLACE, "length": _LENGTH}
 _WEIGHT, _NOTES = real(0.0, 1024 * MAX_SAMPLES), real(-1e15, 1e15)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepBrought:
-    """What one step brought."""
-
-    number: int
-    """Steps of the swarm, this one included."""
-    group_id: bytes
-    """Of the group that made it."""
-    weight: float
-    """Samples of all members."""
-    notes: float
-    """Sum of the members' notes."""
-    mean: Array
-    """float32 [size]: of what they brought, weighted."""
 
 
 class StepLog:
@@ -131,7 +114,7 @@ class StepFollower:
         self._donors = donors
         self._after = 0
         self._keeper: PeerId | None = None  # who answered last, and so keeps its steps
-        self._found: dict[tuple[int, bytes], StepBrought] = {}
+        self._found: dict[tuple[int, bytes], Averaged] = {}
         self._turn = trio.Lock()
 
     async def ask(self) -> None:
@@ -146,7 +129,7 @@ class StepFollower:
                 except PEER_ERRORS:
                     continue
 
-    def following(self, step: int, chain: bytes) -> StepBrought | None:
+    def following(self, step: int, chain: bytes) -> Averaged | None:
         """The step after this one of this chain, if it has come. Steps before it are forgotten."""
         self._after = max(self._after, step)
         self._found = {key: each for key, each in self._found.items() if key[0] > step}
@@ -161,9 +144,7 @@ class StepFollower:
             if number <= self._after or (number, chain) in self._found or len(self._found) >= MAX_KEPT:
                 continue
             mean = await self._fetch(donor, number, group_id)
-            self._found[number, chain] = StepBrought(
-                number=number, group_id=group_id, weight=weight, notes=notes, mean=mean
-            )
+            self._found[number, chain] = Averaged(mean=mean, weight=weight, notes=notes, group_id=group_id)
 
     async def _fetch(self, donor: Contact, number: int, group_id: bytes) -> Array:
         """All pieces of one mean.
