@@ -2,9 +2,8 @@
 
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import trio
@@ -19,9 +18,10 @@ from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import facts
-from net.averaging.collaboration.rounds import Averaged, plan_of
-from net.averaging.collaboration.step_log import StepBrought
-from net.averaging.plan import announce_plan
+from net.averaging.collaboration.rounds import Averaged
+from net.averaging.grouping.group import Group
+from net.averaging.grouping.group_key import MoshpitGrid
+from net.averaging.plan import AveragingPlan, announce_plan
 from net.clock import SwarmClock
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
@@ -151,24 +151,23 @@ class Collaboration:
             if coming.group is None and (view.others or view.leader is not None):
                 state.totals.reasons["no group found"] += coming.has_company
                 return False
-            vector, samples, overflows = await self._training.contribution()
-            begun = UnderWay(samples, stopped_at)
-            average = partial(self._forming.average, coming.group, vector, samples=samples, overflows=overflows)
+            own = await self._training.contribution()
+            begun = UnderWay(own.weight, stopped_at)
             if state.config.delayed:
-                return await self._step_with_the_last(begun, average)
-            begun.averaged = await average()
-            if begun.averaged is None:
+                return await self._step_with_the_last(begun, coming.group, own)
+            averaged = await self._forming.average(coming.group, own)
+            if averaged is None:
                 return False
             state.gathered = 0.0
-            await self._training.step(begun.averaged.mean, begun.averaged.weight, begun.averaged.notes)
+            await self._training.step(averaged)
             state.step += 1
-            self._settled(begun, begun.averaged)
+            self._settled(begun, averaged)
             return True
         finally:
             state.over(self.board.view)
             self._forming.changed()
 
-    async def _step_with_the_last(self, begun: UnderWay, average: Callable[[], Awaitable[Averaged | None]]) -> bool:
+    async def _step_with_the_last(self, begun: UnderWay, group: Group | None, own: Averaged) -> bool:
         """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the
         next one. Returns whether the parameters have changed."""
         state, last = self.standing, self.standing.under_way
@@ -177,10 +176,10 @@ class Collaboration:
         if last is None or last.averaged is None:
             await self._training.empty()
         else:
-            await self._training.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+            await self._training.step(last.averaged)
 
         async def average_beside() -> None:
-            begun.averaged = await average()
+            begun.averaged = await self._forming.average(group, own)
             if state.under_way is begun:  # else another peer's state was taken meanwhile
                 if begun.averaged is None:
                     state.totals.samples_lost += begun.own_samples
@@ -196,15 +195,7 @@ class Collaboration:
         """All members of the group have the average, and know it."""
         state = self.standing
         if not self._training.is_exact(averaged.mean):  # else who follows with what travels would come to other numbers
-            brought = StepBrought(
-                number=state.step,
-                chain_before=state.chain,
-                group_id=averaged.group_id,
-                weight=averaged.weight,
-                notes=averaged.notes,
-                mean=averaged.mean,
-            )
-            self._following.log.keep(brought)
+            self._following.log.keep(state.step, state.chain, averaged)
         done = state.settled(begun, averaged, trio.current_time())
         self.board.advanced(averaged.members, state.step, state.chain)
         self._averaged_s = done.averaged_s
@@ -265,8 +256,11 @@ async def open_collaboration(
     layout, local_s = training.layout, trio.current_time()
     if layout.rounding:
         _log.warning("collaboration %r: %s", name, layout.rounding)
-    schema = f"{together.shared} {config.target_batch_size}\n{layout.schema}"
-    plan = plan_of(size=layout.size, side=config.side, schema=schema, meaning=config.meaning)
+    # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
+    # and those who do not, or otherwise.
+    told = f"weights with chunks, unknown lines are slow\n{together.shared} {config.target_batch_size}\n{layout.schema}"
+    grid = MoshpitGrid(side=config.side, dims=1)
+    plan = AveragingPlan.of(size=layout.size, grid=grid, schema=told, meaning=config.meaning)
     within = plan.within(name)
     standing = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
     async with background_nursery() as nursery:

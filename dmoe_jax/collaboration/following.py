@@ -15,7 +15,8 @@ from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.state import CollaborationState
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
-from net.averaging.collaboration.step_log import POLL_S, StepBrought, StepFollower, StepLog
+from net.averaging.collaboration.rounds import Averaged
+from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.dht.node import DhtNode
@@ -123,11 +124,11 @@ class Following:
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way
             if last is not None and last.averaged is not None:
-                await self._training.step(last.averaged.mean, last.averaged.weight, last.averaged.notes)
+                await self._training.step(last.averaged)
             state.under_way = None
-            await self._training.step(brought.mean, brought.weight, brought.notes)
+            await self._training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
-            state.moved(brought.number, chain, state.trained + brought.weight, trio.current_time())
+            state.moved(state.step + 1, chain, state.trained + brought.weight, trio.current_time())
             state.totals.steps_followed += 1
             has_moved = True
         if has_moved:
@@ -135,7 +136,7 @@ class Following:
         return has_moved
 
     @property
-    def _next(self) -> StepBrought | None:
+    def _next(self) -> Averaged | None:
         return self.follower.following(self._state.step, self._state.chain)
 
     async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:
@@ -191,9 +192,7 @@ class Following:
             while under_way is not None and not under_way.is_over:
                 # What is averaged is in the copy: whoever takes it has nothing under way.
                 await self._forming.changes()
-            last = None if under_way is None else under_way.averaged
-            whole = None if last is None else (last.mean, last.weight, last.notes)
-            tree = await self._training.snapshot(whole)
+            tree = await self._training.snapshot(None if under_way is None else under_way.averaged)
             if (before, under_way) == (state.step, state.under_way):
                 return before, tree
 

@@ -1,6 +1,7 @@
 """When a collaboration's next step begins, and the group that makes it; beside the computing."""
 
 import random
+from dataclasses import replace
 
 import trio
 
@@ -13,7 +14,6 @@ from net.averaging.plan import AveragingPlan
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
-from net.types import Array
 
 
 class StepForming:
@@ -108,12 +108,12 @@ class StepForming:
         self.changed()
         self._nursery.start_soon(self._tell, None)
 
-    async def average(self, group: Group | None, vector: Array, *, samples: float, overflows: float) -> Averaged | None:
+    async def average(self, group: Group | None, own: Averaged) -> Averaged | None:
         """The average of the group, or without one of this peer alone; None if the group did not settle."""
         if group is None:
-            own = self._caller.peer_id
-            return Averaged(mean=vector, weight=samples, notes=overflows, group_id=own.raw, members=(own,), attempts=0)
-        averaged = await self.rounds.average(group, vector, weight=samples, note=overflows)
+            me = self._caller.peer_id
+            return replace(own, group_id=me.raw, members=(me,))
+        averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes)
         if averaged is None:
             self._state.totals.reasons["the group did not settle"] += 1
         return averaged

@@ -17,6 +17,7 @@ from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES
+from net.averaging.collaboration.rounds import Averaged
 from net.types import Array
 
 
@@ -28,7 +29,6 @@ class PeerState:
     """
 
     def __init__(self, together: Collaborative, params: PyTree, device: Device) -> None:
-        self.together = together
         self.device = device
         self.now: CollaborativeState = together.init(params)
         """As it is after the last change. All but its parameters are donated to the next one."""
@@ -55,27 +55,27 @@ class PeerState:
         """Take in a micro-batch's mean gradient."""
         await self._change(lambda state: self._programs.gather(state, grads, np.float32(samples)))
 
-    async def contribution(self) -> tuple[Array, float, float]:
-        """(float32 [size], samples, overflows): what this peer brings, on the host."""
+    async def contribution(self) -> Averaged:
+        """What this peer brings: its samples are the weight, its overflows the notes."""
 
-        def work(state: CollaborativeState) -> tuple[Array, float, float]:
+        def work(state: CollaborativeState) -> Averaged:
             own = self._programs.contribution(state)
             vector = self.layout.to_vector(own.mean)
             if self.layout.rounding:
                 self._brought.append((vector, own.mean))
-            return vector, float(own.samples), float(own.overflows)
+            return Averaged(mean=vector, weight=float(own.samples), notes=float(own.overflows))
 
         async with self._turn:
             return await self.device.run(work, self.now)
 
-    async def step(self, mean: Array, samples: float, overflows: float) -> None:
+    async def step(self, whole: Averaged) -> None:
         """The global step with what all peers brought."""
-        await self._change(lambda state: self._programs.step(state, self._whole(mean, samples, overflows)))
+        await self._change(lambda state: self._programs.step(state, self._on_device(whole)))
 
-    def _whole(self, mean: Array, samples: float, overflows: float) -> Contribution:
-        exact = [tree for vector, tree in self._brought if vector is mean]
-        tree = exact[0] if exact else self.layout.to_tree(mean)
-        return Contribution(tree, np.float32(samples), np.float32(overflows))
+    def _on_device(self, whole: Averaged) -> Contribution:
+        exact = [tree for vector, tree in self._brought if vector is whole.mean]
+        tree = exact[0] if exact else self.layout.to_tree(whole.mean)
+        return Contribution(tree, np.float32(whole.weight), np.float32(whole.notes))
 
     def is_exact(self, mean: Array) -> bool:
         """True if a step with this mean uses more digits than travel: this peer's alone, of float64 parameters."""
@@ -90,16 +90,16 @@ class PeerState:
         """The state for newcomers: everything but this peer's own contribution; random keys as their data."""
         return jax.tree.map(stored, _shared(self.now))
 
-    async def snapshot(self, whole: tuple[Array, float, float] | None = None) -> PyTree:
+    async def snapshot(self, whole: Averaged | None = None) -> PyTree:
         """A copy of it on the host, taken between two changes.
 
         Args:
-          whole: (mean, samples, overflows) of a step that the copy is to have made already.
+          whole: of a step that the copy is to have made already.
         """
 
         def work(state: CollaborativeState) -> PyTree:
             if whole is not None:
-                state = self._programs.step_of_copy(state, self._whole(*whole))
+                state = self._programs.step_of_copy(state, self._on_device(whole))
             return host_copy(_shared(state))
 
         async with self._turn:

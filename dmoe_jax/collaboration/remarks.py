@@ -25,11 +25,7 @@ class Remarks:
         self._said: set[str] = set()
 
     def stepped(self, done: GlobalStep, *, num_behind: int) -> None:
-        """This peer has made a step.
-
-        Args:
-          num_behind: peers with gradients that report from earlier steps.
-        """
+        """This peer has made a step; so many with gradients report from earlier ones."""
         self._missed = 0
         self._alone = self._alone + 1 if done.peers == 1 and num_behind else 0
         if self._alone == _STEPS:
@@ -58,7 +54,7 @@ class Remarks:
                 f"no step, {self._totals.samples:.0f} are ({reasons or 'they were faster'})",
             )
 
-    def _say(self, kind: str, what: str) -> None:
+    def _say(self, kind: str, text: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            _log.warning(what)
+            _log.warning(text)

@@ -85,7 +85,7 @@ async def test_a_collaboration_steps_as_plain_optax(name: str) -> None:
 
     async def step(state: PeerState) -> None:
         await state.gather(gradient(state.now.params), 4)
-        await state.step(*await state.contribution())
+        await state.step(await state.contribution())
 
     await step(peer)
     await newcomer.take([sent(leaf) for leaf in jax.tree.leaves(await peer.snapshot())])
@@ -116,7 +116,7 @@ async def test_a_collaboration_of_few_bits(dtype: Any) -> None:
     peer = PeerState(collaborative(optax.sgd(0.5)), {"w": jnp.full(3, 0.5, dtype)}, InlineDevice())
     assert len(peer.digest()) == CHAIN_BYTES
     await peer.gather({"w": jnp.full(3, 0.5, dtype)}, 4)
-    await peer.step(*await peer.contribution())
+    await peer.step(await peer.contribution())
     assert peer.now.params["w"].dtype == dtype
     np.testing.assert_array_equal(np.asarray(peer.now.params["w"], np.float32), 0.25)
 
@@ -128,11 +128,11 @@ async def test_float64_stays_exact_alone() -> None:
         peer = PeerState(collaborative(optax.sgd(third)), {"w": jnp.full(2, third)}, InlineDevice())
         assert "float64" in peer.layout.rounding
         await peer.gather({"w": jnp.full(2, third)}, 1)
-        mean, *rest = await peer.contribution()
-        assert peer.is_exact(mean)
-        await peer.step(mean, *rest)
+        own = await peer.contribution()
+        assert peer.is_exact(own.mean)
+        await peer.step(own)
         np.testing.assert_allclose(peer.now.params["w"], third - third * third, rtol=1e-15)
-        assert not peer.is_exact(mean.copy())
+        assert not peer.is_exact(own.mean.copy())
     assert PeerState(collaborative(optax.sgd(0.1)), start(), InlineDevice()).layout.rounding == ""
 
 

@@ -53,7 +53,7 @@ async def test_a_peers_state_stays_where_it_is() -> None:
     read, values = state.now.params, jax.tree.map(np.array, state.now.params)
     await state.gather(grads, 4)
     assert places(state.now._replace(params=None)) == before
-    await state.step(*await state.contribution())
+    await state.step(await state.contribution())
     assert len(before) == 3
     assert places(state.now.inner) == before[:2]  # The sum begins anew: nothing of it is read.
     jax.tree.map(np.testing.assert_array_equal, read, values)

@@ -102,12 +102,12 @@ def test_a_report_that_is_none_is_refused(place: int, value: object, message: st
 
 
 def test_pace_follows_a_change_of_speed() -> None:
-    pace = Pace(smoothing=0.5)
+    pace = Pace()
     assert pace.rate == 0
     assert pace.seconds_for(10) == 0
     pace.measured(10, 1.0)
     assert pace.rate == pytest.approx(10.0)
     pace.measured(10, 3.0)
-    assert pace.rate == pytest.approx(10 / 2)  # (0.5 * 10 + 0.5 * 10) / (0.5 * 1 + 0.5 * 3)
+    assert pace.rate == pytest.approx(10 / 1.4)  # (0.8 * 10 + 0.2 * 10) / (0.8 * 1 + 0.2 * 3)
     with pytest.raises(ValueError, match="must not be negative"):
         pace.measured(1, -1.0)

@@ -8,7 +8,8 @@ import pytest
 import trio
 import trio.lowlevel
 
-from net.averaging.collaboration.step_log import KEEP_S, MAX_KEPT, StepBrought, StepFollower, StepLog
+from net.averaging.collaboration.rounds import Averaged
+from net.averaging.collaboration.step_log import KEEP_S, MAX_KEPT, StepFollower, StepLog
 from net.identity import Address, Contact
 from net.rpc.base import Reply, Request, handlers
 from net.rpc.peer import RpcPeer, open_rpc_peer
@@ -18,16 +19,14 @@ from tests.net.sim_hosts import in_simulation, peer
 SIZE = 300_000  # two pieces
 
 
-def brought(number: int) -> StepBrought:
-    """Step `number` of a chain of which every step's name is its number."""
-    return StepBrought(
-        number=number,
-        chain_before=chain_after(number - 1),
-        group_id=bytes([number]) * 16,
-        weight=float(10 * number),
-        notes=0.0,
-        mean=np.full(SIZE, number, np.float32),
-    )
+def brought(number: int) -> Averaged:
+    """What came of step `number` of a chain of which every step's name is its number."""
+    mean = np.full(SIZE, number, np.float32)
+    return Averaged(mean=mean, weight=float(10 * number), notes=0.0, group_id=bytes([number]) * 16)
+
+
+def keep(log: StepLog, number: int) -> None:
+    log.keep(number, chain_after(number - 1), brought(number))
 
 
 def chain_after(number: int) -> bytes:
@@ -61,11 +60,11 @@ async def test_steps_made_after_the_first_question_come_and_no_others() -> None:
         log, follower = StepLog(donor, prefix="x"), follower_of(own, [donor])
         nursery.start_soon(log.run)
         await trio.lowlevel.checkpoint()
-        log.keep(brought(1))  # nobody has asked
+        keep(log, 1)  # nobody has asked
         await follower.ask()
         assert follower.following(0, chain_after(0)) is None
-        log.keep(brought(2))
-        log.keep(brought(3))
+        keep(log, 2)
+        keep(log, 3)
         await follower.ask()
         second = follower.following(1, chain_after(1))
         assert second is not None
@@ -84,7 +83,7 @@ async def test_a_few_are_kept_and_none_when_nobody_asks_any_more() -> None:
         nursery.start_soon(log.run)
         await follower_of(own, [donor]).ask()
         for number in range(1, MAX_KEPT + 3):
-            log.keep(brought(number))
+            keep(log, number)
         late = follower_of(own, [donor])
         await late.ask()
         assert late.following(1, chain_after(1)) is None
@@ -107,13 +106,13 @@ async def test_whoever_was_asked_before_is_asked_again_for_it_has_kept_what_come
         follower = follower_of(own, donors)
         await follower.ask()
         for log in logs:
-            log.keep(brought(1))
+            keep(log, 1)
         donors.reverse()
         await follower.ask()
         assert follower.following(0, chain_after(0)) is not None
         donors.remove(kept)  # it is gone
         await follower.ask()
-        logs[1].keep(brought(2))
+        keep(logs[1], 2)
         await follower.ask()
         assert follower.following(1, chain_after(1)) is not None
         nursery.cancel_scope.cancel()
@@ -127,7 +126,7 @@ def test_who_gives_nothing_of_use_is_passed_over(fault: str) -> None:
             log = StepLog(donor, prefix="x")
             nursery.start_soon(log.run)
             await follower_of(own, [donor]).ask()
-            log.keep(brought(1))
+            keep(log, 1)
 
             async def listing(request: Request) -> Reply:
                 if fault == "silent":

@@ -38,6 +38,9 @@ MAX_PEERS = 1024
 MAX_SKEW_S = 30.0
 """Seconds by which a report may be later than now: clocks differ."""
 
+_SMOOTHING = 0.2
+"""Weight of a new measurement of `Pace` against all before it (hivemind's is 0.1)."""
+
 _MAX_AGE_S = 3600.0
 """A sample count is extrapolated over no longer time."""
 
@@ -220,16 +223,9 @@ def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
 
 
 class Pace:
-    """How fast this peer gathers: samples a second of the time in which it computes.
+    """How fast this peer gathers: samples a second of the time in which it computes."""
 
-    Args:
-      smoothing: what a new measurement weighs against all before it, 0 to 1 (hivemind's is 0.1).
-    """
-
-    def __init__(self, smoothing: float = 0.2) -> None:
-        if not 0 < smoothing <= 1:
-            raise ValueError(f"smoothing must be above 0 and at most 1, got {smoothing}")
-        self._smoothing = smoothing
+    def __init__(self) -> None:
         self._samples = self._seconds = 0.0
 
     @property
@@ -241,7 +237,7 @@ class Pace:
         """So many samples took so many seconds of computing."""
         if not (samples >= 0 and seconds >= 0):
             raise ValueError(f"samples and seconds must not be negative, got {samples} and {seconds}")
-        keep = 1 - self._smoothing if self._seconds else 0.0
+        keep = 1 - _SMOOTHING if self._seconds else 0.0
         # Sums, not a mean of rates: two micro-batches of other sizes count by the time that they took.
         self._samples = keep * self._samples + (1 - keep) * samples
         self._seconds = keep * self._seconds + (1 - keep) * max(seconds, 1e-9)

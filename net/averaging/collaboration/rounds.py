@@ -27,7 +27,6 @@ import trio
 
 from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, Vote
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.line.monitor import LineMonitor
@@ -89,7 +88,7 @@ class RoundConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Averaged:
-    """What a group has settled on."""
+    """What a group has settled on; without one, what a peer brings."""
 
     mean: Array
     """float32 [size]: of what the members brought, weighted. Zeros if nobody brought any weight, and of no meaning for
@@ -98,30 +97,12 @@ class Averaged:
     """Sum of the members' weights."""
     notes: float
     """Sum of their notes."""
-    group_id: bytes
+    group_id: bytes = b""
     """Names the group that has it."""
-    members: tuple[PeerId, ...]
-    """All of that group."""
-    attempts: int
+    members: tuple[PeerId, ...] = ()
+    """All of that group, where they are known."""
+    attempts: int = 0
     """All-reduces that it took."""
-
-
-def plan_of(*, size: int, side: int, schema: str, meaning: str = "") -> AveragingPlan:
-    """What the peers of a collaboration agree on.
-
-    Args:
-      size: numbers in the vector.
-      side: most members that have a vector.
-      schema: names and shapes of the parameters. meaning: what the numbers mean beyond that (`net.meaning`).
-
-    Raises:
-      ValueError: size or side is out of range.
-    """
-    # The first line keeps those apart who bring their weights with the chunks, and cut the vector as `cautious` says,
-    # and those who do not, or otherwise.
-    grid = MoshpitGrid(side=side, dims=1)
-    schema = f"weights with chunks, unknown lines are slow\n{schema}"
-    return AveragingPlan.of(size=size, grid=grid, schema=schema, meaning=meaning)
 
 
 class StepAveraging:
@@ -130,7 +111,7 @@ class StepAveraging:
     Args:
       caller: places and serves the calls. dht: where groups are found.
       prefix: names the collaboration.
-      plan: of the peers' vectors; see `plan_of`.
+      plan: of the peers' vectors.
       nursery: runs what goes on beside the steps.
       rng: draws what is drawn.
       quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
@@ -382,11 +363,5 @@ def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote
 
 
 def _averaged(mean: Array, weight: float, notes: float, group: Group, attempts: int) -> Averaged:
-    return Averaged(
-        mean=mean,
-        weight=weight,
-        notes=notes,
-        group_id=group.group_id,
-        members=tuple(member.peer_id for member in group.members),
-        attempts=attempts,
-    )
+    members = tuple(member.peer_id for member in group.members)
+    return Averaged(mean=mean, weight=weight, notes=notes, group_id=group.group_id, members=members, attempts=attempts)

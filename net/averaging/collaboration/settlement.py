@@ -18,7 +18,7 @@ crashes alone the living agree; with a network that falls apart the smaller chai
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import trio
@@ -54,7 +54,7 @@ _ASKED: dict[str, Field[Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a member says of its all-reduce."""
+    """What a member says of its all-reduce, and sends by these names."""
 
     complete: bool
     """Whether its average is whole."""
@@ -211,13 +211,7 @@ class Settlement:
 
     async def _ask(self, case: Case, place: int, vote: Vote) -> None:
         """Bring our vote to whoever decides, and wait for what it says as long as it lives."""
-        body = {
-            "group": case.group.group_id,
-            "complete": vote.complete,
-            "digest": vote.digest,
-            "note": vote.note,
-            "weight": vote.weight,
-        }
+        body = {"group": case.group.group_id, **asdict(vote)}
         contact = case.group.members[place].contact
         try:
             async with background_nursery() as nursery:

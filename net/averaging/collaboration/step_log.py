@@ -9,13 +9,13 @@ makes a peer keep averages, the last few of them: where nobody joins, nothing is
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import trio
 
 from net.averaging.collaboration.progress import CHAIN_BYTES, MAX_SAMPLES, MAX_STEP
+from net.averaging.collaboration.rounds import Averaged
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, RemoteProtocolError
@@ -44,24 +44,6 @@ _ASKED: dict[str, Field[Any]] = {"number": _NUMBER, "group": _GROUP_ID, "start":
 _WEIGHT, _NOTES = real(0.0, 1024 * MAX_SAMPLES), real(-1e15, 1e15)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepBrought:
-    """What one step brought."""
-
-    number: int
-    """Steps of the swarm, this one included."""
-    chain_before: bytes
-    """The chain that it continues."""
-    group_id: bytes
-    """Of the group that made it."""
-    weight: float
-    """Samples of all members."""
-    notes: float
-    """Sum of the members' notes."""
-    mean: Array
-    """float32 [size]: of what they brought, weighted."""
-
-
 class StepLog:
     """Keeps this peer's last steps while somebody asks for them, and serves them.
 
@@ -72,14 +54,14 @@ class StepLog:
     def __init__(self, caller: Caller, *, prefix: str) -> None:
         self._caller = caller
         self._methods = _methods(prefix)
-        self._kept: dict[int, StepBrought] = {}
+        self._kept: dict[int, tuple[bytes, Averaged]] = {}  # number -> the chain before, and what was brought
         self._asked_at = -math.inf
 
-    def keep(self, step: StepBrought) -> None:
-        """This peer has made a step. Its mean must not be written to any more."""
+    def keep(self, number: int, chain_before: bytes, brought: Averaged) -> None:
+        """This peer has made step `number`. Its mean must not be written to any more."""
         self._forget()
         if trio.current_time() - self._asked_at < KEEP_S:
-            self._kept[step.number] = step
+            self._kept[number] = chain_before, brought
             for number in list(self._kept)[:-MAX_KEPT]:
                 del self._kept[number]
 
@@ -98,22 +80,19 @@ class StepLog:
     async def _serve_list(self, request: Request) -> Reply:
         after = read_request(request, after=_NUMBER)[0]
         self._asked_at = trio.current_time()
-        found = [step for number, step in self._kept.items() if number > after]
-        return Reply(
-            body={"steps": [[each.number, each.chain_before, each.group_id, each.weight, each.notes] for each in found]}
-        )
+        kept = [(number, *each) for number, each in self._kept.items() if number > after]
+        steps = [[number, chain, each.group_id, each.weight, each.notes] for number, chain, each in kept]
+        return Reply(body={"steps": steps})
 
     async def _serve_piece(self, request: Request) -> Reply:
-        number, group_id, start, length = read_request(
-            request, number=_NUMBER, group=_GROUP_ID, start=_PLACE, length=_LENGTH
-        )
+        number, group_id, start, length = read_request(request, **_ASKED)
         self._asked_at = trio.current_time()
-        step = self._kept.get(number)
-        if step is None or step.group_id != group_id:
+        _, brought = self._kept.get(number, (b"", None))
+        if brought is None or brought.group_id != group_id:
             raise CallRefused(f"this peer has not kept step {number}")
-        part = step.mean[start : start + length]
+        part = brought.mean[start : start + length]
         if part.size != length:
-            raise CallRefused(f"step {number} has {step.mean.size} numbers, asked for {start} to {start + length}")
+            raise CallRefused(f"step {number} has {brought.mean.size} numbers, asked for {start} to {start + length}")
         return Reply(tensors=(part,))
 
 
@@ -134,7 +113,7 @@ class StepFollower:
         self._donors = donors
         self._after = 0
         self._keeper: PeerId | None = None  # who answered last, and so keeps its steps
-        self._found: dict[tuple[int, bytes], StepBrought] = {}
+        self._found: dict[tuple[int, bytes], Averaged] = {}
         self._turn = trio.Lock()
 
     async def ask(self) -> None:
@@ -149,7 +128,7 @@ class StepFollower:
                 except PEER_ERRORS:
                     continue
 
-    def following(self, step: int, chain: bytes) -> StepBrought | None:
+    def following(self, step: int, chain: bytes) -> Averaged | None:
         """The step after this one of this chain, if it has come. Steps before it are forgotten."""
         self._after = max(self._after, step)
         self._found = {key: each for key, each in self._found.items() if key[0] > step}
@@ -164,9 +143,7 @@ class StepFollower:
             if number <= self._after or (number, chain) in self._found or len(self._found) >= MAX_KEPT:
                 continue
             mean = await self._fetch(donor, number, group_id)
-            self._found[number, chain] = StepBrought(
-                number=number, chain_before=chain, group_id=group_id, weight=weight, notes=notes, mean=mean
-            )
+            self._found[number, chain] = Averaged(mean=mean, weight=weight, notes=notes, group_id=group_id)
 
     async def _fetch(self, donor: Contact, number: int, group_id: bytes) -> Array:
         """All pieces of one mean.
