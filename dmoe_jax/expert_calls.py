@@ -1,4 +1,4 @@
-"""What trainers and nodes say to each other of experts: the form of requests and answers.
+"""Calls of experts, and the form of the requests and answers by which trainers and nodes speak of them.
 
 A request asks experts of one node for one kind of work, `expert.forward` or `expert.backward`, and has a *part* for
 each of them. The *pairs* of a request are the rows of its parts, one part after the other; its index says which row of
@@ -44,16 +44,16 @@ FORWARD, BACKWARD = "expert.forward", "expert.backward"
 """The methods."""
 
 MAX_PARTS = 64
-"""Of one request: their descriptions must fit into a header, and more would gain nothing."""
+"""Most parts of a request: their descriptions must fit into a header, and more would gain nothing."""
 
 MAX_ID_BYTES = 32
-"""Of the id of a part."""
+"""Longest id of a part."""
 
 MAX_UPDATES = 2**63 - 1
-"""Of an expert; beyond it nobody counts."""
+"""Most updates of an expert; beyond it nobody counts."""
 
 MAX_PAIRS = 2**31 - 1
-"""Of one request: what its index can say."""
+"""Most pairs of a request: its index can say no more."""
 
 _PARTS = rows(MAX_PARTS)
 _ROWS = integer(0, MAX_PAIRS)
@@ -82,7 +82,7 @@ class TooManyRows(CallRefused):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCall:
-    """What a trainer wants of one expert: a part of a request.
+    """A trainer's wish of one expert: a part of a request.
 
     Attributes:
       uid: the expert.
@@ -105,7 +105,7 @@ class ExpertCall:
 
 
 RequestPart = tuple[Mapping[str, Any], slice, slice | Array]
-"""What a request asks of one expert, not checked yet: the description, as it travels; its pairs among those of the
+"""A part as a node reads it, not checked yet: the description, as it travels; its pairs among those of the
 request; and its rows of the inputs, a slice if they lie together, in their order."""
 
 
@@ -120,6 +120,10 @@ class Answer:
 
     updates: int | None
     tensors: tuple[Array, ...]
+
+
+Outcome = Answer | CallFailed
+"""The end of a part."""
 
 
 def index_of(rows_of_parts: Sequence[Array]) -> tuple[Array, Array]:
@@ -166,7 +170,7 @@ def request_of(
 
 
 def is_finite(tensor: Array) -> bool:
-    """Whether all numbers of a tensor are; of integers and truth values they are."""
+    """True if all numbers of a tensor are finite; integers and truth values are."""
     # Counted, and not `isfinite(...).all()`, which takes several times as long for a few rows.
     return tensor.dtype.kind in "iub" or bool(np.count_nonzero(np.isfinite(tensor)) == tensor.size)
 
@@ -203,7 +207,7 @@ def parts_of_untrusted(request: Request) -> list[RequestPart]:
     return parts
 
 
-def answer_of(outcomes: Sequence[tuple[int, Answer | CallFailed]], compression: Compression) -> Reply:
+def answer_of(outcomes: Sequence[tuple[int, Outcome]], compression: Compression) -> Reply:
     """The partial, or the reply, that says what became of these parts.
 
     Args:
@@ -227,8 +231,8 @@ def answer_of(outcomes: Sequence[tuple[int, Answer | CallFailed]], compression: 
     return Reply(body={"answers": answers}, tensors=tensors)
 
 
-def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> list[tuple[int, Answer | CallFailed]]:
-    """What a partial or a reply says, by the parts' numbers; the shapes of tensors are still to be checked.
+def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> list[tuple[int, Outcome]]:
+    """The outcomes that a partial or a reply tells, by the parts' numbers; shapes of tensors are still to be checked.
 
     Args:
       expected_rows: the rows of the parts that are not answered yet, by number.
@@ -248,7 +252,7 @@ def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> li
     if any(tensor.shape[:1] != (total,) for tensor in tensors):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise RemoteProtocolError(f"expected {total} rows in each tensor of an answer, got the shapes {shapes}")
-    outcomes: list[tuple[int, Answer | CallFailed]] = []
+    outcomes: list[tuple[int, Outcome]] = []
     start = 0
     for number, num_rows, body in said:
         if "error" in body:

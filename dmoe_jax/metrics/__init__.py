@@ -1,4 +1,4 @@
-"""What a process tells of itself: figures for Prometheus, a trace of its calls, and records for an experiment tracker.
+"""Figures that a process tells of itself, for Prometheus, a trace of its calls, and records for an experiment tracker.
 
 Theory of operation. Whoever works counts, in plain numbers and `Histogram`s, whether anybody looks or not: `node` is
 the expert node's recorder, `training` the trainer's, `net` and the DHT have counters of their own. When somebody asks,

@@ -1,4 +1,4 @@
-"""What a process shows to scrapers and probes, over HTTP/1.1: `/metrics`, `/healthz`, `/readyz`.
+"""Pages of a process for scrapers and probes, over HTTP/1.1: `/metrics`, `/healthz`, `/readyz`.
 
 A command opens its monitor first, before it joins a swarm or compiles, so that a taken port is told at once and probes
 are answered from the beginning; then it tells the monitor what there is to show. Without a port nothing listens.
@@ -38,8 +38,8 @@ ANSWER_S = 10.0
 """Within which the answer must have been taken."""
 
 _DRAIN_BYTES = 1 << 16
-"""What is read of a client that goes on sending after its answer: closing at once would reset the connection, and the
-answer might be lost."""
+"""Read of a client that goes on sending after its answer: closing at once would reset the connection, and the answer
+might be lost."""
 _DRAIN_S = 1.0
 
 _END = b"\r\n\r\n"
@@ -50,11 +50,11 @@ Source = Callable[[], Iterable[Family]]
 
 
 class Monitor(Collector):
-    """What a process shows of itself. Made by `open_monitor`."""
+    """The figures that a process shows. Made by `open_monitor`."""
 
     def __init__(self, command: str) -> None:
         self.address: Address | None = None
-        """Where it is shown; None: nowhere."""
+        """Address where they are shown; None: nowhere."""
         self.why_not_ready: Callable[[], str] = lambda: "starting"
         """Called by `/readyz`: why this process does not do its work yet, in a few words; empty: it does."""
         try:

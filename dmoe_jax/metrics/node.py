@@ -1,4 +1,4 @@
-"""What an expert node counts, and how it is shown.
+"""The counts of an expert node, and the families that show them.
 
 The node's queue and runner call a `NodeRecorder`; each call is a few additions, so that it is made whether anybody
 looks or not.
@@ -28,7 +28,7 @@ KINDS = ("forward", "backward")
 
 @dataclass(slots=True, eq=False)
 class ExpertCounts:
-    """What one expert has computed of one kind, forward or backward."""
+    """The work of one expert of one kind, forward or backward."""
 
     batches: int = 0
     rows: int = 0
@@ -39,9 +39,9 @@ class ExpertCounts:
     staleness: int = 0
     """Sum over its backward requests, updates."""
     received_bytes: int = 0
-    """Of the tensors that were computed with: as arrays, before any compression."""
+    """Bytes of the tensors that were computed with: as arrays, before any compression."""
     sent_bytes: int = 0
-    """Of their results, likewise."""
+    """Bytes of their results, likewise."""
 
 
 class NodeRecorder:
@@ -117,7 +117,7 @@ class NodeRecorder:
 
 
 def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator[Family]:
-    """What a node did and does.
+    """The families of a node.
 
     Args:
       status: as of `ExpertNode.status`.
@@ -163,7 +163,7 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
 
 
 def _expert_families(recorder: NodeRecorder) -> Iterator[Family]:
-    """What each expert has done, with its uid as a label."""
+    """The families of each expert, with its uid as a label."""
     calls = (
         ({"uid": uid, "kind": kind, "outcome": outcome}, count)
         for (uid, kind, outcome), count in sorted(recorder.calls.items())
@@ -202,7 +202,7 @@ _OF_EXPERTS = (
 
 
 def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:
-    """Of a node that claims experts, see `dmoe_jax.claims`."""
+    """The families of a node that claims experts, see `dmoe_jax.claims`."""
     yield gauge("dmoe_node_claim_room", "Experts that the node may still claim.", claims["room"])
     yield gauge("dmoe_node_claims_held", "Claims whose experts are not served yet.", claims["held"])
     outcomes = {name: claims[name] for name in ("won", "lost", "failed")}

@@ -1,4 +1,4 @@
-"""What every process of a swarm shows: its connections, and its part of the DHT."""
+"""The families of every process of a swarm: its connections, and its part of the DHT."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from net.rpc.peer import RpcPeer
 
 
 def peer_families(peer: SwarmPeer) -> Iterator[Family]:
-    """What goes over a peer's connections, as far as they are its own (`RpcPeer`), and its part of the DHT."""
+    """The traffic of a peer's connections, as far as they are its own (`RpcPeer`), and its part of the DHT."""
     address = "" if peer.rpc.address is None else str(peer.rpc.address)
     who = {"peer_id": str(peer.rpc.peer_id), "address": address}
     yield labelled("gauge", "dmoe_peer_info", "1; who this peer is, and where it is called.", [(who, 1)])

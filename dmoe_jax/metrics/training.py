@@ -1,4 +1,4 @@
-"""What a trainer's process shows: its steps and expert calls, its averaging, and its collaboration."""
+"""The families of a trainer's process: its steps and expert calls, its averaging, and its collaboration."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _SECONDS_OF_AVERAGES = (*(each for each in SECONDS if each >= 0.01), 100.0, 250.
 
 
 class TrainingRecorder:
-    """What is counted of one process's training since its start, beside the totals that a run keeps anyway."""
+    """Counts of one process's training since its start, beside the totals that a run keeps anyway."""
 
     def __init__(self) -> None:
         self.step_s = Histogram(SECONDS)
@@ -59,7 +59,7 @@ class TrainingRecorder:
 def training_families(
     recorder: TrainingRecorder, totals: Totals, *, step: int, loss: float | None, unit: str
 ) -> Iterator[Family]:
-    """How training goes.
+    """The families of training.
 
     Args:
       totals: of the run, which go on where a resumed run was.
@@ -85,7 +85,7 @@ def training_families(
 
 
 def call_families(recorder: TrainingRecorder, statistics: CallStatistics) -> Iterator[Family]:
-    """What becomes of a process's expert calls."""
+    """The families of a process's expert calls."""
     yield counter("dmoe_train_calls_answered_total", "Expert calls answered in time.", statistics.ok)
     text = "Expert calls that brought nothing, by reason."
     yield by_label("counter", "dmoe_train_calls_failed_total", text, "reason", statistics.failures)

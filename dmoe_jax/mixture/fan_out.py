@@ -33,6 +33,7 @@ from dmoe_jax.expert_calls import (
     MAX_PAIRS,
     Answer,
     ExpertCall,
+    Outcome,
     TooManyRows,
     is_finite,
     outcomes_of_untrusted,
@@ -91,7 +92,7 @@ class ExpertCaller:
         return min(wanted, self._most_rows.get(contact.peer_id, wanted))
 
     def slowness(self, hosts: Iterable[PeerId]) -> dict[PeerId, float]:
-        """How many times as long as the median of these hosts each takes for our calls, of those called of late."""
+        """The time that each of these hosts, of those called of late, takes for our calls, over the median of all."""
         return self._times.slowness(hosts, trio.current_time())
 
     async def fan_out(
@@ -374,7 +375,7 @@ class _BadAnswer(RemoteProtocolError):
     """An answer that is none to what was asked."""
 
 
-def _outcomes(reply: Reply, rows: Mapping[int, int]) -> list[tuple[int, Answer | CallFailed]]:
+def _outcomes(reply: Reply, rows: Mapping[int, int]) -> list[tuple[int, Outcome]]:
     """The outcomes of the parts of which a reply speaks, see `outcomes_of_untrusted`.
 
     Raises:
@@ -394,7 +395,7 @@ def _failure_of(error: NetError) -> _Failure:
 
 
 def fault_in(answer: Answer, specs: Sequence[TensorSpec], *, rows: int) -> tuple[str, str] | None:
-    """What is wrong with an answer, as (reason, sentence); None if each tensor is as its own specification says."""
+    """Reason and sentence of what is wrong with an answer; None if each tensor is as its own specification says."""
     tensors = answer.tensors
     expected = [((rows, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
     got = [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""What waits at a node: the part of a request that one expert is to compute, and what is remembered of it.
+"""Jobs, which wait at a node: each is the part of a request that one expert is to compute. Some are remembered.
 
 A backward request carries an id drawn by its trainer. If the connection breaks after the node has stepped the expert
 but before the reply arrives, the trainer sends the same id again and gets the remembered job's answer instead of a
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from dmoe_jax.expert_calls import MAX_UPDATES, Answer
+from dmoe_jax.expert_calls import MAX_UPDATES, Answer, Outcome
 from net.errors import CallFailed, CallRefused
 from net.types import Array
 
@@ -51,10 +51,10 @@ class Job:
     """When it came, by trio's clock."""
     expected_s: float = 0.0
     """Seconds of the device that it will take, as far as that is known."""
-    outcome: Answer | CallFailed | None = None
-    """What became of it; None as long as it waits or runs."""
+    outcome: Outcome | None = None
+    """Its answer or its error; None as long as it waits or runs."""
     waiters: list[trio.Event] = field(default_factory=list)
-    """Of the calls that want the outcome, set when there is one."""
+    """Events of the calls that want the outcome, set when there is one."""
     kind: str = field(init=False)
     """The kind of work, "forward" or "backward"."""
     rows: int = field(init=False)
@@ -83,7 +83,7 @@ class Job:
         """End it: it was not computed, or changed nothing."""
         self._end(error)
 
-    def _end(self, outcome: Answer | CallFailed) -> None:
+    def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.inputs, self.output_grads, self.keys = (), None, None
         for event in self.waiters:

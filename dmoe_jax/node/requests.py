@@ -20,7 +20,7 @@ from dmoe_jax.expert_calls import (
     BACKWARD,
     FORWARD,
     MAX_ID_BYTES,
-    Answer,
+    Outcome,
     RequestPart,
     TooManyRows,
     answer_of,
@@ -45,8 +45,8 @@ _REQUEST_ID = octets(1, MAX_ID_BYTES)
 _SEED = optional(integer(0, 2**63 - 1))
 
 _HOLD_S = 0.01
-"""What is ready waits so long for the rest of its call: a few turns of small batches, less than a wide network takes.
-Parts that take longer do not hold up the others."""
+"""Seconds that a ready outcome waits for the rest of its call: a few turns of small batches, less than a wide network
+takes. Parts that take longer do not hold up the others."""
 
 
 class Answering:
@@ -95,19 +95,50 @@ class Answering:
     async def _serve(self, request: Request, *, backward: bool) -> Reply:
         self._num_calls += 1
         try:
-            return await self._answer(request, "backward" if backward else "forward")
+            return await self._answer(request, backward=backward)
         finally:
             self._num_calls -= 1
             if not self._num_calls:
                 self._answered_all.set()
                 self._answered_all = trio.Event()
 
-    async def _answer(self, request: Request, kind: str) -> Reply:
+    async def _answer(self, request: Request, *, backward: bool) -> Reply:
         """Answer a call, part by part. If it is cancelled its jobs leave the queue, but for what somebody else wants.
 
         Raises:
           CallRefused: the request as a whole does not fit.
         """
+        kind = "backward" if backward else "forward"
+        jobs, ready, compression = self._begun(request, kind)
+        tells_at = math.inf
+        try:
+            while True:
+                for number, job in list(jobs.items()):
+                    if job.outcome is not None:
+                        error = job.outcome if isinstance(job.outcome, CallFailed) else None
+                        self._recorder.ended(kind, job.uid, error)
+                        ready.append((number, job.outcome))
+                        del jobs[number]
+                if not jobs:
+                    return answer_of(ready, compression)
+                if ready and request.send_partial is not None:
+                    now = trio.current_time()
+                    tells_at = min(tells_at, now + _HOLD_S)
+                    if tells_at <= now:
+                        if request.send_partial(answer_of(ready, compression)):
+                            ready = []
+                        tells_at = math.inf
+                with trio.move_on_at(tells_at):
+                    await one_has_ended(jobs.values())
+        finally:
+            for job in jobs.values():
+                self._recorder.given_up(kind, job.uid)
+                if not job.waiters and self._runner.withdraw(job) and job.replay_key is not None:
+                    self._remembered.forget(job.replay_key)
+
+    def _begun(self, request: Request, kind: str) -> tuple[dict[int, Job], list[tuple[int, Outcome]], Compression]:
+        """Put the parts of a request into the queue. Return, by the numbers of the parts, their jobs, and the outcomes
+        of those that have none; and how the answer's tensors shall travel."""
         try:
             parts, compression = jobs_of_untrusted(
                 request, self._experts, max_rows=self._max_rows, backward=kind == "backward"
@@ -115,8 +146,8 @@ class Answering:
         except CallRefused:
             self._recorder.does_not_fit(kind)
             raise
-        ready: list[tuple[int, Answer | CallFailed]] = []  # outcomes that the caller does not have yet, by part
-        jobs: dict[int, Job] = {}  # parts that wait
+        jobs: dict[int, Job] = {}
+        ready: list[tuple[int, Outcome]] = []
         for number, part in enumerate(parts):
             if isinstance(part, CallRefused):
                 self._recorder.does_not_fit(kind)
@@ -127,29 +158,7 @@ class Answering:
             except CallFailed as error:
                 self._recorder.ended(kind, part.uid, error)
                 ready.append((number, error))
-        told_at = math.inf
-        try:
-            while True:
-                for number in [number for number, job in jobs.items() if job.outcome is not None]:
-                    job = jobs.pop(number)
-                    assert job.outcome is not None
-                    self._recorder.ended(kind, job.uid, job.outcome if isinstance(job.outcome, CallFailed) else None)
-                    ready.append((number, job.outcome))
-                if not jobs:
-                    return answer_of(ready, compression)
-                if ready and request.send_partial is not None:
-                    told_at = min(told_at, trio.current_time() + _HOLD_S)
-                    if told_at <= trio.current_time():
-                        if request.send_partial(answer_of(ready, compression)):
-                            ready = []
-                        told_at = math.inf
-                with trio.move_on_at(told_at):
-                    await one_has_ended(jobs.values())
-        finally:
-            for job in jobs.values():
-                self._recorder.given_up(kind, job.uid)
-                if not job.waiters and self._runner.withdraw(job) and job.replay_key is not None:
-                    self._remembered.forget(job.replay_key)
+        return jobs, ready, compression
 
     def _submitted(self, job: Job) -> Job:
         """The job, put into the queue, or that of the same part if it was asked before.

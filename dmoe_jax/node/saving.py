@@ -47,13 +47,13 @@ Copy = Callable[[PyTree], PyTree]
 another device that device's own, which are fetched beside the serving."""
 
 _PAGE_BYTES = 4096
-"""Of the smallest page of any system that this runs on, or a part of it."""
+"""The smallest page of any system that this runs on, or a part of it."""
 _PIECE_BYTES = 16 << 20
 """Cleared in one go; arrays with less are not worth the trouble."""
 _NICENESS = 15
-"""Of threads that write: a thirtieth of the processor time of those that compute, or what these leave."""
+"""Gives threads that write a thirtieth of the processor time of those that compute, or what these leave."""
 _LARGE_BYTES = 16 << 20
-"""Of an expert that is written by such a thread. To write a small one is mostly Python: a thread that holds the
+"""Least size of an expert that such a thread writes. To write a small one is mostly Python: a thread that holds the
 interpreter and gets no processor would have the whole node wait."""
 
 
@@ -172,7 +172,7 @@ def saved_uids(folder: Path) -> tuple[str, ...]:
 
 
 def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
-    """Whether an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
+    """True if an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
 
     Args:
       xp: NumPy, or `jax.numpy` to look under `jit`.
@@ -321,7 +321,7 @@ class ExpertSaver:
             took_s = max(trio.current_time() - began, 0.8 * took_s)
 
     async def _copying(self, backend: ExpertBackend, device: Device) -> Copy:
-        """What copies the state of an expert, with all made ready beside the device that can be."""
+        """Make ready, beside the device, all that can be to copy an expert, and return what does it."""
         programs = backend.programs
         if id(programs) not in self._copies:
             shapes, is_on_host = await device.run(_kind_of, backend)

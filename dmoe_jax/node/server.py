@@ -87,11 +87,11 @@ class ExpertNode:
             raise ValueError("an expert node needs at least one expert")
         self.config = config
         self.state = "compiling"
-        """What the node is at: "compiling" until it is warm, then "serving", at last "leaving"."""
+        """State of the node: "compiling" until it is warm, then "serving", at last "leaving"."""
         self.recorder = NodeRecorder()
-        """What it has counted, for its metrics."""
+        """Counts for its metrics."""
         self.claims: Callable[[], dict[str, Any]] | None = None
-        """What it says of its claims, if it claims experts, see `dmoe_jax.claims`; `room` and `scope` among it."""
+        """Returns the status of its claims, `room` and `scope` among it, if it claims experts (`dmoe_jax.claims`)."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
         self._announcements = Announcements(
@@ -126,7 +126,7 @@ class ExpertNode:
         self._last_load = (self._started_at, 0, 0, 0.0)  # what `_load` looked at the last time
 
     def status(self) -> dict[str, Any]:
-        """What the node does and has done since its start, as plain CBOR data.
+        """Return the work of the node since its start, as plain CBOR data.
 
         Keys: `state` ("compiling", "serving" or "leaving"), `warm_rows` (rows for which all its experts are compiled),
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
