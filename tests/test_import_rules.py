@@ -99,7 +99,6 @@ SHELLS = {
     "dmoe_jax.node.runner",
     "dmoe_jax.node.runners",
     "dmoe_jax.node.saving",
-    "dmoe_jax.node.strategies.settling",
     "dmoe_jax.node.strategies.stack",
     "dmoe_jax.node.job",
     "dmoe_jax.node.server",

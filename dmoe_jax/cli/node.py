@@ -124,7 +124,7 @@ class NodeCommand(DhtCommand):
     """Most samples of one XLA call."""
     strategy: Literal["auto", "single", "stacked"] = "auto"
     """How experts are run: single, each by programs of its own; stacked, many of a kind by one program, which pays for
-    small ones; auto, as both measure when the node starts."""
+    small ones; auto, as their size and the device suggest."""
     devices: str | None = None
     """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
     the first one."""
@@ -134,7 +134,7 @@ class NodeCommand(DhtCommand):
     make two. Default: an expert lives on one device."""
     xla_threads: int | None = None
     """Threads that XLA computes with on a CPU. Default: as many as there are cores, or as NPROC says. Nodes that share
-    a machine do better with their share of its cores. Experts that call the host need two."""
+    a machine do better with their share of its cores. Experts that call the host need two, or stop for ever."""
     processes: Annotated[DistributedOptions, tyro.conf.arg(name="")] = field(default_factory=DistributedOptions)
     """Whether the node is several processes."""
     announce_period_s: float = 10.0

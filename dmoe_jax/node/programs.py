@@ -22,7 +22,6 @@ import optax
 from dmoe_jax.arrays import copied, gradients_like
 from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
-from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout
 from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
@@ -64,9 +63,6 @@ class ExpertPrograms:
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
         self.warm: set[int] = set()
         """The numbers of rows for which they are compiled."""
-        self.calls_host = False
-        """Whether one of those compiled so far calls the host (`dmoe_jax.node.host_calls`)."""
-        self._are_apart = not self._keeps_grads and is_whole  # share no buffers, and none waits for another
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
 
@@ -93,11 +89,6 @@ class ExpertPrograms:
         opt_state are returned as they came."""
         self._compiled: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    @property
-    def may_overlap(self) -> bool:
-        """See `dmoe_jax.node.strategies.store.Programs`."""
-        return self._are_apart and not self.calls_host
-
     def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
         what compiles them when it is called. Batches of one kind of expert begin one after the other."""
@@ -113,7 +104,7 @@ class ExpertPrograms:
         specs = (*self._expert.inputs, self._expert.output)
         *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
-            forward = self._compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
             self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
@@ -122,7 +113,7 @@ class ExpertPrograms:
         """`grad_and_update` for arguments of these shapes."""
         options = dict(self._backward_options)
         if not self._keeps_grads:
-            return self._compiled_alone(without_grads(self._grad_and_update), arguments, **options)
+            return compiled_alone(without_grads(self._grad_and_update), arguments, **options)
         params, opt_state, *batch = arguments
 
         def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
@@ -142,12 +133,6 @@ class ExpertPrograms:
             return finite, params, opt_state, input_grads
 
         return backward
-
-    def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return compiled_alone(*arguments, on_host_call=self._note_host_call, **options)
-
-    def _note_host_call(self) -> None:
-        self.calls_host = True
 
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]
@@ -185,23 +170,13 @@ def expert_programs(
     return ExpertPrograms(expert, optimizer, layout)
 
 
-def compiled_alone(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    *,
-    on_host_call: Callable[[], None] | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
+def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """A program for arguments of these shapes and types, of which JAX remembers nothing else.
 
     Args:
       function: to be traced.
       arguments: trees of `jax.ShapeDtypeStruct`.
-      on_host_call: called before it is compiled, if the program calls the host.
       options: as of `jax.jit`.
-
-    Raises:
-      TooFewThreadsError: it calls the host, and XLA has a single thread.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -209,11 +184,7 @@ def compiled_alone(
     def own(*args: Any) -> Any:
         return function(*args)
 
-    traced = jax.jit(own, **options).trace(*arguments)
-    if on_host_call is not None and calls_host(traced.jaxpr):
-        check_threads_for_host_calls()
-        on_host_call()
-    return traced.lower().compile()
+    return jax.jit(own, **options).lower(*arguments).compile()
 
 
 class EachCompiledAlone:

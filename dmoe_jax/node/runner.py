@@ -21,24 +21,14 @@ from typing import cast
 
 import trio
 
-from dmoe_jax.device import Device, DeviceTime, threads_that_begin
+from dmoe_jax.device import Device, DeviceTime
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, stack_of
 from dmoe_jax.node.batching import BatchQueue
-from dmoe_jax.node.composing import (
-    backend_of,
-    below_one_another,
-    calls_host,
-    groups_of,
-    joined,
-    rows_of,
-    safely,
-    turn_of,
-)
 from dmoe_jax.node.gathering import Gathering
 from dmoe_jax.node.job import Job
 from dmoe_jax.node.replay import learnt_before
-from dmoe_jax.node.turns import BatchTimes
+from dmoe_jax.node.turns import BatchTimes, backend_of, below_one_another, groups_of, joined, rows_of, run_turn
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
@@ -207,8 +197,6 @@ class BatchRunner:
 
     def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
         """Seconds that these batches will take together; infinite if nobody knows."""
-        if calls_host(turn, self._backends):
-            return math.inf  # It may even wait for something that the event loop does.
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
     def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
@@ -281,11 +269,11 @@ class BatchRunner:
         """Have XLA begin all of it before anybody waits for the first; batches of one stack share a program."""
         started, spent = trio.current_time(), DeviceTime()
         groups = groups_of(turn, self._backends)
-        # In virtual time nothing is gained by several threads, and runs are to be the same.
-        threads = 1 if self._device.is_simulated else threads_that_begin()
-        work = turn_of(groups, self._backends, self._turn_s, clock=time.perf_counter, threads=threads)
+        expected_s = self._turn_s(turn)
         try:
-            outcomes = await self._device.run(work, spent=spent, expected_s=self._turn_s(turn))
+            outcomes = await self._device.run(
+                run_turn, groups, self._backends, time.perf_counter, spent=spent, expected_s=expected_s
+            )
         finally:
             self.counts.busy_s += spent.seconds
         for group, outcome in zip(groups, outcomes, strict=True):
@@ -361,7 +349,7 @@ class BatchRunner:
         expected_s = self._turn_s([jobs])
         if grads is not None:
             return await self._device.run(
-                safely(backend.backward, jobs, self._backends),
+                backend.backward,
                 inputs,
                 grads,
                 keys,
@@ -372,13 +360,12 @@ class BatchRunner:
             )
         rows = inputs[0].shape[0]
         step = min(rows, self._row_limit(jobs[0].key))
-        forward = safely(backend.forward, jobs, self._backends)
         outputs = []
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
             own = [array[some] for array in inputs]
-            outputs.append(await self._device.run(forward, own, own_keys, spent=spent, expected_s=expected_s))
+            outputs.append(await self._device.run(backend.forward, own, own_keys, spent=spent, expected_s=expected_s))
         return (below_one_another(outputs),)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:

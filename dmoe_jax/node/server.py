@@ -46,7 +46,7 @@ from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.listing import ExpertListing
 from dmoe_jax.node.requests import uid_of
 from dmoe_jax.node.runners import DeviceRunners
-from dmoe_jax.node.strategies.settling import Strategies
+from dmoe_jax.node.strategies.choosing import Strategies
 from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery

@@ -3,46 +3,36 @@
 The way to the device's thread and back costs about as much as a small batch. So a turn takes as many batches, of
 different experts, as are worth it: XLA begins them all, and only then the thread waits for the first. How long a batch
 takes is known from those of its size before it; one of an unknown size ends its turn.
-
-On a CPU, XLA runs what one thread has begun one after the other, and no program fills all cores all the time; what
-several threads have begun runs at the same time. So several of them begin the programs of a turn.
 """
 
-import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+import numpy as np
 
-Begin = Callable[[], Callable[[], Sequence[Any]]]
-"""Has XLA begin a program, which carries out one batch or several; what it returns waits for it, and returns what
-became of each batch."""
+from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, stack_of
+from dmoe_jax.node.job import Job
+from dmoe_jax.node.strategies.grouping import Piece, grouped
+from dmoe_jax.node.strategies.store import warm_bucket_of
+from net.types import Array
+
+Jobs = Sequence[Job]
+"""Of one batch, so all of one expert; at least one."""
+Backends = Mapping[str, ExpertBackend]
+"""The experts by uid."""
 
 _NEWEST = 0.2
 """Weight of the newest time in the mean: of the last five, about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """One of a turn."""
-
-    begin: Begin
-    """Begins it."""
-    may_overlap: bool = False
-    """Whether it may run at the same time as others that may."""
-    expected_s: float = 0.0
-    """About how long it will take, seconds; infinite if nobody knows."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a program.
+    """What became of the batches that shared a program.
 
     Attributes:
-      results: what its `Begin` says of each batch; none if it failed.
+      results: of each batch, its arrays or why its update was rejected; none if the program failed.
       error: why it failed; None: it did not.
       seconds: its share of the turn.
     """
@@ -52,51 +42,32 @@ class Outcome:
     seconds: float
 
 
-def run_turn(programs: Sequence[Program], clock: Callable[[], float], threads: int = 1) -> list[Outcome]:
+def run_turn(groups: Sequence[Sequence[Jobs]], backends: Backends, clock: Callable[[], float]) -> list[Outcome]:
     """Begin all programs, then wait for one after the other. What one of them raises concerns that one alone.
 
     The seconds of a program, by `clock`, are those from the end of the one before it: their sum is that of the turn.
 
     Args:
-      programs: of different experts.
+      groups: the batches that share a program.
+      backends: the experts.
       clock: seconds.
-      threads: so many begin those that may overlap, this one included; each begins about as much.
     """
-    return begin_turn(programs, clock, threads)()
-
-
-def begin_turn(
-    programs: Sequence[Program], clock: Callable[[], float], threads: int = 1
-) -> Callable[[], list[Outcome]]:
-    """The first half of `run_turn`, with its arguments; it returns the second one, which waits."""
-    since = clock()
-    begun = _begun(programs, threads)
-
-    def finish() -> list[Outcome]:
-        outcomes, before = [], since
-        for each in begun:
-            results = each if isinstance(each, Exception) else _tried(each)
-            now = clock()
-            if isinstance(results, Exception):
-                outcomes.append(Outcome(error=results, seconds=now - before))
-            else:
-                outcomes.append(Outcome(results=results, seconds=now - before))
-            before = now
-        return outcomes
-
-    return finish
-
-
-def raise_failed(outcomes: Sequence[Outcome]) -> None:
-    """Raise the first error of a program or of one of its batches, if there is one: for turns that nobody asked for."""
-    for outcome in outcomes:
-        for error in (outcome.error, *outcome.results):
-            if isinstance(error, Exception):
-                raise error
+    before = clock()
+    begun = [_tried(lambda group=group: _begin(group, backends)) for group in groups]
+    outcomes = []
+    for each in begun:
+        results = each if isinstance(each, Exception) else _tried(each)
+        now = clock()
+        if isinstance(results, Exception):
+            outcomes.append(Outcome(error=results, seconds=now - before))
+        else:
+            outcomes.append(Outcome(results=results, seconds=now - before))
+        before = now
+    return outcomes
 
 
 class BatchTimes:
-    """How long batches take, by what decides it: a mean in which older ones fade."""
+    """Seconds that batches take, by what decides it: a mean in which older ones fade."""
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}
@@ -111,43 +82,59 @@ class BatchTimes:
         self._seconds[kind] = before + _NEWEST * (seconds - before)
 
 
-def _begun(programs: Sequence[Program], threads: int) -> list[Callable[[], Sequence[Any]] | Exception]:
-    """What waits for each program, or why it did not begin."""
-    _, *shares = _shares(programs, threads)
-    elsewhere = {index for share in shares for index in share}
-    begun: dict[int, Callable[[], Sequence[Any]] | Exception] = {}
+def groups_of(turn: Sequence[Jobs], backends: Backends) -> list[list[Jobs]]:
+    """The batches of a turn, those together that share a program: of one stack and one kind of call."""
+    pieces = []
+    for jobs in turn:
+        backend, (_, *kind) = backend_of(jobs, backends), jobs[0].key
+        stack = stack_of(backend)
+        key = None if stack is None else (id(stack), *kind)
+        pieces.append(Piece(key, warm_bucket_of(rows_of(jobs), backend.programs)))
 
-    def begin(share: Sequence[int]) -> None:
-        for index in share:
-            begun[index] = _tried(programs[index].begin)
+    def most_together(position: int, bucket: int) -> int:
+        stack = stack_of(backend_of(turn[position], backends))
+        return 1 if stack is None else stack.most_together(bucket)
 
-    waiting = [_helpers(threads - 1).submit(begin, share) for share in shares]
-    begin([index for index in range(len(programs)) if index not in elsewhere])
-    for each in waiting:
-        each.result()
-    return [begun[index] for index in range(len(programs))]
-
-
-def _shares(programs: Sequence[Program], threads: int) -> list[list[int]]:
-    """Which of those that may overlap each thread begins: the longest first, by who has least to do."""
-    overlapping = [index for index, program in enumerate(programs) if program.may_overlap]
-    shares: list[list[int]] = [[] for _ in range(max(1, min(threads, len(overlapping))))]
-    seconds = [0.0] * len(shares)
-    for index in sorted(overlapping, key=lambda index: -programs[index].expected_s):
-        # Of those with as little the one that begins fewest: nobody may know how long anything takes.
-        number = min(range(len(shares)), key=lambda number: (seconds[number], len(shares[number])))
-        shares[number].append(index)
-        seconds[number] += programs[index].expected_s
-    return shares
+    return [[turn[position] for position in group] for group in grouped(pieces, most_together)]
 
 
-@functools.cache
-def _helpers(count: int) -> ThreadPoolExecutor:
-    """Threads that begin programs, for all devices of this process."""
-    return ThreadPoolExecutor(count, thread_name_prefix="begins programs")
+def backend_of(jobs: Jobs, backends: Backends) -> ExpertBackend:
+    """Their expert."""
+    return backends[jobs[0].request.uid]
 
 
-def _tried(function: Callable[[], T]) -> T | Exception:
+def rows_of(jobs: Jobs) -> int:
+    """Rows of all of them."""
+    return sum(job.rows for job in jobs)
+
+
+def joined(jobs: Jobs) -> Batch:
+    """The rows of all jobs."""
+    parts = [job.request for job in jobs]
+    inputs = tuple(below_one_another(arrays) for arrays in zip(*(part.inputs for part in parts), strict=True))
+    grads = [part.output_grads for part in parts if part.output_grads is not None]
+    keys = [part.keys for part in parts if part.keys is not None]
+    return Batch(
+        inputs=inputs,
+        output_grads=below_one_another(grads) if grads else None,
+        keys=below_one_another(keys) if keys else None,
+        # Not how stale they are: until the device has time for them, other batches may step the expert.
+        seen=np.repeat([part.seen for part in parts], [part.rows for part in parts]),
+        # By which an expert remembers that it has learnt from these requests.
+        requests={job.replay_key: job.arrived_at for job in jobs if job.replay_key is not None},
+    )
+
+
+def below_one_another(arrays: Sequence[Array]) -> Array:
+    """The requests' rows in one array; a single request is used as it came, without a copy."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _begin(group: Sequence[Jobs], backends: Backends) -> Callable[[], Sequence[tuple[Array, ...] | Exception]]:
+    return begin_together([(backend_of(jobs, backends), joined(jobs)) for jobs in group])
+
+
+def _tried(function: Callable[[], Any]) -> Any:
     """What a function returns, or the exception that it raised."""
     try:
         return function()

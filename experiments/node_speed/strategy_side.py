@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from dmoe_jax.cli.common import set_up_jax
-from dmoe_jax.device import ThreadDevice, threads_that_begin
+from dmoe_jax.device import ThreadDevice
 from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, make_backends, stack_of
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.strategies.settling import Strategies
-from dmoe_jax.node.turns import Program, raise_failed, run_turn
+from dmoe_jax.node.strategies.choosing import Strategies
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say
@@ -66,11 +65,11 @@ class Turns:
         most = 1 if stack is None else stack.most_together(rows)
         groups = [self._backends[start : start + most] for start in range(0, len(self._backends), most)]
         for batch in batches:
-            programs = [
-                Program(partial(begin_together, [(each, batch) for each in group]), group[0].programs.may_overlap)
-                for group in groups
-            ]
-            raise_failed(run_turn(programs, time.perf_counter, threads_that_begin()))
+            begun = [begin_together([(each, batch) for each in group]) for group in groups]
+            for finish in begun:
+                for outcome in finish():
+                    if isinstance(outcome, Exception):
+                        raise outcome
 
 
 async def settled(

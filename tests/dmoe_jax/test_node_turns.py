@@ -11,8 +11,9 @@ import trio
 
 from dmoe_jax.device import CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import KINDS
+from dmoe_jax.node import turns
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.turns import BatchTimes, Program, run_turn
+from dmoe_jax.node.turns import BatchTimes, run_turn
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
@@ -98,14 +99,20 @@ async def test_an_expert_has_one_batch_in_a_turn(autojump_clock: trio.testing.Mo
         assert device.turns[-2:] == ["backward", "forward"]
 
 
-def test_a_failing_batch_leaves_the_others_of_its_turn_alone() -> None:
+def test_a_failing_batch_leaves_the_others_of_its_turn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it fails as it begins or later."""
 
     def fails(where: str) -> Any:
         raise ValueError(where)
 
-    batches = [lambda: lambda: (rows(1),), lambda: fails("at once"), lambda: lambda: fails("later")]
-    outcomes = run_turn([Program(batch) for batch in batches], iter((10.0, 11.0, 13.0, 16.0)).__next__)
+    begun = iter([lambda: (rows(1),), "at once", lambda: fails("later")])
+
+    def begin(group: Any, backends: Any) -> Any:
+        found = next(begun)
+        return fails(found) if isinstance(found, str) else found
+
+    monkeypatch.setattr(turns, "_begin", begin)
+    outcomes = run_turn([[]] * 3, {}, iter((10.0, 11.0, 13.0, 16.0)).__next__)
     np.testing.assert_array_equal(outcomes[0].results[0], rows(1))
     assert [str(outcome.error) for outcome in outcomes] == ["None", "at once", "later"]
     assert [outcome.seconds for outcome in outcomes] == [1.0, 2.0, 3.0]

@@ -4,15 +4,14 @@ A small expert takes XLA less time than it takes to start a program, with its do
 kind lie stacked along a leading axis, one program carries out the batches of many of them: it takes the state of those
 that were asked out of the stack, does with each what its own program would have done, and puts it back, in place.
 
-For large experts taking the state out and putting it back costs more than is gained. So a node measures both when it
-starts, for its kind of expert and on its device; `NodeConfig.strategy` overrides it. What spans devices or processes,
-is claimed, or is the only expert of its kind in its place, is single.
+For large experts taking the state out and putting it back costs more than is gained: their size decides, and
+`NodeConfig.strategy` overrides it. What spans devices or processes, is claimed, or is the only expert of its kind in
+its place, is single.
 
     store      where the state of one expert lies and what runs on it: the protocol, and `single`
     stack      `stacked`: the states of many experts, and what runs on them
     programs   the compiled programs of a stack, pure
     buckets    for which numbers of rows there are programs, pure
     grouping   which batches of a turn go into one program, pure
-    choosing   what rules stacking out, measuring, and what follows from it
-    settling   a node's choices, made before it serves
+    choosing   a node's choices, made before it serves
 """

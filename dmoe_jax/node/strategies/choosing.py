@@ -1,64 +1,107 @@
-"""Which strategy suits a kind of expert on a device: what rules stacking out, and otherwise what a measurement says."""
+"""The strategy that suits a kind of expert on a device, by size and platform; stacked before the node serves.
 
-import statistics
+The bounds are from the tables of `experiments.node_speed`: on two cores experts with parameters of 0.4 MB make 1.3 to
+2.5 times the samples when they are stacked, those of 0.9 MB 0.94 to 0.99 times as many; on an H200 those of 6 MB make 4
+to 15 times as many.
+"""
+
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from dmoe_jax.device import threads_that_begin
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.programs import own_copies
-from dmoe_jax.node.strategies.buckets import bucket_of
+from dmoe_jax.node.backend import ExpertBackend, stack_of
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.programs import nbytes_of
 from dmoe_jax.node.strategies.programs import Form
-from dmoe_jax.node.strategies.stack import Stack, StackedBatch, StackedStore, form_for, most_in_program, why_not_alike
-from dmoe_jax.node.strategies.store import SingleStore, State
-from dmoe_jax.node.turns import Program, raise_failed, run_turn
+from dmoe_jax.node.strategies.stack import Stack, StackedStore, form_for, why_not_alike
+from dmoe_jax.node.strategies.store import SingleStore
+
+logger = logging.getLogger(__name__)
 
 Strategy = Literal["single", "stacked"]
 
-TYPICAL_ROWS = 16
-TYPICAL_EXPERTS = 8
-"""A turn of a busy node: so many experts, each with a batch of so many rows; fewer if the node has or warms fewer."""
-MOST_TRIED_BYTES = 256 << 20
-"""Of states that are made to measure with, and freed again. Whose eight experts have more gains nothing by sharing a
-program: XLA takes longer for one of them than to start."""
-_MARGIN = 0.9
-"""Of the time of `single`, which `stacked` must be below: it copies each state out and in, which other work slows."""
-_WORTH_S = 5e-3
-"""Of a batch of a single expert, beyond which the start of its program is nothing and `stacked` is not tried: it would
-have to be compiled."""
-_MIN_TURNS, _MAX_TURNS, _ENOUGH_S = 5, 21, 0.3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Medians of a turn of backward passes with updates."""
-
-    experts: int
-    """Experts of the turn."""
-    rows: int
-    """Rows of each one's batch."""
-    single_s: float
-    """Seconds with a program for each."""
-    stacked_s: float | None
-    """Seconds with one for all; None: it was not tried, since a batch takes so long that nothing would be gained."""
+MOST_STACKED_BYTES: dict[Form, int] = {"looped": 512 << 10, "vmapped": 16 << 20}
+"""Of the parameters of an expert that gains by sharing a program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How the experts of one kind are run in one place."""
+    """The strategy of the experts of one kind in one place."""
 
     strategy: Strategy
     """Which."""
     why: str
     """The reason, in a sentence without its stop."""
-    measured: Measured | None = None
-    """What was measured, if anything."""
+
+
+class Strategies:
+    """The strategies by which the experts of a node are run; of each kind in each place.
+
+    Args:
+      backends: the experts that it begins with, by uid.
+      devices: where they live.
+      config: has the strategy for all of them, or "auto": what suits each kind.
+      may_adopt: experts come and go.
+
+    Raises:
+      ValueError: all are to be stacked, and some cannot be.
+    """
+
+    def __init__(
+        self,
+        backends: dict[str, ExpertBackend],
+        devices: Sequence[PlacedDevice],
+        config: NodeConfig,
+        *,
+        may_adopt: bool,
+    ) -> None:
+        self._devices, self._strategy = devices, config.strategy
+        self._kinds = {uids[0]: [backends[uid] for uid in uids] for uids in kinds_of(backends)}
+        self._why = {uid: why_single(own, may_adopt=may_adopt) for uid, own in self._kinds.items()}
+        self._choices: list[dict[str, Any]] = []
+        if config.strategy == "stacked" and may_adopt:
+            raise ValueError("the strategy stacked does not do for a node that claims experts: a stack cannot grow")
+        if config.strategy == "stacked" and (refused := [(uid, why) for uid, why in self._why.items() if why]):
+            raise ValueError(f"the strategy stacked does not do for {refused[0][0]} and its kind: {refused[0][1]}")
+
+    async def settle(self, on_progress: Callable[[str], None]) -> None:
+        """Choose, and stack what is to be stacked; once, before anything is announced."""
+        for uid, backends in self._kinds.items():
+            device = self._devices[backends[0].place.number].device
+            choice = self._choose(backends, self._why[uid], is_simulated=device.is_simulated)
+            if choice.strategy == "stacked" and stack_of(backends[0]) is None:
+                await device.run(stack_up, backends)
+            kind, place = backends[0].expert.name, backends[0].place.name
+            self._choices.append({"expert": kind, "place": place, "experts": len(backends), **asdict(choice)})
+            text = f"{len(backends)} experts {kind} in place {place}: {choice.strategy}, since {choice.why}"
+            logger.info("%s", text)
+            if choice.strategy == "stacked":
+                on_progress(text)
+        self._kinds.clear()
+
+    def status(self) -> list[dict[str, Any]]:
+        """What was chosen for each kind in each place, as plain CBOR data.
+
+        Keys: `expert`, the kind's name; `place`; `experts`, how many; `strategy`; `why`.
+        """
+        return list(self._choices)
+
+    def _choose(self, backends: Sequence[ExpertBackend], why_single: str, *, is_simulated: bool) -> Choice:
+        if stack_of(backends[0]) is not None:
+            return Choice(strategy="stacked", why="they have been stacked before")
+        if self._strategy != "auto":
+            return Choice(strategy="stacked" if self._strategy == "stacked" else "single", why="it was asked for")
+        if why_single:
+            return Choice(strategy="single", why=why_single)
+        if is_simulated:
+            return Choice(strategy="single", why="in virtual time starting a program costs nothing")
+        nbytes, form = nbytes_of(backends[0].params), form_for(backends[0].place)
+        most, device = MOST_STACKED_BYTES[form], "a CPU" if form == "looped" else "such a device"
+        is_small = nbytes <= most
+        why = f"parameters of {nbytes} bytes are {'at most' if is_small else 'more than'} {most}, the bound on {device}"
+        return Choice(strategy="stacked" if is_small else "single", why=why)
 
 
 def kinds_of(backends: Mapping[str, ExpertBackend]) -> list[list[str]]:
@@ -70,7 +113,7 @@ def kinds_of(backends: Mapping[str, ExpertBackend]) -> list[list[str]]:
 
 
 def why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
-    """Why experts of one kind in one place cannot be stacked; empty: they can.
+    """The reason why experts of one kind in one place cannot be stacked; empty: they can.
 
     Args:
       may_adopt: experts come and go while the node serves.
@@ -87,80 +130,9 @@ def why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
     return why_not_alike([backend.store.read() for backend in backends if isinstance(backend.store, SingleStore)])
 
 
-def chosen_by(measured: Measured) -> Choice:
-    """The faster one, as far as the difference is more than nothing."""
-    turn = f"{measured.experts} experts with {measured.rows} rows each take"
-    single = f"{1e3 * measured.single_s:.3g} ms by programs of their own"
-    if measured.stacked_s is None:
-        why = f"{turn} {single}, beside which starting these is little"
-        return Choice(strategy="single", why=why, measured=measured)
-    why = f"{turn} {single}, {1e3 * measured.stacked_s:.3g} ms by one program"
-    is_faster = measured.stacked_s < _MARGIN * measured.single_s
-    return Choice(strategy="stacked" if is_faster else "single", why=why, measured=measured)
-
-
-def measure(backend: ExpertBackend, *, experts: int, rows: int, clock: Callable[[], float]) -> Measured | None:
-    """Time both strategies in turn, on states of their own; blocks.
-
-    Args:
-      backend: one expert of the kind, in the place.
-      experts, rows: of a turn.
-      clock: seconds.
-
-    Returns: None if batches of so many rows are too large to share a program.
-    """
-    together = most_in_program(backend.expert, experts, bucket_of(rows), form_for(backend.place))
-    if together == 1:
-        return None
-    together = min(together, experts)
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), backend.params)
-    backend.warm_up_bucket(bucket_of(rows))
-    stores = [SingleStore(backend.expert, backend.optimizer, zeros, backend.place) for _ in range(together)]
-    specs = (*backend.expert.inputs, backend.expert.output)
-    *inputs, grads = (np.zeros((rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs)
-
-    singles = [
-        Program(partial(store.begin_backward, tuple(inputs), grads, None, 0.0), store.programs.may_overlap)
-        for store in stores
-    ]
-    (times,) = _timed([singles], clock)
-    # The least: other processes compile at the same time, and a small expert must not be taken for a large one.
-    if min(times) > together * _WORTH_S:
-        return Measured(experts=together, rows=rows, single_s=statistics.median(times), stacked_s=None)
-    copies: list[State] = [own_copies(store.read()) for store in stores]
-    stack = Stack(backend.expert, backend.optimizer, copies, backend.place)
-    batches = [StackedBatch(index=i, inputs=tuple(inputs), output_grads=grads) for i in range(together)]
-
-    def begin_stacked() -> Callable[[], Sequence[Any]]:
-        finishes = stack.begin_backward(batches)
-        return lambda: [finish() for finish in finishes]
-
-    stacked = [Program(begin_stacked, stack.programs.may_overlap)]
-    single_s, stacked_s = map(statistics.median, _timed([singles, stacked], clock))
-    return Measured(experts=together, rows=rows, single_s=single_s, stacked_s=stacked_s)
-
-
 def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
     """Move experts into one stack, see `Stack`, while none of their batches runs; blocks."""
     states = [backend.store.take() for backend in backends if isinstance(backend.store, SingleStore)]
     stack = Stack(backends[0].expert, backends[0].optimizer, states, backends[0].place, form=form)
     for index, backend in enumerate(backends):
         backend.store = StackedStore(stack, index)
-
-
-def _timed(turns: Sequence[Sequence[Program]], clock: Callable[[], float]) -> list[list[float]]:
-    """The seconds of each, again and again: they alternate, after one round that does not count, since it compiles."""
-    times: list[list[float]] = [[] for _ in turns]
-    for turn in turns:
-        _take(turn)
-    while len(times[0]) < _MIN_TURNS or (len(times[0]) < _MAX_TURNS and sum(map(sum, times)) < _ENOUGH_S):
-        for turn, own in zip(turns, times, strict=True):
-            started = clock()
-            _take(turn)
-            own.append(clock() - started)
-    return times
-
-
-def _take(turn: Sequence[Program]) -> None:
-    """One turn, as the node will take it."""
-    raise_failed(run_turn(turn, lambda: 0.0, threads_that_begin()))  # Nobody asks how long each program took.

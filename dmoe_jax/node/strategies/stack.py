@@ -77,19 +77,12 @@ class StackPrograms:
 
     warm: set[int] = field(default_factory=set)
     """Rows for which they are compiled."""
-    calls_host: bool = False
-    """See `Programs.calls_host`."""
     forward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """By rows, batches, and whether there are dropout keys."""
     backward: dict[tuple[int, int, bool], Callable[..., Any]] = field(default_factory=dict)
     """Likewise."""
     access: tuple[Callable[..., PyTree], Callable[..., PyTree]] | None = None
     """What reads and what writes the state of one expert."""
-
-    @property
-    def may_overlap(self) -> bool:
-        """See `Programs.may_overlap`: each waits for the one before it, from which it takes the state of all."""
-        return False
 
 
 class Stack:
@@ -188,20 +181,14 @@ class Stack:
         if (size := (rows, count, has_keys)) not in self.programs.forward:
             inputs, _, keys, _ = self._batch_shapes(*size)
             arguments = self._shapes()[0], _int32(count), _int32(), inputs, keys
-            self.programs.forward[size] = self._compiled_alone(self._functions.forward, arguments)
+            self.programs.forward[size] = compiled_alone(self._functions.forward, arguments)
         return self.programs.forward[size]
 
     def _backward(self, rows: int, count: int, has_keys: bool) -> Callable[..., Any]:
         if (size := (rows, count, has_keys)) not in self.programs.backward:
             arguments = self._shapes(), _int32(count), _int32(), *self._batch_shapes(*size)
-            self.programs.backward[size] = self._compiled_alone(self._functions.backward, arguments, donate_argnums=0)
+            self.programs.backward[size] = compiled_alone(self._functions.backward, arguments, donate_argnums=0)
         return self.programs.backward[size]
-
-    def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return compiled_alone(*arguments, on_host_call=self._note_host_call, **options)
-
-    def _note_host_call(self) -> None:
-        self.programs.calls_host = True
 
     def _access(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         """What reads and writes one expert."""

@@ -37,17 +37,6 @@ class Programs(Protocol):
         """Numbers of rows for which they are compiled."""
         ...
 
-    @property
-    def calls_host(self) -> bool:
-        """Whether one of those compiled so far calls the host, see `dmoe_jax.node.host_calls`."""
-        ...
-
-    @property
-    def may_overlap(self) -> bool:
-        """Whether those of several experts may run at the same time, and be begun by several threads at once: they
-        share no buffers, none waits for another, and as far as is known they do not call the host."""
-        ...
-
 
 @runtime_checkable
 class Store(Protocol):
