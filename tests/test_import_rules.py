@@ -99,6 +99,7 @@ SHELLS = {
     "dmoe_jax.node.runner",
     "dmoe_jax.node.runners",
     "dmoe_jax.node.saving",
+    "dmoe_jax.node.strategies.choosing",
     "dmoe_jax.node.strategies.stack",
     "dmoe_jax.node.job",
     "dmoe_jax.node.server",
