@@ -19,11 +19,11 @@ from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, answer_of
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.job import Job
+from dmoe_jax.node.queue import QueueFull
 from dmoe_jax.node.replay import ReplayCache, learnt_before, name_of
 from dmoe_jax.node.requests import ExpertRequest, parse_request
-from dmoe_jax.node.runners import DeviceRunners
+from dmoe_jax.node.runner import BatchRunner
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteFailure
 from net.identity import PeerId
 from net.rpc.base import Reply, Request
@@ -53,7 +53,7 @@ class Answering:
         self,
         experts: Mapping[str, Expert],
         backends: Mapping[str, ExpertBackend],
-        runner: DeviceRunners,
+        runner: BatchRunner,
         *,
         max_rows: int,
         recorder: NodeRecorder,

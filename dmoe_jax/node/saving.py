@@ -20,10 +20,10 @@ import trio
 from dmoe_jax.device import Device
 from dmoe_jax.disk import CheckpointError
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.batch import Programs
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import ExpertStore, is_sound
 from dmoe_jax.node.programs import compiled_alone, copied
-from dmoe_jax.node.strategies.store import Programs
 from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)

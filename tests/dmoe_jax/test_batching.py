@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dmoe_jax.mixture.quorum import Quorum
-from dmoe_jax.node.batching import BatchQueue, QueueFull
 from dmoe_jax.node.job import Job
+from dmoe_jax.node.queue import BatchQueue, QueueFull
 from dmoe_jax.node.replay import ReplayCache
 from dmoe_jax.node.requests import ExpertRequest
 

@@ -13,14 +13,14 @@ from flax import linen as nn
 from dmoe_jax.cli import main
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import expert_from_linen
-from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_of
+from dmoe_jax.node import strategies as strategies_module
+from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_up
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.expert_store import saved_uids
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.saving import ExpertSaver
-from dmoe_jax.node.strategies import choosing
-from dmoe_jax.node.strategies.choosing import Strategies, stack_up
+from dmoe_jax.node.strategies import Strategies
 from dmoe_jax.replicas.averaging import add_average
 from dmoe_jax.replicas.copies import CopyLayout
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
@@ -38,7 +38,7 @@ async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.tes
     """Answers, updates and refusals are those of experts alone, and metrics count each batch by itself."""
     device, alone = TurnDevice(), backends()
     async with open_rig(device=device, backends=backends(), config=STACKED) as rig:
-        assert all(stack_of(backend) is not None for backend in rig.backends.values())
+        assert all(backend.programs.size == 4 for backend in rig.backends.values())
         (settled,) = rig.node.status()["strategies"]
         assert (settled["strategy"], settled["experts"], settled["why"]) == ("stacked", 4, "it was asked for")
         for number in range(3):
@@ -66,7 +66,7 @@ async def test_in_virtual_time_experts_are_single(autojump_clock: trio.testing.M
         (settled,) = rig.node.status()["strategies"]
         assert settled["strategy"] == "single"
         assert settled["why"] == "in virtual time starting a program costs nothing"
-        assert stack_of(rig.backends["ffn.0"]) is None
+        assert rig.backends["ffn.0"].programs.size == 1
 
 
 @pytest.mark.parametrize(("most", "strategy"), [(79, "single"), (80, "stacked")])
@@ -74,14 +74,14 @@ async def test_small_experts_are_stacked(
     most: int, strategy: str, monkeypatch: pytest.MonkeyPatch, compilations: Any
 ) -> None:
     """A kernel of 4 by 4 numbers and a bias of 4 have 80 bytes. Then nothing is compiled but what is warmed up."""
-    monkeypatch.setattr(choosing, "MOST_STACKED_BYTES", {"looped": most, "vmapped": most})
+    monkeypatch.setattr(strategies_module, "MOST_STACKED_BYTES", {"looped": most, "vmapped": most})
     said: list[str] = []
     experts = dense(3)
     strategies = Strategies(experts, placed(ThreadDevice()), NodeConfig(strategy="auto"), may_adopt=False)
     await strategies.settle(said.append)
     (settled,) = strategies.status()
     assert settled["strategy"] == strategy
-    assert all((stack_of(backend) is not None) == (strategy == "stacked") for backend in experts.values())
+    assert {backend.programs.size for backend in experts.values()} == {3 if strategy == "stacked" else 1}
     expected = f"3 experts {DENSE.name} in place 0: stacked, since parameters of 80 bytes are at most 80, the bound on"
     assert [text.startswith(expected) for text in said] == ([True] if strategy == "stacked" else [])
     experts["ffn.0"].warm_up(2)
@@ -93,7 +93,7 @@ async def test_small_experts_are_stacked(
 @pytest.mark.parametrize("strategy", ["auto", "stacked"])
 async def test_what_cannot_be_stacked_is_single_or_refused(strategy: Any, autojump_clock: Any) -> None:
     """A lone expert, experts that come and go, and a node of several processes."""
-    told = PlacedDevice(place=Place(tell=lambda order: None), device=TurnDevice())
+    told = PlacedDevice(place=Place(led=lambda uid, programs: programs), device=TurnDevice())
     cases = [
         (dense(1), placed(TurnDevice()), False, "there is only one of them here"),
         (dense(2), placed(TurnDevice()), True, "a stack cannot grow"),

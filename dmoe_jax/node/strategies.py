@@ -1,4 +1,7 @@
-"""The strategy that suits a kind of expert on a device, by size and platform; stacked before the node serves.
+"""The strategy by which experts of a kind are run: by programs of their own, or many by one program.
+
+Their size and the device decide, and `NodeConfig.strategy` overrides it. What spans devices or processes, is claimed,
+or is the only expert of its kind in its place, is single.
 
 The bounds are from the tables of `experiments.node_speed`: on two cores experts with parameters of 0.4 MB make 1.3 to
 2.5 times the samples when they are stacked, those of 0.9 MB 0.94 to 0.99 times as many; on an H200 those of 6 MB make 4
@@ -10,13 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dmoe_jax.node.backend import ExpertBackend, stack_of
+from dmoe_jax.node.backend import ExpertBackend, stack_up
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.programs import nbytes_of
-from dmoe_jax.node.strategies.programs import Form
-from dmoe_jax.node.strategies.stack import Stack, StackedStore, form_for, why_not_alike
-from dmoe_jax.node.strategies.store import SingleStore
+from dmoe_jax.node.stacked import Form, form_for, why_not_alike
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Strategies:
         for uid, backends in self._kinds.items():
             device = self._devices[backends[0].place.number].device
             choice = self._choose(backends, self._why[uid], is_simulated=device.is_simulated)
-            if choice.strategy == "stacked" and stack_of(backends[0]) is None:
+            if choice.strategy == "stacked" and backends[0].programs.size == 1:
                 await device.run(stack_up, backends)
             kind, place = backends[0].expert.name, backends[0].place.name
             self._choices.append({"expert": kind, "place": place, "experts": len(backends), **asdict(choice)})
@@ -89,7 +90,7 @@ class Strategies:
         return list(self._choices)
 
     def _choose(self, backends: Sequence[ExpertBackend], why_single: str, *, is_simulated: bool) -> Choice:
-        if stack_of(backends[0]) is not None:
+        if backends[0].programs.size > 1:
             return Choice(strategy="stacked", why="they have been stacked before")
         if self._strategy != "auto":
             return Choice(strategy="stacked" if self._strategy == "stacked" else "single", why="it was asked for")
@@ -108,7 +109,7 @@ def kinds_of(backends: Mapping[str, ExpertBackend]) -> list[list[str]]:
     """The uids of the experts that could share a stack: of one kind, optimiser and place. In the order of the first."""
     kinds: dict[tuple[int, int], list[str]] = {}
     for uid, backend in backends.items():
-        kinds.setdefault((backend.place.number, id(backend.programs)), []).append(uid)
+        kinds.setdefault((backend.place.number, backend.programs.kind), []).append(uid)
     return list(kinds.values())
 
 
@@ -119,7 +120,7 @@ def why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
       may_adopt: experts come and go while the node serves.
     """
     first = backends[0]
-    if first.place.tell is not None:
+    if first.place.led is not None:
         return "the node is several processes"
     if first.place.layout is not None and first.place.layout.mesh_shape.num_devices > 1:
         return f"they lie on a mesh, {first.place.layout.mesh_shape}"
@@ -127,12 +128,4 @@ def why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
         return "experts that a node claims come and go, and a stack cannot grow while it serves"
     if len(backends) == 1:
         return "there is only one of them here"
-    return why_not_alike([backend.store.read() for backend in backends if isinstance(backend.store, SingleStore)])
-
-
-def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
-    """Move experts into one stack, see `Stack`, while none of their batches runs; blocks."""
-    states = [backend.store.take() for backend in backends if isinstance(backend.store, SingleStore)]
-    stack = Stack(backends[0].expert, backends[0].optimizer, states, backends[0].place, form=form)
-    for index, backend in enumerate(backends):
-        backend.store = StackedStore(stack, index)
+    return "" if first.programs.size > 1 else why_not_alike([each.group.read(each.index) for each in backends])
