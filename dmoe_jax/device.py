@@ -11,12 +11,11 @@ virtual time it is the declared cost.
 
 import functools
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ import trio
 
 from dmoe_jax.cores import usable_cores
 from dmoe_jax.types import PyTree
-from dmoe_jax.xla_threads import xla_threads
 
 T = TypeVar("T")
 
@@ -36,9 +34,6 @@ _TURN_S, _LONG_TURN_S = 2e-3, 9e-3
 end of a turn leaves the device without work until the loop is done with what it does; measured in
 `experiments.node_speed`."""
 
-_HOST_CALLS = threading.Lock()
-"""Of `one_at_a_time`."""
-
 
 class DeviceTime:
     """Seconds of work on a device, added up."""
@@ -48,22 +43,6 @@ class DeviceTime:
     def __init__(self) -> None:
         self.seconds = 0.0
         """So far; work that is under way is counted when it ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class TwoSteps(Generic[T]):
-    """Work for `Device.run` whose first step only has XLA begin something, and waits for nothing.
-
-    A device may take that step in the event loop: a thread that begins programs while the loop works waits for the
-    interpreter several times as long as that takes.
-    """
-
-    begin: Callable[[], Callable[[], T]]
-    """The first step; it returns the second one, which waits."""
-
-    def __call__(self) -> T:
-        """Take both steps."""
-        return self.begin()()
 
 
 @runtime_checkable
@@ -141,7 +120,6 @@ class ThreadDevice:
         self._inline_s = 0.0 if beside_loop else inline_s
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
-        self._waits = trio.CapacityLimiter(1)
         self._busy = DeviceTime()
 
     @property
@@ -159,26 +137,10 @@ class ThreadDevice:
             with _measured(self._busy, spent):
                 return _run_ready(function, args)
 
-        if isinstance(function, TwoSteps) and _shares_its_cores() and not self.beside_loop:
-            return await self._run_steps(function, spent)
         if expected_s < self._inline_below_s:
             async with self._limiter:
                 return timed()
         return await trio.to_thread.run_sync(timed, limiter=self._limiter)
-
-    async def _run_steps(self, work: TwoSteps[T], spent: DeviceTime | None) -> T:
-        """The first step here, the second one in the thread."""
-
-        def timed() -> T:
-            with _measured(self._busy, spent, started=started):
-                return _run_ready(finish, ())
-
-        async with self._limiter:
-            with trio.CancelScope(shield=True):  # What has begun is waited for.
-                started = time.perf_counter()
-                finish = work.begin()
-                result = await trio.to_thread.run_sync(timed, limiter=self._waits)
-        return result
 
     @property
     def _inline_below_s(self) -> float:
@@ -203,24 +165,6 @@ def inline_s_of_this_machine() -> float:
     and on a GPU or on more cores the loop and the device work at the same time.
     """
     return _INLINE_S if _shares_its_cores() else 0.0
-
-
-@functools.cache
-def threads_that_begin() -> int:
-    """Of how many threads programs are to be begun, so that several run at the same time; see `dmoe_jax.node.turns`.
-
-    A GPU has nothing to gain by it, nor has a process whose XLA has one thread. More cores than two were not tried.
-    """
-    return min(usable_cores(), xla_threads(), 4) if jax.default_backend() == "cpu" else 1
-
-
-def one_at_a_time(function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`; on a CPU no other thread is in here meanwhile.
-
-    For what begins programs that call the host and waits for them, see `dmoe_jax.node.host_calls`.
-    """
-    with _HOST_CALLS if jax.default_backend() == "cpu" else nullcontext():
-        return function(*args)
 
 
 @functools.cache
@@ -372,10 +316,9 @@ def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, i
 
 
 @contextmanager
-def _measured(*spent: DeviceTime | None, started: float | None = None) -> Iterator[None]:
-    """Add the seconds of the block to each of these; those since it started, if that was earlier. One thread at a time
-    works, so nothing is lost."""
-    started = time.perf_counter() if started is None else started
+def _measured(*spent: DeviceTime | None) -> Iterator[None]:
+    """Add the seconds of the block to each of these. One thread at a time works, so nothing is lost."""
+    started = time.perf_counter()
     try:
         yield
     finally:

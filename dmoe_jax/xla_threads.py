@@ -37,7 +37,8 @@ def share_of_threads(processes: int, *, may_call_host: bool) -> int:
 
     Args:
       processes: how many share them.
-      may_call_host: whether their programs may call the host, for which XLA needs two (`dmoe_jax.node.host_calls`).
+      may_call_host: whether their programs may call the host. Such a call holds one of XLA's threads until Python has
+        answered, and to give Python a large argument takes another one.
     """
     return max(usable_cores() // processes, 2 if may_call_host else 1)
 

@@ -29,6 +29,9 @@ class NodeConfig:
     """Forward requests go ahead of backward ones that came at most so many seconds before them. Under load more rows
     then share an optimiser's step, and all of them are served sooner; what is asked alone waits for nobody. 0: all in
     order of arrival."""
+    max_queue_delay_s: float = 5e-3
+    """A batch that takes at least four times as long waits for those who shared the last one with it, at most so many
+    seconds from its answer, while nothing else is to be done. 0: none waits."""
     max_concurrent_calls: int = 4096
     """Calls of one method in progress at once, waiting ones included. As many as `max_waiting_rows`: a call that finds
     no room in the queue is told when to come back, one beyond this bound only that the node is busy."""
@@ -36,7 +39,8 @@ class NodeConfig:
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
     strategy: Literal["auto", "single", "stacked"] = "auto"
     """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
-    both measure when the node starts. See `dmoe_jax.node.strategies`."""
+    their size and the device suggest. See
+    `dmoe_jax.node.strategies`."""
 
     def __post_init__(self) -> None:
         if self.max_batch_rows < 1:
@@ -53,6 +57,8 @@ class NodeConfig:
             raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
         if not 0 <= self.forward_head_start_s < math.inf:
             raise ValueError(f"forward_head_start_s must be 0 or a number of seconds, got {self.forward_head_start_s}")
+        if not 0 <= self.max_queue_delay_s < math.inf:
+            raise ValueError(f"max_queue_delay_s must be 0 or a number of seconds, got {self.max_queue_delay_s}")
         if self.record_lifetime_s <= self.announce_period_s:
             raise ValueError(
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "

@@ -5,12 +5,10 @@ of the old state is given up. On a CPU the outcome is computed twice: once insid
 stores nothing, and once more in place, inside a branch. Selecting between old and new instead, number by number,
 stores the outcome before it is known to be good: with Adam two and a half times the memory of the parameters, and up to
 twice the time of the whole step. A GPU would wait for the host to take the branch, so there numbers are selected.
-
-Single numbers on the way to the outcome, such as the norm of the gradient, are not computed again
-(`dmoe_jax.node.scalars_once`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -20,11 +18,12 @@ from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
 
 from dmoe_jax.arrays import in_type_of
-from dmoe_jax.node.scalars_once import Again, scalars_once
 from dmoe_jax.types import PyTree
 
 State = tuple[PyTree, PyTree]
 """Parameters and optimiser state."""
+Step = Callable[[State, PyTree], State]
+"""(state, gradients) -> the state after the optimiser's step."""
 
 
 def update_unless_not_finite(
@@ -56,12 +55,12 @@ def update_unless_not_finite(
         return jax.tree.map(in_type_of, (optax.apply_updates(params, updates), new_state), state)
 
     zeros = jax.tree.map(jnp.zeros_like, input_grads)
-    outcome, scalars, again = scalars_once(step, state, grads)
+    outcome = step(state, grads)
     finite = jnp.stack(
         [stays_finite(old, new, is_whole=is_whole) for old, new in ((state, outcome), (zeros, input_grads))]
     )
-    branched, selected = functools.partial(_branched, again), functools.partial(_selected, again)
-    new = jax.lax.platform_dependent(scalars, state, grads, finite.all(), cpu=branched, default=selected)
+    branched, selected = functools.partial(_branched, step), functools.partial(_selected, step)
+    new = jax.lax.platform_dependent(state, grads, finite.all(), cpu=branched, default=selected)
     return finite, cast(State, new)
 
 
@@ -95,13 +94,12 @@ def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
     return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
 
 
-def _branched(step: Again, scalars: PyTree, state: State, grads: PyTree, is_good: Any) -> State:
-    return cast(State, jax.lax.cond(is_good, step, lambda scalars, state, grads: state, scalars, state, grads))
+def _branched(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
+    return cast(State, jax.lax.cond(is_good, step, lambda state, grads: state, state, grads))
 
 
-def _selected(step: Again, scalars: PyTree, state: State, grads: PyTree, is_good: Any) -> State:
-    chosen = functools.partial(jnp.where, is_good)
-    return cast(State, jax.tree.map(chosen, step(scalars, state, grads), state))
+def _selected(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
+    return cast(State, jax.tree.map(functools.partial(jnp.where, is_good), step(state, grads), state))
 
 
 def _in_rows(grad: Any) -> Any:

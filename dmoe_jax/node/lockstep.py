@@ -14,8 +14,10 @@ one that is gone; whoever calls this must be ready to end the process (`on_lost`
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,12 +28,15 @@ from jax.experimental import multihost_utils
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import parse_uid
-from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, make_backend
+from dmoe_jax.node.backend import make_backend
+from dmoe_jax.node.batch import Batch, Result, State, Work
 from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.orders import LENGTH_BYTES, Order, Tell, encode_order, order_of, parse_header_untrusted
 from dmoe_jax.node.placement import Place
+from dmoe_jax.node.programs import ExpertPrograms
 from dmoe_jax.node.sharding import Layout, MeshShape, ShardingRule, shard_largest_dimension
 from dmoe_jax.processes import ProcessFailed
+from dmoe_jax.types import PyTree
 from net.errors import RemoteProtocolError
 from net.nursery import background_nursery
 from net.wire.codec import MAX_ENCODED_BYTES
@@ -153,14 +158,14 @@ async def follow(
     except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
         raise ProcessFailed(f"process 0 of the node cannot be reached at {host}:{port}: {error}") from error
     (place,) = _devices(mesh, rule, None)
-    backends: dict[str, ExpertBackend] = {}
+    followed: dict[str, _Followed] = {}
 
     def obey(order: Order) -> None:
+        uid = order.uid
         if order.kind == "make":
-            uid = parse_uid(order.uid)
-            backends[order.uid] = make_backend(uid, experts[order.uid], optimizer, seed=seed, place=place.place)
+            followed[uid] = _Followed(parse_uid(uid), experts[uid], optimizer, seed=seed, place=place.place)
         else:
-            backends[order.uid].obey(order)
+            followed[uid].obey(order)
 
     send, receive = trio.open_memory_channel[Order](_MAX_WAITING_ORDERS)
     async with stream, trio.open_nursery() as nursery:
@@ -181,11 +186,78 @@ async def follow(
                 continue
             try:
                 await place.device.run(obey, order)
-            except UpdateRejected:
-                pass  # by all processes alike
             except Exception:
                 # Process 0 failed in the same way, and has told who asked.
                 logger.exception("an order to %s for expert %r failed", order.kind, order.uid)
+
+
+class _LedPrograms:
+    """The programs of one expert at process 0: the others are told of each piece of work before it begins."""
+
+    def __init__(self, tell: Tell, uid: str, programs: ExpertPrograms) -> None:
+        self._tell, self._uid, self._programs = tell, uid, programs
+        self.size, self.nbytes, self.least_rows = programs.size, programs.nbytes, programs.least_rows
+        self.warm, self.kind, self.at_once = programs.warm, programs.kind, programs.at_once
+        self.most_together, self.begin_with = programs.most_together, programs.begin_with
+
+    def init(self, key_data: Any) -> PyTree:
+        self._tell(Order(kind="make", uid=self._uid))
+        return self._programs.init(key_data)
+
+    def compile(self, bucket: int) -> None:
+        self._tell(Order(kind="compile", uid=self._uid, number=bucket))
+        self._programs.compile(bucket)
+        self._tell(Order(kind="meet", uid=self._uid))  # warm is what is warm in all processes
+
+    def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
+        ((_, batch, staleness),) = work
+        self._tell(
+            Order(
+                kind="forward" if batch.output_grads is None else "backward",
+                uid=self._uid,
+                inputs=batch.inputs,
+                output_grads=batch.output_grads,
+                keys=batch.keys,
+                staleness=np.asarray(staleness, np.float32),
+            )
+        )
+        return self._programs.begin(state, work)
+
+    def read(self, state: State, index: int) -> State:
+        self._tell(Order(kind="gather", uid=self._uid))
+        return self._programs.read(state, index)
+
+    def write(self, state: State, index: int, saved: State) -> State:
+        self._tell(Order(kind="load", uid=self._uid, state=tuple(map(np.asarray, jax.tree.leaves(saved)))))
+        return self._programs.write(state, index, saved)
+
+
+class _Followed:
+    """The part of an expert that another process than process 0 holds; arguments as of `make_backend`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        group = make_backend(*arguments, **options).group
+        self._programs, self._state = group.programs, group.take()
+
+    def obey(self, order: Order) -> None:
+        """Do what process 0 does with the expert.
+
+        Raises:
+          ValueError: the order does not fit the expert.
+        """
+        if order.kind in ("forward", "backward") and order.staleness is not None:
+            batch = Batch(inputs=order.inputs, output_grads=order.output_grads, keys=order.keys)
+            self._state, wait = self._programs.begin(self._state, [Work(0, batch, float(order.staleness))])
+            wait()
+        elif order.kind == "compile":
+            self._programs.compile(order.number)
+        elif order.kind == "gather":
+            self._programs.read(self._state, 0)
+        elif order.kind == "load":
+            saved = jax.tree.unflatten(jax.tree.structure(self._state), order.state)
+            self._state = self._programs.write(self._state, 0, saved)
+        else:
+            raise ValueError(f"an expert cannot obey an order to {order.kind}")
 
 
 async def _say(what: bytes, stream: trio.SocketStream, turn: trio.Lock, on_lost: Callable[[str], None]) -> None:
@@ -201,7 +273,8 @@ def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> t
     # Compiling takes its turn: it is an order like others, and all processes obey in one order. And the event loop is
     # what tells the others: did it compute itself, it would wait for processes that know of nothing.
     device = ThreadDevice(compiles_beside=False, inline_s=0.0)
-    return (PlacedDevice(place=Place(layout=layout, tell=tell), device=device),)
+    led = None if tell is None else partial(_LedPrograms, tell)
+    return (PlacedDevice(place=Place(layout=layout, led=led), device=device),)
 
 
 def _through_jax(data: bytes) -> bytes:

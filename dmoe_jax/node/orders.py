@@ -34,11 +34,11 @@ class Order:
 
     Attributes:
       kind: "make" the expert; "forward" or "backward" of a batch; "compile" for batches of `number` rows; "gather" the
-        state; "load" a state with an update count of `number`; "meet", to say that what was ordered before is done;
-        "leave", for good.
+        state; "load" a state; "meet", to say that what was ordered before is done; "leave", for good.
       uid: the expert.
       number: see there.
-      inputs, output_grads, keys, seen: as of `ExpertBackend.backward`.
+      inputs, output_grads, keys: as of `dmoe_jax.node.batch.Batch`.
+      staleness: float32, for the optimiser.
       state: the leaves of parameters and optimiser state.
     """
 
@@ -48,14 +48,14 @@ class Order:
     inputs: tuple[Array, ...] = ()
     output_grads: Array | None = None
     keys: Array | None = None
-    seen: Array | None = None
+    staleness: Array | None = None
     state: tuple[Array, ...] = ()
 
 
 Tell = Callable[[Order], None]
 """Sends an order on its way, without waiting for anything but a "meet"."""
 
-_ARRAYS = ("inputs", "output_grads", "keys", "seen", "state")
+_ARRAYS = ("inputs", "output_grads", "keys", "staleness", "state")
 
 
 def encode_order(order: Order) -> list[bytes | memoryview]:
@@ -142,6 +142,6 @@ def order_of(header: Header, body: bytearray) -> Order:
         inputs=tuple(found["inputs"]),
         output_grads=next(iter(found["output_grads"]), None),
         keys=next(iter(found["keys"]), None),
-        seen=next(iter(found["seen"]), None),
+        staleness=next(iter(found["staleness"]), None),
         state=tuple(found["state"]),
     )

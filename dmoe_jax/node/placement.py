@@ -4,10 +4,10 @@ A *place* is what holds an expert and works by itself: a device, or a mesh of se
 which it began. Experts are spread so that the places hold about the same number of bytes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dmoe_jax.node.orders import Tell
 from dmoe_jax.node.sharding import Layout
 
 
@@ -20,8 +20,9 @@ class Place:
     layout: Layout | None = None
     """How an expert lies there; None: JAX decides, which puts it on its default device."""
 
-    tell: Tell | None = None
-    """Told of each piece of work before it begins, if other processes hold parts of the experts, too; see `orders`."""
+    led: Callable[[str, Any], Any] | None = None
+    """(uid, its `ExpertPrograms`) -> programs like them. If other processes hold parts of the experts, too, these have
+    them do the same (`dmoe_jax.node.lockstep`)."""
 
     @property
     def name(self) -> str:

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dmoe_jax.arrays import copied, gradients_like
+from dmoe_jax.arrays import copied, gradients_like, kept_like, stored
 from dmoe_jax.experts.base import Expert, folded_in
+from dmoe_jax.node.batch import Result, State, Work, warm_bucket_of
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
-from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
-from dmoe_jax.node.sharding import Layout
+from dmoe_jax.node.sharding import Layout, put, to_host
 from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
+from net.types import Array
 
 LARGE_BYTES = 4 << 20
 """Of parameters, beyond which the gradients have buffers of their own."""
@@ -33,6 +34,8 @@ LARGE_BYTES = 4 << 20
 
 class ExpertPrograms:
     """The programs of one expert kind. `keys` is None, or a dropout key for each row.
+
+    Groups of one expert use them; `state` is such an expert's parameters and optimiser state.
 
     What is compiled ahead (`compile`) is compiled from shapes, and nothing is kept of it but the machine's code: what
     JAX remembers of a program that it traces by itself is several times as large.
@@ -62,13 +65,13 @@ class ExpertPrograms:
         self._grads: PyTree = None  # buffers for them; None: not made yet, or given to a program
         self._forward_options: dict[str, Any] = {}
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
+        self.size = self.least_rows = 1
+        self.at_once = False
         self.warm: set[int] = set()
-        """The numbers of rows for which they are compiled."""
-        self.calls_host = False
-        """Whether one of those compiled so far calls the host (`dmoe_jax.node.host_calls`)."""
-        self._are_apart = not self._keeps_grads and is_whole  # share no buffers, and none waits for another
+        self.kind = id(self)
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
+        self.nbytes = nbytes_of(self.state)
 
         def init(key_data: Any) -> PyTree:
             return copied(expert.init(jax.random.wrap_key_data(key_data)))
@@ -93,19 +96,56 @@ class ExpertPrograms:
         opt_state are returned as they came."""
         self._compiled: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    @property
-    def may_overlap(self) -> bool:
-        """See `dmoe_jax.node.strategies.store.Programs`."""
-        return self._are_apart and not self.calls_host
-
     def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
         what compiles them when it is called. Batches of one kind of expert begin one after the other."""
         return self._compiled.get((rows, has_keys), (self.apply, self.grad_and_update))
 
-    def forget_grads(self) -> None:
-        """A program that was given the buffers of gradients has failed."""
-        self._grads = None
+    def most_together(self, rows: int) -> int:
+        del rows
+        return 1
+
+    def begin_with(self, params: PyTree) -> State:
+        """The state of an expert with these parameters, which are copied, that has learnt nothing."""
+        own = own_copies(params) if self._layout is None else jax.tree.map(_laid_out, self.state[0], params)
+        # Waited for: else the first call would.
+        return own, jax.block_until_ready(self.init_opt_state(own))
+
+    def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
+        ((_, batch, staleness),) = work
+        params, opt_state = state
+        rows, grads = batch.rows, batch.output_grads
+        bucket = warm_bucket_of(rows, self, 1 if self._layout is None else self._layout.mesh_shape.data)
+        forward, backward = self.of_rows(bucket, has_keys=batch.keys is not None)
+        if grads is None:
+            output = forward(params, *self._for_program((batch.inputs, batch.keys), bucket))
+            return state, lambda: [Result((np.asarray(output)[:rows],))]
+        arguments = self._for_program((batch.inputs, grads, batch.keys, np.float32(staleness)), bucket)
+        finite, *new, input_grads = backward(params, opt_state, *arguments)
+
+        def wait() -> list[Result]:
+            try:
+                return [Result(tuple(np.asarray(grad)[:rows] for grad in input_grads), np.asarray(finite))]
+            except Exception:  # of XLA: what the program was given is lost, with others' buffers
+                self._grads = None
+                raise
+
+        return (new[0], new[1]), wait
+
+    def read(self, state: State, index: int) -> State:
+        del index
+        if self._layout is None or not self._layout.spans_processes:
+            return state
+        return jax.tree.map(lambda leaf: to_host(stored(leaf)), state)
+
+    def write(self, state: State, index: int, saved: State) -> State:
+        del index
+        return jax.tree.map(laid_out_like, state, saved)
+
+    def _for_program(self, tree: PyTree, bucket: int) -> Any:
+        """Padded to so many rows, and where the program wants it."""
+        padded = _padded(tree, bucket)
+        return padded if self._layout is None else self._layout.for_program(padded)
 
     def compile(self, rows: int) -> None:
         """Compile for so many rows; may run in another thread than the batches."""
@@ -113,7 +153,7 @@ class ExpertPrograms:
         specs = (*self._expert.inputs, self._expert.output)
         *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
-            forward = self._compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
             self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
@@ -122,7 +162,7 @@ class ExpertPrograms:
         """`grad_and_update` for arguments of these shapes."""
         options = dict(self._backward_options)
         if not self._keeps_grads:
-            return self._compiled_alone(without_grads(self._grad_and_update), arguments, **options)
+            return compiled_alone(without_grads(self._grad_and_update), arguments, **options)
         params, opt_state, *batch = arguments
 
         def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
@@ -142,12 +182,6 @@ class ExpertPrograms:
             return finite, params, opt_state, input_grads
 
         return backward
-
-    def _compiled_alone(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return compiled_alone(*arguments, on_host_call=self._note_host_call, **options)
-
-    def _note_host_call(self) -> None:
-        self.calls_host = True
 
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]
@@ -185,23 +219,13 @@ def expert_programs(
     return ExpertPrograms(expert, optimizer, layout)
 
 
-def compiled_alone(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    *,
-    on_host_call: Callable[[], None] | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
+def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """A program for arguments of these shapes and types, of which JAX remembers nothing else.
 
     Args:
       function: to be traced.
       arguments: trees of `jax.ShapeDtypeStruct`.
-      on_host_call: called before it is compiled, if the program calls the host.
       options: as of `jax.jit`.
-
-    Raises:
-      TooFewThreadsError: it calls the host, and XLA has a single thread.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -209,11 +233,7 @@ def compiled_alone(
     def own(*args: Any) -> Any:
         return function(*args)
 
-    traced = jax.jit(own, **options).trace(*arguments)
-    if on_host_call is not None and calls_host(traced.jaxpr):
-        check_threads_for_host_calls()
-        on_host_call()
-    return traced.lower().compile()
+    return jax.jit(own, **options).lower(*arguments).compile()
 
 
 class EachCompiledAlone:
@@ -329,6 +349,34 @@ def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> 
     shapes = [jax.tree.map(lambda leaf: leaf.shape, state) for state in (before, after)]
     if shapes[0] != shapes[1]:
         raise ValueError("this optimiser cannot train an expert on a node: its update changes the shape of its state")
+
+
+def laid_out_like(own: Any, saved: Any) -> Any:
+    """A saved array as a buffer of its own, of the type and in the place of the array that it follows."""
+    if own.is_fully_addressable:
+        return kept_like(own, saved)
+    # From the host: on the way there no device holds an array of which it shall have a part.
+    return put(np.asarray(saved, dtype=own.dtype), own.sharding)
+
+
+def _laid_out(shape: jax.ShapeDtypeStruct, leaf: Any) -> Any:
+    """A buffer of its own, as `shape` says."""
+    own = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return put(own.astype(shape.dtype) if own.dtype != shape.dtype else own, shape.sharding)
+
+
+def _padded(tree: PyTree, rows: int) -> Any:
+    """The tree with zero rows appended to each array that has fewer."""
+
+    def padded(array: Array) -> Array:
+        count = array.shape[0]
+        if count == rows:
+            return array
+        whole = np.zeros((rows, *array.shape[1:]), array.dtype)  # np.pad takes as long as a small expert's forward pass
+        whole[:count] = array
+        return whole
+
+    return jax.tree.map(lambda leaf: padded(leaf) if leaf.ndim else leaf, tree)
 
 
 def _with_folded_in(key_data: Any, numbers: Any) -> Any:

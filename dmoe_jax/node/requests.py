@@ -31,9 +31,9 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batching import QueueFull
 from dmoe_jax.node.job import NOT_STALE, Job, RememberedJobs, learnt_before, name_of, one_has_ended
-from dmoe_jax.node.runners import DeviceRunners
+from dmoe_jax.node.queue import QueueFull
+from dmoe_jax.node.runner import BatchRunner
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
 from net.rpc.base import Body, Reply, Request
 from net.types import Array
@@ -64,7 +64,7 @@ class Answering:
         self,
         experts: Mapping[str, Expert],
         backends: Mapping[str, ExpertBackend],
-        runner: DeviceRunners,
+        runner: BatchRunner,
         *,
         max_rows: int,
         recorder: NodeRecorder,

@@ -1,137 +1,210 @@
-"""Carrying out what waits in a node's queue: batch by batch on the device, within what is compiled.
+"""Carrying out what waits in a node's queues: batch by batch on each device, within what is compiled.
 
-Small batches of several experts share a turn of the device (`dmoe_jax.node.turns`).
+Each device has a queue, turns and a thread of its own; a request goes to the device on which its expert lives. What is
+bounded for one queue is bounded for each of them: a device whose experts nobody asks does not make room for the
+others' requests, which it could not compute. Small batches of several experts share a turn (`dmoe_jax.node.turn`).
 
 Serving does not wait for the compiler. The first programs are compiled before the experts are announced; batches are
 no larger than what is compiled, and when more waits, the next size is compiled beside the device (`Device.aside`). A
 single request that is larger is answered in parts, or, since a backward in parts would be several updates, waits for
 its program while others are served.
 
+A batch of a large expert takes about as long for one row as for eight. Callers whose answers were just handed out
+mostly ask it again at once; a device that begins with what is there meanwhile serves them in two groups that take turns
+for ever. So before a long batch with fewer requests than its expert's last one, when nothing else is to be done, it
+waits a moment for the others (`NodeConfig.max_queue_delay_s`).
+
 A batch whose update would not be finite changes nothing. Its requests are then run one by one, so that only the guilty
 ones are refused.
 """
 
+import functools
 import logging
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import Any, cast
 
 import trio
 
-from dmoe_jax.device import Device, DeviceTime, threads_that_begin
+from dmoe_jax.device import DeviceTime
 from dmoe_jax.metrics.node import KINDS, NodeRecorder
-from dmoe_jax.node.backend import ExpertBackend, UpdateRejected, stack_of
-from dmoe_jax.node.batching import BatchQueue
-from dmoe_jax.node.composing import (
-    backend_of,
-    below_one_another,
-    calls_host,
-    groups_of,
-    joined,
-    rows_of,
-    safely,
-    turn_of,
-)
-from dmoe_jax.node.gathering import Gathering
+from dmoe_jax.node.backend import ExpertBackend, UpdateRejected
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.devices import PlacedDevice
+from dmoe_jax.node.figures import BatchCounts, BatchTimes
 from dmoe_jax.node.job import Job, learnt_before
-from dmoe_jax.node.turns import BatchTimes
+from dmoe_jax.node.placement import bytes_by_place
+from dmoe_jax.node.queue import BatchQueue
+from dmoe_jax.node.turn import Jobs, backend_of, below_one_another, joined, rows_of, run_turn, sharing_programs
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class BatchCounts:
-    """What was run since the start; everything here only grows."""
-
-    batches: int = 0
-    """Batches that were computed."""
-    failed: int = 0
-    """Requests whose batch raised."""
-    rejected: Counter[str] = field(default_factory=Counter)
-    """Requests whose update was not finite, by `UpdateRejected.reason`."""
-    busy_s: float = 0.0
-    """Seconds in which the device worked on batches, see `Device.busy_s`; rejected ones too."""
-    answered: int = 0
-    """Requests that were computed."""
-    rows: int = 0
-    """Their rows."""
-    call_s: float = 0.0
-    """Seconds that they spent here in all, waiting and computed."""
-
-    def __add__(self, other: "BatchCounts") -> "BatchCounts":
-        return BatchCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+_LONG_BATCH = 4
+"""Times the delay in the queue, that a batch takes which waits."""
 
 
 class BatchRunner:
-    """Runs the requests in `queue`, in its order.
+    """Runs the requests for all experts of a node.
 
     Args:
-      backends: the experts by uid, and others; some may be added while it runs, and taken off when `finish` has
-        returned.
-      device: runs and compiles them.
-      max_batch_rows: the most rows of one batch.
-      max_waiting_rows, max_wait_s: the most rows, and seconds of work, in the queue.
-      forward_head_start_s: as of `NodeConfig`.
+      backends: the experts by uid; some may be added while it runs, and taken off when `finish` has returned.
+      devices: where they live, place by place.
+      config: bounds of batches and queues.
       recorder: is told of every batch.
+
+    Raises:
+      ValueError: an expert lives where there is no device.
     """
 
     def __init__(
         self,
         backends: Mapping[str, ExpertBackend],
-        device: Device,
-        *,
-        max_batch_rows: int,
-        max_waiting_rows: int,
-        max_wait_s: float = math.inf,
-        forward_head_start_s: float = 0.0,
+        devices: Sequence[PlacedDevice],
+        config: NodeConfig,
         recorder: NodeRecorder | None = None,
     ) -> None:
+        for uid, backend in backends.items():
+            if not backend.place.number < len(devices):
+                raise ValueError(f"expert {uid} lives at place {backend.place.number}, but there are {len(devices)}")
+        self._backends = backends
+        self._first_rows = min(config.warm_up_rows, config.max_batch_rows)
+        recorder = recorder or NodeRecorder()
+        self._loops = [_DeviceLoop(backends, each, config, recorder) for each in devices]
+
+    async def run(self) -> None:
+        """Serve all queues for ever. If cancelled, the batches that run are finished first (see `Device.run`)."""
+        async with trio.open_nursery() as nursery:
+            for loop in self._loops:
+                nursery.start_soon(loop.run)
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue of the device on which its expert lives.
+
+        Raises:
+          QueueFull: if too much waits there already.
+        """
+        self._loop_of(self._backends[job.uid]).submit(job)
+
+    def withdraw(self, job: Job) -> bool:
+        """Take a job back, whose caller has given up. Returns True if it was still waiting."""
+        return any(loop.withdraw(job) for loop in self._loops)
+
+    async def finish(self, uid: str) -> None:
+        """Return when nothing waits or runs for an expert any more, for which no further jobs are submitted."""
+        await self._loop_of(self._backends[uid]).finish(uid)
+
+    @property
+    def counts(self) -> BatchCounts:
+        """What all devices have done together."""
+        return functools.reduce(operator.add, (loop.counts for loop in self._loops))
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that wait now, for whichever device."""
+        return sum(loop.queue.waiting_rows for loop in self._loops)
+
+    @property
+    def warm_rows(self) -> int:
+        """Rows for which all experts are compiled."""
+        return min((backend.warm_rows for backend in self._backends.values()), default=0)
+
+    def status(self) -> list[dict[str, Any]]:
+        """What each device does, as plain CBOR data.
+
+        Keys: `name` of the device or mesh, the `experts` that live there and their `nbytes`, seconds `busy_s` in which
+        it worked on batches, `batches` and their `rows`, and `waiting_rows` in its queue.
+        """
+        backends = list(self._backends.values())
+        nbytes = bytes_by_place(((each.place, each.nbytes) for each in backends), len(self._loops))
+        return [
+            {
+                "name": loop.place.name,
+                "experts": sum(backend.place.number == loop.place.number for backend in backends),
+                "nbytes": nbytes[loop.place.number],
+                "busy_s": loop.counts.busy_s,
+                "batches": loop.counts.batches,
+                "rows": loop.counts.rows,
+                "waiting_rows": loop.queue.waiting_rows,
+            }
+            for loop in self._loops
+        ]
+
+    def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
+        """What is to be compiled before the experts are announced, smallest first: nothing where it takes no time.
+
+        Args:
+          prototypes: experts of further kinds.
+
+        Returns: pairs of a backend, one of those that share its programs, and a number of rows.
+        """
+        if not self._loops[0].device.compiles_aside or not self._first_rows:
+            return []
+        kinds = {backend.programs.kind: backend for backend in (*prototypes, *self._backends.values())}.values()
+        cold = [
+            (backend, bucket)
+            for backend in kinds
+            for bucket in backend.buckets_up_to(self._first_rows)
+            if bucket not in backend.programs.warm
+        ]
+        return sorted(cold, key=lambda each: each[1])
+
+    async def compile(self, backend: ExpertBackend, bucket: int) -> None:
+        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time."""
+        await self._loop_of(backend).compile(backend, bucket)
+
+    async def aside(self, function: Any, *args: Any) -> None:
+        """Do what concerns the whole process beside the devices; not in virtual time, where many nodes share one."""
+        if self._loops[0].device.compiles_aside:
+            await self._loops[0].device.aside(function, *args)
+
+    def _loop_of(self, backend: ExpertBackend) -> "_DeviceLoop":
+        return self._loops[backend.place.number]
+
+
+class _DeviceLoop:
+    """Takes what waits for one device, runs it there, and answers."""
+
+    def __init__(
+        self, backends: Mapping[str, ExpertBackend], placed: PlacedDevice, config: NodeConfig, recorder: NodeRecorder
+    ) -> None:
+        self.place, self.device = placed.place, placed.device
         self.queue: BatchQueue[Job] = BatchQueue(
-            max_batch_rows=max_batch_rows,
-            max_waiting_rows=max_waiting_rows,
-            max_wait_s=max_wait_s,
-            head_starts={"forward": forward_head_start_s},
+            max_batch_rows=config.max_batch_rows,
+            max_waiting_rows=config.max_waiting_rows,
+            max_wait_s=config.max_wait_s,
+            head_starts={"forward": config.forward_head_start_s},
         )
         self.counts = BatchCounts()
-        """What it has done."""
         self._backends = backends
-        self._device = device
-        self._recorder = recorder or NodeRecorder()
-        self._max_batch_rows = max_batch_rows
+        self._recorder = recorder
+        self._max_batch_rows, self._delay_s = config.max_batch_rows, config.max_queue_delay_s
         self._times = BatchTimes()
         self._row_times = BatchTimes()
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
-        self._gathering = Gathering(lambda: self.queue.waiting_rows)
+        self._answered_at = -math.inf
+        self._together: dict[str, int] = {}  # requests of each expert's last batch, of the last turn
         self._running: Counter[str] = Counter()  # batches that were taken from the queue, by uid
         self._finishing: set[trio.Event] = set()  # of those who wait until an expert has no work any more
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue.
-
-        Raises:
-          QueueFull: if too much waits already.
-        """
         row_s = self._row_times.expected_s(self._work_of(job))
         job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
         self.queue.submit(job)
         self._work_arrived.set()
-        self._gathering.has_arrived(job.uid)
 
     def withdraw(self, job: Job) -> bool:
-        """Take a job back, whose caller has given up. Returns whether it was still waiting."""
         was_waiting = self.queue.withdraw(job)
         self._notify()
         return was_waiting
 
     async def finish(self, uid: str) -> None:
-        """Return when nothing waits or runs for an expert any more, for which no further jobs are submitted."""
         while self._running[uid] or any(
             self.queue.waits((uid, kind, has_keys)) for kind in KINDS for has_keys in (False, True)
         ):
@@ -148,33 +221,47 @@ class BatchRunner:
             event.set()
 
     async def compile(self, backend: ExpertBackend, bucket: int) -> None:
-        """Compile for batches of so many rows, beside the device, unless that is done; one program at a time."""
         async with self._compiling:
             if bucket not in backend.programs.warm:
-                await self._device.aside(backend.warm_up_bucket, bucket)
+                await self.device.aside(backend.warm_up_bucket, bucket)
 
     async def run(self) -> None:
-        """Serve the queue for ever. If cancelled, the batch that runs is finished first (see `Device.run`)."""
         async with trio.open_nursery() as nursery:
             while True:
-                if jobs := self.queue.only_batch():
-                    await self._gathering.wait(_uid_of(jobs[0].key), self._times.expected_s(self._size_of(jobs)))
+                await self._wait_for_others()
                 if turn := self._take_turn(nursery):
+                    together = {_uid_of(jobs[0].key): len(jobs) for jobs in turn}
                     await self._run_turn(turn)
-                    self._gathering.have_answered(_uid_of(job.key) for jobs in turn for job in jobs)
+                    self._together, self._answered_at = together, trio.current_time()
                     self._has_run(turn)
                 else:
-                    self._work_arrived = trio.Event()
-                    await self._work_arrived.wait()
+                    await self._news()
 
-    def _take_turn(self, nursery: trio.Nursery) -> list[Sequence[Job]]:
+    async def _news(self) -> None:
+        self._work_arrived = trio.Event()
+        await self._work_arrived.wait()
+
+    async def _wait_for_others(self) -> None:
+        """Return when what waits had better begin: mostly at once."""
+        until = self._answered_at + self._delay_s
+        if trio.current_time() >= until:
+            return
+        with trio.move_on_at(until):
+            while jobs := self.queue.only_batch():
+                expected_s = self._times.expected_s(self._size_of(jobs))
+                is_long = _LONG_BATCH * self._delay_s <= expected_s < math.inf
+                if not is_long or len(jobs) >= self._together.get(_uid_of(jobs[0].key), 0):
+                    return
+                await self._news()
+
+    def _take_turn(self, nursery: trio.Nursery) -> list[Jobs]:
         """The batches that the device is given next, each of another expert; empty when nothing waits.
 
         Compiles in `nursery` what they want, or would want.
         """
-        turn: dict[str, Sequence[Job]] = {}
+        turn: dict[str, Jobs] = {}
         expected_s = 0.0
-        while not turn or expected_s < self._device.turn_s:
+        while not turn or expected_s < self.device.turn_s:
             taken = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
             if not taken:
                 break
@@ -192,7 +279,7 @@ class BatchRunner:
                 expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
 
-    def _still_new(self, jobs: Sequence[Job]) -> Sequence[Job]:
+    def _still_new(self, jobs: Jobs) -> Jobs:
         """Those from which the expert has not learnt: while they waited it may have been given another copy's state
         that has."""
         known = backend_of(jobs, self._backends).learnt_from
@@ -204,29 +291,26 @@ class BatchRunner:
         self._notify()
         return [job for job in jobs if job.replay_key not in known]
 
-    def _turn_s(self, turn: Sequence[Sequence[Job]]) -> float:
+    def _turn_s(self, turn: Sequence[Jobs]) -> float:
         """Seconds that these batches will take together; infinite if nobody knows."""
-        if calls_host(turn, self._backends):
-            return math.inf  # It may even wait for something that the event loop does.
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
-    def _expected_s(self, jobs: Sequence[Job], turn: Iterable[str]) -> float:
+    def _expected_s(self, jobs: Jobs, turn: Iterable[str]) -> float:
         """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
         share, backend = self._times.expected_s(self._size_of(jobs)), backend_of(jobs, self._backends)
-        stack = stack_of(backend)
-        if stack is None or stack.form == "looped":
+        if not backend.programs.at_once:
             return share
         # What is computed at the same time takes about as long as one: only when there is no room left it counts.
-        most = stack.most_together(rows_of(jobs))
-        return 0.0 if sum(stack_of(self._backends[uid]) is stack for uid in turn) % most else most * share
+        most = backend.programs.most_together(rows_of(jobs))
+        return 0.0 if sum(self._backends[uid].group is backend.group for uid in turn) % most else most * share
 
-    def _has_run(self, turn: Sequence[Sequence[Job]]) -> None:
+    def _has_run(self, turn: Sequence[Jobs]) -> None:
         """These batches were answered."""
         for jobs in turn:
             self._running[_uid_of(jobs[0].key)] -= 1
         self._notify()
 
-    def _size_of(self, jobs: Sequence[Job]) -> Hashable:
+    def _size_of(self, jobs: Jobs) -> Hashable:
         """What decides how long a batch takes."""
         backend = backend_of(jobs, self._backends)
         return (*self._work_of(jobs[0]), backend.bucket_of(rows_of(jobs)))
@@ -234,19 +318,19 @@ class BatchRunner:
     def _work_of(self, job: Job) -> tuple[Hashable, ...]:
         """What decides how long a row takes: the program."""
         _, *kind = job.key
-        return (id(self._backends[job.uid].programs), *kind)
+        return (self._backends[job.uid].programs.kind, *kind)
 
     def _row_limit(self, key: Hashable) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
-        if not self._device.compiles_aside:
+        if not self.device.compiles_aside:
             return self._max_batch_rows
         return min(self._backends[_uid_of(key)].warm_rows, self._max_batch_rows)
 
     async def _grow(self, backend: ExpertBackend, bucket: int) -> None:
         """Compile for larger batches, because they are wanted; one size at a time, and after a failure no more."""
-        if id(backend.programs) in self._growing:
+        if backend.programs.kind in self._growing:
             return
-        self._growing.add(id(backend.programs))
+        self._growing.add(backend.programs.kind)
         try:
             await self.compile(backend, bucket)
         except Exception:
@@ -254,9 +338,9 @@ class BatchRunner:
                 "expert %s does not compile for %d rows; batches stay smaller", backend.expert.name, bucket
             )
             return
-        self._growing.discard(id(backend.programs))
+        self._growing.discard(backend.programs.kind)
 
-    async def _run_cold(self, backend: ExpertBackend, jobs: Sequence[Job], bucket: int) -> None:
+    async def _run_cold(self, backend: ExpertBackend, jobs: Jobs, bucket: int) -> None:
         """Run a batch whose program must be compiled first, while others are served."""
         try:
             await self.compile(backend, bucket)
@@ -266,7 +350,7 @@ class BatchRunner:
             await self._run_batch(jobs)
         self._has_run([jobs])
 
-    async def _run_turn(self, turn: Sequence[Sequence[Job]]) -> None:
+    async def _run_turn(self, turn: Sequence[Jobs]) -> None:
         """Run batches together, if there are several; one that must be cut into parts is run by itself."""
         whole = [jobs for jobs in turn if rows_of(jobs) <= self._row_limit(jobs[0].key)]
         together = whole if len(whole) > 1 else []
@@ -276,28 +360,24 @@ class BatchRunner:
             if jobs not in together:
                 await self._run_batch(jobs)
 
-    async def _run_together(self, turn: Sequence[Sequence[Job]]) -> None:
-        """Have XLA begin all of it before anybody waits for the first; batches of one stack share a program."""
+    async def _run_together(self, turn: Sequence[Jobs]) -> None:
+        """Have XLA begin all of it before anybody waits for the first; batches of one group share a program."""
         started, spent = trio.current_time(), DeviceTime()
-        groups = groups_of(turn, self._backends)
-        # In virtual time nothing is gained by several threads, and runs are to be the same.
-        threads = 1 if self._device.is_simulated else threads_that_begin()
-        work = turn_of(groups, self._backends, self._turn_s, clock=time.perf_counter, threads=threads)
+        programs, expected_s = sharing_programs(turn, self._backends), self._turn_s(turn)
         try:
-            outcomes = await self._device.run(work, spent=spent, expected_s=self._turn_s(turn))
+            done = await self.device.run(
+                run_turn, programs, self._backends, time.perf_counter, spent=spent, expected_s=expected_s
+            )
         finally:
             self.counts.busy_s += spent.seconds
-        for group, outcome in zip(groups, outcomes, strict=True):
-            share_s = outcome.seconds / len(group)
-            found = outcome.results or [outcome.error] * len(group)
-            for jobs, results in zip(group, found, strict=True):
-                if isinstance(results, Exception):
-                    await self._go_without(jobs, results)
-                else:
-                    self._note_time(jobs, self._size_of(jobs), share_s)
-                    self._answer(jobs, results, started, share_s)
+        for jobs, outcome, seconds in done:
+            if isinstance(outcome, Exception):
+                await self._go_without(jobs, outcome)
+            else:
+                self._note_time(jobs, self._size_of(jobs), seconds)
+                self._answer(jobs, outcome, started, seconds)
 
-    async def _run_batch(self, jobs: Sequence[Job]) -> None:
+    async def _run_batch(self, jobs: Jobs) -> None:
         started, spent, size = trio.current_time(), DeviceTime(), self._size_of(jobs)
         try:
             results = await self._compute(jobs, spent)
@@ -309,7 +389,7 @@ class BatchRunner:
         self._note_time(jobs, size, spent.seconds)
         self._answer(jobs, results, started, spent.seconds)
 
-    async def _go_without(self, jobs: Sequence[Job], error: Exception) -> None:
+    async def _go_without(self, jobs: Jobs, error: Exception) -> None:
         """The batch failed: refuse who is guilty, if that can be told, and answer the others."""
         if not isinstance(error, UpdateRejected):
             self._fail(jobs, error)
@@ -319,27 +399,13 @@ class BatchRunner:
             for job in jobs:
                 await self._run_batch([job])
 
-    def _note_time(self, jobs: Sequence[Job], size: Hashable, seconds: float) -> None:
+    def _note_time(self, jobs: Jobs, size: Hashable, seconds: float) -> None:
         self._times.note(size, seconds)
         self._row_times.note(self._work_of(jobs[0]), seconds / rows_of(jobs))
 
-    def _answer(self, jobs: Sequence[Job], results: Sequence[Array], started: float, device_s: float) -> None:
+    def _answer(self, jobs: Jobs, results: Sequence[Array], started: float, device_s: float) -> None:
         """Hand the jobs of a batch that began at `started` their rows of the results."""
         backend, now = backend_of(jobs, self._backends), trio.current_time()
-        self._record(backend, jobs, started, device_s, sum(result.nbytes for result in results))
-        self.counts.batches += 1
-        self.counts.answered += len(jobs)
-        self.counts.rows += rows_of(jobs)
-        self.counts.call_s += sum(now - job.arrived_at for job in jobs)
-        stop = 0
-        for job in jobs:
-            start, stop = stop, stop + job.rows
-            job.answer(tuple(result[start:stop] for result in results), backend.update_count)
-
-    def _record(
-        self, backend: ExpertBackend, jobs: Sequence[Job], started: float, device_s: float, sent_bytes: int
-    ) -> None:
-        """Tell the recorder of a batch, before the requests are forgotten."""
         kind, before = jobs[0].kind, backend.update_count - 1
         self._recorder.batch(
             kind,
@@ -349,35 +415,32 @@ class BatchRunner:
             device_s=device_s,
             staleness=[max(0, before - job.seen) for job in jobs] if kind == "backward" else (),
             received_bytes=sum(job.nbytes for job in jobs),
-            sent_bytes=sent_bytes,
+            sent_bytes=sum(result.nbytes for result in results),
         )
+        self.counts.batches += 1
+        self.counts.answered += len(jobs)
+        self.counts.rows += rows_of(jobs)
+        self.counts.call_s += sum(now - job.arrived_at for job in jobs)
+        stop = 0
+        for job in jobs:
+            start, stop = stop, stop + job.rows
+            job.answer(tuple(result[start:stop] for result in results), backend.update_count)
 
-    async def _compute(self, jobs: Sequence[Job], spent: DeviceTime) -> tuple[Array, ...]:
+    async def _compute(self, jobs: Jobs, spent: DeviceTime) -> tuple[Array, ...]:
         """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
         backend = backend_of(jobs, self._backends)
         batch = joined(jobs)
         inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
-        expected_s = self._turn_s([jobs])
+        run = functools.partial(self.device.run, spent=spent, expected_s=self._turn_s([jobs]))
         if grads is not None:
-            return await self._device.run(
-                safely(backend.backward, jobs, self._backends),
-                inputs,
-                grads,
-                keys,
-                batch.seen,
-                batch.requests,
-                spent=spent,
-                expected_s=expected_s,
-            )
-        rows = inputs[0].shape[0]
-        step = min(rows, self._row_limit(jobs[0].key))
-        forward = safely(backend.forward, jobs, self._backends)
+            gradients: tuple[Array, ...] = await run(backend.backward, inputs, grads, keys, batch.seen, batch.requests)
+            return gradients
+        step = min(batch.rows, self._row_limit(jobs[0].key))
         outputs = []
-        for start in range(0, rows, step):
+        for start in range(0, batch.rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
-            own = [array[some] for array in inputs]
-            outputs.append(await self._device.run(forward, own, own_keys, spent=spent, expected_s=expected_s))
+            outputs.append(await run(backend.forward, [array[some] for array in inputs], own_keys))
         return (below_one_another(outputs),)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
@@ -389,7 +452,7 @@ class BatchRunner:
         }[rejected.reason]
         job.fail(CallRefused(f"expert {uid} did not learn from the request: {what}"))
 
-    def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _fail(self, jobs: Jobs, error: Exception) -> None:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
         text, uid = "a batch of %d requests for expert %s failed", jobs[0].uid
         logger.error(text, len(jobs), uid, exc_info=error)

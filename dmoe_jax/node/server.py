@@ -43,8 +43,8 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.requests import Answering, uid_of
-from dmoe_jax.node.runners import DeviceRunners
-from dmoe_jax.node.strategies.settling import Strategies
+from dmoe_jax.node.runner import BatchRunner
+from dmoe_jax.node.strategies import Strategies
 from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery
@@ -101,16 +101,7 @@ class ExpertNode:
         self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
         self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
         self._prototypes = tuple(prototypes)
-        self._runner = DeviceRunners(
-            self._backends,
-            placed(device),
-            max_batch_rows=config.max_batch_rows,
-            max_waiting_rows=config.max_waiting_rows,
-            warm_up_rows=config.warm_up_rows,
-            max_wait_s=config.max_wait_s,
-            forward_head_start_s=config.forward_head_start_s,
-            recorder=self.recorder,
-        )
+        self._runner = BatchRunner(self._backends, placed(device), config, self.recorder)
         self._answering = Answering(
             self._experts, backends, self._runner, max_rows=config.max_batch_rows, recorder=self.recorder
         )
@@ -131,7 +122,7 @@ class ExpertNode:
         Keys: `state` ("compiling", "serving" or "leaving"), `warm_rows` (rows for which all its experts are compiled),
         calls served by kind, `busy` calls turned away, `rejected` (requests whose update was not finite, by reason),
         `waiting_rows` in the queue, seconds `uptime_s`, seconds `busy_s` in which devices worked on batches, `devices`,
-        which is what each device does (see `DeviceRunners.status`) and sums up to the `batches`, `rows` and so on here,
+        which is what each device does (see `BatchRunner.status`) and sums up to the `batches`, `rows` and so on here,
         `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of
         all of them since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
         and the seconds `call_s` that they spent here; what its listing says, such as `replicas`; and if it claims

@@ -1,6 +1,6 @@
 """A process that runs experts by both strategies, a helper of the measurement; no network, no queue.
 
-It has the same experts twice, each by programs of its own and stacked (`dmoe_jax.node.strategies`), and says when it is
+It has the same experts twice, each by programs of its own and stacked (`dmoe_jax.node.stacked`), and says when it is
 ready what a node would choose. An order {"strategy", "rows", "for_s"} is answered with the samples a second of turns in
 which every expert computes a batch of so many rows, forward, then backward with its step: XLA begins all of a turn
 before the first result is waited for, as in a node's turn.
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from dmoe_jax.device import ThreadDevice, threads_that_begin
-from dmoe_jax.node.backend import Batch, ExpertBackend, begin_together, make_backends, stack_of
+from dmoe_jax.device import ThreadDevice
+from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.batch import Batch
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.strategies.settling import Strategies
-from dmoe_jax.node.turns import Program, raise_failed, run_turn
+from dmoe_jax.node.strategies import Strategies
 from dmoe_jax.runs.setting_up import set_up_jax
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
@@ -49,7 +49,7 @@ class Turns:
         """
         first = self._backends[0]
         # As in a node, which has programs for all sizes: with fewer, a batch is filled up to the next that there is.
-        first.warm_up_bucket(max(first.bucket_of(rows), first.store.least_rows))
+        first.warm_up_bucket(max(first.bucket_of(rows), first.programs.least_rows))
         x, grads = self._rng.normal(size=(2, rows, self._d_model)).astype(np.float32)
         batches = Batch(inputs=(x,)), Batch(inputs=(x,), output_grads=grads)
         for _ in range(2):
@@ -62,15 +62,14 @@ class Turns:
 
     def _turn(self, batches: Sequence[Batch], rows: int) -> None:
         """One forward pass of each expert, then one backward pass."""
-        stack = stack_of(self._backends[0])
-        most = 1 if stack is None else stack.most_together(rows)
+        most = self._backends[0].programs.most_together(rows)
         groups = [self._backends[start : start + most] for start in range(0, len(self._backends), most)]
         for batch in batches:
-            programs = [
-                Program(partial(begin_together, [(each, batch) for each in group]), group[0].programs.may_overlap)
-                for group in groups
-            ]
-            raise_failed(run_turn(programs, time.perf_counter, threads_that_begin()))
+            begun = [group[0].group.begin([(each, batch) for each in group]) for group in groups]
+            for finish in begun:
+                for outcome in finish():
+                    if isinstance(outcome, Exception):
+                        raise outcome
 
 
 async def settled(

@@ -7,8 +7,8 @@ import pytest
 
 from dmoe_jax.expert_calls import Answer
 from dmoe_jax.mixture.quorum import Quorum
-from dmoe_jax.node.batching import BatchQueue, QueueFull
 from dmoe_jax.node.job import Job, RememberedJobs
+from dmoe_jax.node.queue import BatchQueue, QueueFull
 
 
 class Asked(NamedTuple):

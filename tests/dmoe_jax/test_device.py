@@ -1,7 +1,6 @@
 """Devices: what work costs in virtual time, and which thread computes it in real time."""
 
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,7 +16,6 @@ from dmoe_jax.device import (
     DeviceTime,
     InlineDevice,
     ThreadDevice,
-    TwoSteps,
     inline_s_of_this_machine,
     to_host,
 )
@@ -107,51 +105,6 @@ async def test_short_work_runs_in_the_loop() -> None:
         await trio.testing.wait_all_tasks_blocked()
         order.append("turn")
     assert order == ["turn", "short"]
-
-
-@pytest.mark.parametrize("shares", [True, False])
-async def test_work_in_two_steps(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the loop shares its cores it takes the first one; a thread waits in any case, and only one at a time."""
-    monkeypatch.setattr(device_module, "_shares_its_cores", lambda: shares)
-    device, here, spent = ThreadDevice(), threading.get_ident(), DeviceTime()
-
-    def begin() -> Callable[[], tuple[int, int]]:
-        first = threading.get_ident()
-        return lambda: (first, threading.get_ident())
-
-    first, second = await device.run(TwoSteps(begin), spent=spent, expected_s=1e-6)
-    if shares:
-        assert first == here != second
-    assert spent.seconds == device.busy_s > 0
-    order: list[str] = []
-    async with trio.open_nursery() as nursery, device.turn():
-        nursery.start_soon(device.run, TwoSteps(lambda: partial(order.append, "steps")))
-        await trio.testing.wait_all_tasks_blocked()
-        order.append("turn")
-    assert order == ["turn", "steps"]
-
-
-async def test_what_has_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if whoever asked is cancelled between the steps. What fails leaves the device to others."""
-    monkeypatch.setattr(device_module, "_shares_its_cores", lambda: True)
-    device, ended = ThreadDevice(), list[str]()
-    with trio.CancelScope() as scope:
-
-        def begin() -> Callable[[], None]:
-            scope.cancel()
-            return partial(ended.append, "second")
-
-        await device.run(TwoSteps(begin))
-    assert ended == ["second"]
-
-    def fails() -> Callable[[], None]:
-        raise ValueError("here")
-
-    with pytest.raises(ValueError, match="here"):
-        await device.run(TwoSteps(fails))
-    with pytest.raises(ValueError, match="here"):
-        await device.run(TwoSteps(lambda: fails))
-    assert await device.run(TwoSteps(lambda: lambda: 7)) == 7
 
 
 @pytest.mark.parametrize(

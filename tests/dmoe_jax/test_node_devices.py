@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec
 from dmoe_jax.cli import main
 from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.node.batch import bucket_of, buckets_up_to
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, node_devices, placed
 from dmoe_jax.node.placement import Place, bytes_by_place, spread
-from dmoe_jax.node.runners import DeviceRunners
+from dmoe_jax.node.runner import BatchRunner
 from dmoe_jax.node.sharding import MeshShape, layouts_on, parse_devices, shard_largest_dimension
-from dmoe_jax.node.strategies.buckets import bucket_of, buckets_up_to
 from dmoe_jax.swarm import open_swarm
 from net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
@@ -278,4 +279,4 @@ def test_an_expert_without_a_device() -> None:
     """It is refused when the node begins."""
     lost = {"ffn.0": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)), place=Place(number=1))}
     with pytest.raises(ValueError, match=r"expert ffn\.0 lives at place 1, but there are 1"):
-        DeviceRunners(lost, placed(InlineDevice()), max_batch_rows=4, max_waiting_rows=4, warm_up_rows=1)
+        BatchRunner(lost, placed(InlineDevice()), NodeConfig())

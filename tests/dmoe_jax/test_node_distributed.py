@@ -162,7 +162,7 @@ def test_orders_come_back_as_they_were() -> None:
         number=7,
         inputs=(rows(3), np.zeros((3, 0), np.int64)),
         output_grads=np.ones((3, 2), jax.numpy.bfloat16),
-        seen=np.arange(3),
+        staleness=np.array(1.5, np.float32),
         state=(np.array(True), np.array(2.5, np.float32)),
     )
     length, header, *parts = encode_order(order)
@@ -178,7 +178,7 @@ def test_orders_come_back_as_they_were() -> None:
 
 
 def _arrays(order: Order) -> object:
-    return order.inputs, order.output_grads, order.seen, order.state
+    return order.inputs, order.output_grads, order.staleness, order.state
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforwa
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.layer_config import Recipe
-from dmoe_jax.node.backend import Batch, ExpertBackend, UpdateRejected, begin_together, make_backends, stack_of
+from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, UpdateRejected, make_backends, stack_up
+from dmoe_jax.node.batch import Batch
 from dmoe_jax.node.programs import nbytes_of
-from dmoe_jax.node.strategies.choosing import stack_up
-from dmoe_jax.node.strategies.grouping import Piece, grouped
-from dmoe_jax.node.strategies.programs import Form
-from dmoe_jax.node.strategies.stack import Stack
+from dmoe_jax.node.stacked import Form
 from dmoe_jax.recipe import make_optimizer
 from tests.dmoe_jax.node_rig import rows
 
@@ -33,12 +31,14 @@ FORMS: tuple[Form, ...] = ("looped", "vmapped")
 
 def stacked_backends(
     count: int, expert: Expert = EXPERT, optimizer: Any = ADAM, form: Form = "looped"
-) -> tuple[list[ExpertBackend], Stack]:
+) -> tuple[list[ExpertBackend], ExpertGroup]:
     backends = list(make_backends({f"ffn.[0:{count}]": expert}, optimizer, seed=0).values())
     stack_up(backends, form)
-    stack = stack_of(backends[0])
-    assert stack is not None
-    return backends, stack
+    return backends, backends[0].group
+
+
+def run(batches: Sequence[tuple[ExpertBackend, Batch]]) -> list[Any]:
+    return batches[0][0].group.run(batches)
 
 
 def drawn(rng: np.random.Generator, expert: Expert, *, backward: bool, keys: bool) -> Batch:
@@ -67,9 +67,9 @@ def twenty_turns(expert: Expert, optimizer: Any, form: Form) -> tuple[list[Any],
         keys = expert.takes_key and turn % 2 == 0
         numbers = rng.permutation(6)[: rng.integers(1, 6)]
         batches = [drawn(rng, expert, backward=turn % 4 != 3, keys=keys) for _ in numbers]
-        found += begin_together([(stacked[i], batch) for i, batch in zip(numbers, batches, strict=True)])()
+        found += run([(stacked[i], batch) for i, batch in zip(numbers, batches, strict=True)])
         for i, batch in zip(numbers, batches, strict=True):
-            expected += begin_together([(single[i], batch)])()
+            expected += run([(single[i], batch)])
     for own, alone in zip(stacked, single, strict=True):
         assert (own.update_count, own.staleness_total) == (alone.update_count, alone.staleness_total)
     return [*found, *(own.state for own in stacked)], [*expected, *(alone.state for alone in single)]
@@ -119,7 +119,7 @@ def test_one_that_would_not_stay_finite_is_refused_alone(form: Form) -> None:
     batches = [
         Batch(inputs=(10 * rows(2),), output_grads=each, requests={b"%d" % i: 0.0}) for i, each in enumerate(grads)
     ]
-    first, second, third = begin_together(list(zip(backends, batches, strict=True)))()
+    first, second, third = run(list(zip(backends, batches, strict=True)))
     assert isinstance(second, UpdateRejected)
     assert second.reason == "update"
     jax.tree.map(np.testing.assert_array_equal, backends[1].state, before)
@@ -134,7 +134,7 @@ def test_one_that_would_not_stay_finite_is_refused_alone(form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_compiled_for_batches_that_are_warm(form: Form, compilations: Any) -> None:
     """Whichever experts, how many of them, and of however many rows; nor for reading and loading a state."""
-    backends, stack = stacked_backends(4, form=form)
+    backends, group = stacked_backends(4, form=form)
     for bucket in (1, 4):
         backends[0].warm_up_bucket(bucket)
     compiled = compilations.count
@@ -142,8 +142,8 @@ def test_nothing_is_compiled_for_batches_that_are_warm(form: Form, compilations:
         for size in (1, 2, 4):
             for grads in (None, rows(size)):
                 batch = Batch(inputs=(rows(size),), output_grads=grads)
-                begin_together([(backend, batch) for backend in backends[-count:]])()
-    assert stack.most_together(4) == 4
+                run([(backend, batch) for backend in backends[-count:]])
+    assert group.programs.most_together(4) == 4
     state = jax.tree.map(np.asarray, backends[1].state)
     assert compilations.count == compiled
     backends[2].load(state, update_count=7)
@@ -155,15 +155,15 @@ def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
     """The single states are gone; an update's arrays lie where the old ones did, and XLA needs less room than a second
     copy of the stack takes."""
     held = sum(leaf.nbytes for leaf in jax.live_arrays())
-    backends, stack = stacked_backends(32, form=form)
-    one = nbytes_of(backends[0].store.read())
+    backends, group = stacked_backends(32, form=form)
+    one = nbytes_of(group.read(0))
     assert sum(leaf.nbytes for leaf in jax.live_arrays()) - held == 32 * one == 32 * backends[0].nbytes
-    leaves = jax.tree.leaves(stack._state)
+    leaves = jax.tree.leaves(group._state)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
-    begin_together([(backend, Batch(inputs=(rows(2),), output_grads=rows(2))) for backend in backends[:2]])()
+    run([(backend, Batch(inputs=(rows(2),), output_grads=rows(2))) for backend in backends[:2]])
     assert all(leaf.is_deleted() for leaf in leaves)
-    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(stack._state)} == pointers
-    (program,) = stack.programs.backward.values()
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(group._state)} == pointers
+    (program,) = group.programs.backward.values()  # type: ignore[attr-defined]
     # Vmapped, the states of its 16, their gradients and what becomes of them; looped, those of one.
     most = 16 * one if form == "looped" else 5 * 16 * one
     assert program.memory_analysis().temp_size_in_bytes < most  # type: ignore[attr-defined]
@@ -177,8 +177,8 @@ def test_few_batches_are_not_computed_as_many() -> None:
     for backends, expected in ((small, [4]), (many, [16, 64]), (large, [1, 4])):
         for count in (1, 2, 4, len(backends)):
             batch = Batch(inputs=(np.zeros((2, *backends[0].expert.inputs[0].shape), np.float32),))
-            begin_together([(each, batch) for each in backends[:count]])()
-        assert sorted(count for _, count, _ in stack_of(backends[0]).programs.forward) == expected
+            run([(each, batch) for each in backends[:count]])
+        assert sorted(count for _, count, _ in backends[0].programs.forward) == expected
 
 
 def test_loading_one_leaves_the_others_alone() -> None:
@@ -210,7 +210,7 @@ def test_states_are_read_from_another_thread_while_experts_learn() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(100):
-        begin_together([(each, Batch(inputs=(rows(2),), output_grads=rows(2))) for each in backends[:3]])()
+        run([(each, Batch(inputs=(rows(2),), output_grads=rows(2))) for each in backends[:3]])
     done.set()
     reader.join()
     assert errors == []
@@ -223,20 +223,8 @@ def test_what_cannot_be_stacked() -> None:
         stack_up(list(make_backends({"add.[0:2]": add}, None, seed=0).values()))
     backends, _ = stacked_backends(2)
     (narrow,) = make_backends({"ffn.0": feedforward(d_model=4, expansion=1)}, ADAM, seed=0).values()
-    states = [backends[0].store.read(), narrow.store.read()]
+    (alone,) = make_backends({"ffn.0": EXPERT}, ADAM, seed=0).values()
     with pytest.raises(ValueError, match="cannot be stacked: their states differ in shape or type"):
-        Stack(EXPERT, ADAM, states, narrow.place)
+        stack_up([alone, narrow])
     with pytest.raises(ValueError, match="experts that share a program must lie in one stack"):
-        begin_together([(each, Batch(inputs=(rows(1),))) for each in (backends[0], narrow)])
-
-
-def groups(pieces: Sequence[Piece], most: int) -> list[list[int]]:
-    return grouped(pieces, lambda position, bucket: most)
-
-
-def test_batches_of_a_stack_share_programs() -> None:
-    """Up to 16 rows they are filled up to four times their bucket, beyond to twice; and no program is overfull."""
-    small = [Piece("a", bucket) for bucket in (1, 16, 4)]
-    assert groups([*small, Piece("b", 1), Piece(None, 1), Piece(None, 1)], 8) == [[0], [1, 2], [3], [4], [5]]
-    assert groups([Piece("a", bucket) for bucket in (1, 64, 32, 16, 128)], 8) == [[0], [1, 4], [2, 3]]
-    assert groups([Piece("a", 1)] * 5, 2) == [[0, 1], [2, 3], [4]]
+        run([(each, Batch(inputs=(rows(1),))) for each in (backends[0], narrow)])

@@ -1,11 +1,9 @@
-"""By which strategy a node runs its experts: what it measures, what it refuses, and that callers see no difference."""
+"""The strategy by which a node runs its experts: its rule, what it refuses, and that callers see no difference."""
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,15 +12,14 @@ from flax import linen as nn
 
 from dmoe_jax.cli import main
 from dmoe_jax.device import ThreadDevice
-from dmoe_jax.experts import expert_from_functions, expert_from_linen
-from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_of
+from dmoe_jax.experts import expert_from_linen
+from dmoe_jax.node import strategies as strategies_module
+from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_up
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.placement import Place
 from dmoe_jax.node.saving import ExpertSaver, saved_uids
-from dmoe_jax.node.strategies import choosing
-from dmoe_jax.node.strategies.choosing import Measured, chosen_by, measure, stack_up
-from dmoe_jax.node.strategies.settling import Strategies
+from dmoe_jax.node.strategies import Strategies
 from dmoe_jax.replicas.averaging import add_average
 from dmoe_jax.replicas.copies import CopyLayout
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
@@ -40,7 +37,7 @@ async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.tes
     """Answers, updates and refusals are those of experts alone, and metrics count each batch by itself."""
     device, alone = TurnDevice(), backends()
     async with open_rig(device=device, backends=backends(), config=STACKED) as rig:
-        assert all(stack_of(backend) is not None for backend in rig.backends.values())
+        assert all(backend.programs.size == 4 for backend in rig.backends.values())
         (settled,) = rig.node.status()["strategies"]
         assert (settled["strategy"], settled["experts"], settled["why"]) == ("stacked", 4, "it was asked for")
         for number in range(3):
@@ -63,70 +60,39 @@ async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.tes
             )
 
 
-async def test_in_virtual_time_nothing_is_measured(autojump_clock: trio.testing.MockClock) -> None:
+async def test_in_virtual_time_experts_are_single(autojump_clock: trio.testing.MockClock) -> None:
     async with open_rig(backends=dense(2)) as rig:
         (settled,) = rig.node.status()["strategies"]
-        assert (settled["strategy"], settled["measured"]) == ("single", None)
-        assert settled["why"] == "in virtual time there is nothing to measure"
-        assert stack_of(rig.backends["ffn.0"]) is None
+        assert settled["strategy"] == "single"
+        assert settled["why"] == "in virtual time starting a program costs nothing"
+        assert rig.backends["ffn.0"].programs.size == 1
 
 
-async def test_a_node_does_what_it_measured(compilations: Any) -> None:
-    """Whichever was faster; and then nothing is compiled any more."""
+@pytest.mark.parametrize(("most", "strategy"), [(79, "single"), (80, "stacked")])
+async def test_small_experts_are_stacked(
+    most: int, strategy: str, monkeypatch: pytest.MonkeyPatch, compilations: Any
+) -> None:
+    """A kernel of 4 by 4 numbers and a bias of 4 have 80 bytes. Then nothing is compiled but what is warmed up."""
+    monkeypatch.setattr(strategies_module, "MOST_STACKED_BYTES", {"looped": most, "vmapped": most})
     said: list[str] = []
-    experts = dense(3, optax.adam(0.1))
-    strategies = Strategies(
-        experts, placed(ThreadDevice()), NodeConfig(strategy="auto", warm_up_rows=2), may_adopt=False
-    )
+    experts = dense(3)
+    strategies = Strategies(experts, placed(ThreadDevice()), NodeConfig(strategy="auto"), may_adopt=False)
     await strategies.settle(said.append)
     (settled,) = strategies.status()
-    measured = settled["measured"]
-    assert (measured["experts"], measured["rows"]) == (3, 2)
-    # None, where the machine is so busy that it is not tried.
-    is_faster = measured["stacked_s"] is not None and measured["stacked_s"] < 0.9 * measured["single_s"]
-    assert settled["strategy"] == ("stacked" if is_faster else "single")
-    assert all((stack_of(backend) is not None) == is_faster for backend in experts.values())
-    assert said[0].startswith(f"3 experts {DENSE.name} in place 0: {settled['strategy']}, since 3 experts with 2 rows")
+    assert settled["strategy"] == strategy
+    assert {backend.programs.size for backend in experts.values()} == {3 if strategy == "stacked" else 1}
+    expected = f"3 experts {DENSE.name} in place 0: stacked, since parameters of 80 bytes are at most 80, the bound on"
+    assert [text.startswith(expected) for text in said] == ([True] if strategy == "stacked" else [])
     experts["ffn.0"].warm_up(2)
     compiled = compilations.count
     experts["ffn.1"].backward([rows(2)], rows(2))
     assert compilations.count == compiled
 
 
-def test_what_is_measured_are_turns_of_both() -> None:
-    """By a clock that ticks each time it is read a turn takes one tick, of either strategy."""
-    (backend,) = dense(1).values()
-
-    def measured(tick_s: float, rows: int = 2) -> Measured | None:
-        return measure(backend, experts=3, rows=rows, clock=lambda: tick_s * next(ticks))
-
-    ticks = count()
-    assert measured(2**-10) == Measured(experts=3, rows=2, single_s=2**-10, stacked_s=2**-10)
-    # An expert's third of a tick is 5.2 ms: beyond 5 ms nothing is tried.
-    assert measured(2**-6) == Measured(experts=3, rows=2, single_s=2**-6, stacked_s=None)
-    # 1,024 rows of one expert are more than the 512 that share a program.
-    assert measured(2**-10, rows=1024) is None
-
-
-@pytest.mark.parametrize(
-    ("stacked_s", "strategy", "why"),
-    [
-        (0.8, "stacked", ", 800 ms by one program"),
-        (0.95, "single", ", 950 ms by one program"),
-        (None, "single", ", beside which starting these is little"),
-    ],
-)
-def test_the_faster_one_is_chosen(stacked_s: float | None, strategy: str, why: str) -> None:
-    """If it is so by a tenth."""
-    choice = chosen_by(Measured(experts=8, rows=16, single_s=0.999, stacked_s=stacked_s))
-    assert choice.strategy == strategy
-    assert choice.why == "8 experts with 16 rows each take 999 ms by programs of their own" + why
-
-
 @pytest.mark.parametrize("strategy", ["auto", "stacked"])
 async def test_what_cannot_be_stacked_is_single_or_refused(strategy: Any, autojump_clock: Any) -> None:
     """A lone expert, experts that come and go, and a node of several processes."""
-    told = PlacedDevice(place=Place(tell=lambda order: None), device=TurnDevice())
+    told = PlacedDevice(place=Place(led=lambda uid, programs: programs), device=TurnDevice())
     cases = [
         (dense(1), placed(TurnDevice()), False, "there is only one of them here"),
         (dense(2), placed(TurnDevice()), True, "a stack cannot grow"),
@@ -170,32 +136,6 @@ async def test_stacked_experts_are_saved_one_by_one(tmp_path: Path, autojump_clo
             states = {uid: jax.tree.map(np.asarray, backend.state) for uid, backend in experts.items()}
         assert experts["ffn.1"].update_count == number
     assert saved_uids(tmp_path) == ("ffn.1",)  # the others have learnt nothing
-
-
-async def test_what_fails_when_it_is_tried_is_single(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node serves; its log says why."""
-    monkeypatch.setattr(choosing, "_WORTH_S", 1e9)  # tried even on a machine that is busy
-    first: list[int] = []
-
-    def apply(params: Any, x: Any) -> Any:
-        if len(first) == 2:
-            raise RuntimeError("not like this")
-        return params["w"] * x
-
-    expert = expert_from_functions(lambda key: {"w": jnp.ones(4)}, apply, rows(1))
-    experts = make_backends({"odd.[0:2]": expert}, SGD, seed=0)
-    experts["odd.0"].warm_up_bucket(1)
-    first += [1, 2]
-    strategies = Strategies(
-        experts, placed(ThreadDevice()), NodeConfig(strategy="auto", warm_up_rows=1), may_adopt=False
-    )
-    await strategies.settle(lambda text: None)
-    (settled,) = strategies.status()
-    assert (settled["strategy"], settled["why"]) == ("single", "trying the other one raised RuntimeError")
-    assert "was tried and failed" in caplog.text
-    assert experts["odd.0"].backward([rows(1)], rows(1))[0].shape == (1, 4)
 
 
 def test_replicas_average_a_stacked_expert() -> None:

@@ -1,5 +1,6 @@
 """Several batches in one turn of the device: the same answers in fewer turns, and each fails alone."""
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,11 @@ import trio
 
 from dmoe_jax.device import CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import KINDS
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.turns import BatchTimes, Program, run_turn
+from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
+from dmoe_jax.node.figures import BatchTimes
+from dmoe_jax.node.job import Job
+from dmoe_jax.node.programs import expert_programs
+from dmoe_jax.node.turn import run_turn, sharing_programs
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
@@ -98,17 +102,61 @@ async def test_an_expert_has_one_batch_in_a_turn(autojump_clock: trio.testing.Mo
         assert device.turns[-2:] == ["backward", "forward"]
 
 
-def test_a_failing_batch_leaves_the_others_of_its_turn_alone() -> None:
-    """Whether it fails as it begins or later."""
+class GroupOf(ExpertGroup):
+    """A group of experts, as a turn sees it."""
+
+    def __init__(self, most: int = 1, begin: Any = None) -> None:
+        programs: Any = copy.copy(expert_programs(EXPERT, SGD))
+        programs.warm, programs.most_together = set(), lambda rows: most
+        super().__init__(programs, ((), ()))
+        self.begin = begin  # type: ignore[method-assign]
+
+    def expert(self) -> ExpertBackend:
+        """One of them."""
+        backend = ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)))
+        backend.group = self
+        return backend
+
+
+def asked(uid: str, count: int) -> list[Job]:
+    """A batch of one request."""
+    return [Job(uid=uid, inputs=(rows(count),), output_grads=rows(count))]
+
+
+async def test_a_failing_batch_leaves_the_others_of_its_turn_alone() -> None:
+    """Whether it fails as it begins or later; one that shares its program fails with it."""
 
     def fails(where: str) -> Any:
         raise ValueError(where)
 
-    batches = [lambda: lambda: (rows(1),), lambda: fails("at once"), lambda: lambda: fails("later")]
-    outcomes = run_turn([Program(batch) for batch in batches], iter((10.0, 11.0, 13.0, 16.0)).__next__)
-    np.testing.assert_array_equal(outcomes[0].results[0], rows(1))
-    assert [str(outcome.error) for outcome in outcomes] == ["None", "at once", "later"]
-    assert [outcome.seconds for outcome in outcomes] == [1.0, 2.0, 3.0]
+    begins = {
+        "a": lambda batches: lambda: ["done"],
+        "b": lambda batches: fails("at once"),
+        "c": lambda batches: lambda: fails("later"),
+        "d": lambda batches: lambda: ["first", "second"],
+    }
+    experts = {uid: GroupOf(begin=begin).expert() for uid, begin in begins.items()}
+    turn = [[asked(uid, 1)] for uid in "abc"] + [[asked("d", 1), asked("d", 2)]]
+    done = run_turn(turn, experts, iter((10.0, 11.0, 13.0, 16.0, 20.0)).__next__)
+    assert [str(each.outcome) for each in done] == ["done", "at once", "later", "first", "second"]
+    assert [each.seconds for each in done] == [1.0, 2.0, 3.0, 2.0, 2.0]
+
+
+async def test_batches_of_a_group_share_programs() -> None:
+    """Up to 16 rows they are filled up to four times their bucket, beyond to twice; and no program is overfull."""
+
+    def shared(most: int, *batches: tuple[str, int]) -> list[list[int]]:
+        groups = {name: GroupOf(most) for name in "ab"}
+        experts = {
+            f"{name}{number}": (groups.get(name) or GroupOf()).expert() for number, (name, _) in enumerate(batches)
+        }
+        turn = [asked(f"{name}{number}", count) for number, (name, count) in enumerate(batches)]
+        return [[turn.index(jobs) for jobs in program] for program in sharing_programs(turn, experts)]
+
+    small = [("a", count) for count in (1, 16, 4)]
+    assert shared(8, *small, ("b", 1), ("alone", 1), ("alone", 1)) == [[0], [1, 2], [3], [4], [5]]
+    assert shared(8, *(("a", count) for count in (1, 64, 32, 16, 128))) == [[0], [1, 4], [2, 3]]
+    assert shared(2, *[("a", 1)] * 5) == [[0, 1], [2, 3], [4]]
 
 
 def test_batch_times_fade() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.node.devices import placed
-from dmoe_jax.node.strategies.store import SingleStore
+from dmoe_jax.node.programs import ExpertPrograms
 from experiments.node_speed.cases import STRATEGIES
 from experiments.node_speed.strategies import Cell, strategy_figures, strategy_rates, strategy_table
 from experiments.node_speed.strategy_side import Turns, settled
@@ -46,9 +46,7 @@ async def test_turns_reach_every_expert(strategy: str) -> None:
 async def test_what_a_turn_raises_is_no_fast_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take no time."""
     backends, _ = await settled(2, 8, "single", placed(ThreadDevice()), 0)
-    monkeypatch.setattr(
-        SingleStore, "begin_backward", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory"))
-    )
+    monkeypatch.setattr(ExpertPrograms, "begin", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="out of memory"):
         Turns(backends, 8, 0).samples_per_s(3, for_s=0.0)
 

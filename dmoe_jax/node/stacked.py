@@ -1,0 +1,340 @@
+"""Many small experts of one kind that share a program: their states lie stacked, and change in place.
+
+A small expert takes XLA less time than it takes to start a program, with its dozens of arguments. Where experts of one
+kind lie stacked along a leading axis, one program carries out the batches of many of them: it takes the state of those
+that were asked out of the stack, does with each what its own program would have done (`dmoe_jax.node.programs`), with
+its look whether the outcome is finite, and puts it back, in place. There is a program for each number of rows (and
+where large experts are computed at the same time another one for a single batch), compiled from shapes alone.
+
+There are two forms. `looped` takes one expert after the other: its state is copied out of the stack and into it and
+nothing else is, and it computes bit by bit what an expert alone does. It is the faster one where a device does one
+thing at a time, and since the number of batches may vary there is one program for each number of rows. `vmapped`
+computes all of them at once, which is what a GPU is good at; the batches beyond the real ones are computed for nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.freed_memory import give_back
+from dmoe_jax.node.batch import Result, State, Work, bucket_of, warm_bucket_of
+from dmoe_jax.node.placement import Place
+from dmoe_jax.node.programs import compiled_alone, functions_of, laid_out_like, nbytes_of, without_grads
+from dmoe_jax.types import PyTree
+from net.types import Array
+
+Form = Literal["looped", "vmapped"]
+
+MAX_TOGETHER: dict[Form, int] = {"looped": 16, "vmapped": 64}
+"""Experts of one program at most. One after the other, of 16 small ones the program's start is a small part already. At
+once, on an H200, 64 experts of width 256 with 16 rows each take 2.2 times as long as 16."""
+_FEW_TOGETHER = 16
+"""Experts of a further program, for turns that have no more, where all are computed at once."""
+_MAX_ROWS: dict[Form, int] = {"looped": 512, "vmapped": 4096}
+_MAX_BYTES: dict[Form, int] = {"looped": 1 << 20, "vmapped": 16 << 20}
+"""Rows of one program, and bytes of each of its inputs; a single expert's may be more. Beyond it starting a program is
+little; where all are computed at once, still more than the computing for long."""
+_IDLE_BYTES = 64 << 20
+"""Of the states of a vmapped program. Up to so many it may well compute all of them for one that was asked; beyond it
+there is another program for one."""
+LEAST_ROWS = 4
+"""Of a batch in a program: for experts that are small enough to gain by a stack, fewer rows save a seventh of the time
+at most (d_model 64), and each number of rows takes some 8 MB of programs."""
+_LARGE_BYTES = 16 << 20
+"""Of a stacked array: so much freed memory is worth giving back to the system."""
+
+
+_ForwardBackward = tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, tuple[Any, ...]]]]
+
+
+class StackPrograms:
+    """The programs of one group of experts that lie stacked: `dmoe_jax.node.batch.Programs`.
+
+    Every array of the batches has the axes [batches, rows, ...]; what is compiled is
+
+        forward: (params, index, count, inputs, keys) -> outputs
+        backward: (state, index, count, inputs, output_grads, keys, staleness) -> (finite, state, input_grads)
+
+    where `index` says whose each batch is, the first `count` batches are real, `state` is donated, `finite` is bool
+    [batches, 2], and `staleness` is float32 [batches].
+
+    Args:
+      expert, optimizer: what they all are.
+      states: one for each; only their shapes are used.
+      place: where they live, on a single device.
+      form: None: what suits the device.
+    """
+
+    least_rows = LEAST_ROWS
+
+    def __init__(
+        self,
+        expert: Expert,
+        optimizer: optax.GradientTransformation | None,
+        states: Sequence[State],
+        place: Place,
+        form: Form | None = None,
+    ) -> None:
+        self.size = len(states)
+        self.expert = expert
+        self.form: Form = form or form_for(place)
+        self.at_once = self.form == "vmapped"
+        self.nbytes = nbytes_of(states[0])
+        self.warm: set[int] = set()
+        self.kind = id(self)
+        self.forward: dict[tuple[int, int, bool], Callable[..., Any]] = {}
+        """By rows, batches, and whether there are dropout keys."""
+        self.backward: dict[tuple[int, int, bool], Callable[..., Any]] = {}
+        """Likewise."""
+        self._access: tuple[Callable[..., PyTree], Callable[..., PyTree]] | None = None  # reads and writes one expert
+        apply, with_grads = functions_of(expert, optimizer)
+        make = _looped if self.form == "looped" else _vmapped
+        self._functions = make(apply, without_grads(with_grads))
+        sharding = None if place.layout is None else SingleDeviceSharding(place.layout.devices[0])
+
+        def shape(leaf: Any, *before: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((*before, *leaf.shape), leaf.dtype, sharding=sharding)
+
+        self._one: State = jax.tree.map(shape, states[0])
+        self._all: State = jax.tree.map(lambda leaf: shape(leaf, self.size), states[0])
+
+    def most_together(self, rows: int) -> int:
+        return most_in_program(self.expert, self.size, warm_bucket_of(rows, self), self.form)
+
+    def compile(self, bucket: int) -> None:
+        for count in self._counts(bucket):
+            for has_keys in (False, True) if self.expert.takes_key else (False,):
+                self._program(bucket, count, has_keys, is_backward=False)
+                self._program(bucket, count, has_keys, is_backward=True)
+        self._reader_and_writer()
+        self.warm.add(bucket)
+
+    def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
+        index, rows, (inputs, grads, keys, staleness) = self._joined(work)
+        program = self._program(rows, len(index), keys is not None, is_backward=grads is not None)
+        count = np.int32(len(work))
+        if grads is None:
+            outputs = program(state[0], index, count, inputs, keys)
+            return state, lambda: _shared_out(work, None, (np.asarray(outputs),))
+        finite, state, input_grads = program(state, index, count, inputs, grads, keys, staleness)
+        return state, lambda: _shared_out(work, np.asarray(finite), tuple(map(np.asarray, input_grads)))
+
+    def read(self, state: State, index: int) -> State:
+        own: State = self._reader_and_writer()[0](state, np.int32(index))
+        return own
+
+    def write(self, state: State, index: int, saved: State) -> State:
+        own = jax.tree.map(laid_out_like, self.read(state, index), saved)
+        whole: State = self._reader_and_writer()[1](state, np.int32(index), own)
+        return whole
+
+    def _program(self, rows: int, count: int, has_keys: bool, *, is_backward: bool) -> Callable[..., Any]:
+        known, function = (self.backward if is_backward else self.forward), self._functions[is_backward]
+        if (size := (rows, count, has_keys)) not in known:
+            inputs, grads, keys, staleness = self._batch_shapes(*size)
+            if is_backward:
+                arguments = self._all, _int32(count), _int32(), inputs, grads, keys, staleness
+                known[size] = compiled_alone(function, arguments, donate_argnums=0)
+            else:
+                known[size] = compiled_alone(function, (self._all[0], _int32(count), _int32(), inputs, keys))
+        return known[size]
+
+    def _reader_and_writer(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
+        if self._access is None:
+            read = compiled_alone(_read, (self._all, _int32()))
+            write = compiled_alone(_write, (self._all, _int32(), self._one), donate_argnums=0)
+            self._access = read, write
+        return self._access
+
+    def _joined(self, work: Sequence[Work]) -> tuple[Array, int, Any]:
+        """(which experts, rows of each, the arguments of a program behind `count`), batches and rows filled up."""
+        rows = warm_bucket_of(max(each.batch.rows for each in work), self)
+        counts = self._counts(rows)
+        if len(work) > counts[-1]:
+            raise ValueError(f"expected at most {counts[-1]} experts with {rows} rows in one program, got {len(work)}")
+        count = min(count for count in counts if count >= len(work))
+        columns = zip(*((*each.batch.inputs, each.batch.output_grads) for each in work), strict=True)
+        *inputs, grads = (_filled(arrays, count, rows) for arrays in columns)
+        keys = _filled([each.batch.keys for each in work], count, rows)
+        index, staleness = np.zeros(count, np.int32), np.zeros(count, np.float32)
+        index[: len(work)] = [each.index for each in work]
+        staleness[: len(work)] = [each.staleness for each in work]
+        return index, rows, (tuple(inputs), grads, keys, staleness)
+
+    def _counts(self, rows: int) -> tuple[int, ...]:
+        """Batches of the programs for so many rows, ascending: few, since compiling one may take seconds."""
+        most = most_in_program(self.expert, self.size, rows, self.form)
+        if self.form == "looped":
+            return (most,)
+        few = min(most, _FEW_TOGETHER)
+        return tuple(sorted({1 if few * self.nbytes > _IDLE_BYTES else few, few, most}))
+
+    def _batch_shapes(self, rows: int, count: int, has_keys: bool) -> Any:
+        specs = (*self.expert.inputs, self.expert.output)
+        *inputs, grads = (jax.ShapeDtypeStruct((count, rows, *spec.shape), jnp.dtype(spec.dtype)) for spec in specs)
+        keys = jax.ShapeDtypeStruct((count, rows, 2), np.uint32) if has_keys else None
+        return tuple(inputs), grads, keys, jax.ShapeDtypeStruct((count,), np.float32)
+
+
+def most_in_program(expert: Expert, size: int, bucket: int, form: Form) -> int:
+    """The most experts, of a stack of so many, that a program of this form for this bucket takes; a power of two."""
+    row_bytes = max(1, *(_row_bytes(spec) for spec in (*expert.inputs, expert.output)))
+    room = min(_MAX_ROWS[form] // bucket, _MAX_BYTES[form] // (bucket * row_bytes))
+    return _power_below(min(MAX_TOGETHER[form], bucket_of(size), room))
+
+
+def form_for(place: Place) -> Form:
+    """A CPU does one thing after the other; elsewhere many small products at once are what pays."""
+    device = jax.local_devices()[0] if place.layout is None else place.layout.devices[0]
+    return "looped" if device.platform == "cpu" else "vmapped"
+
+
+def why_not_alike(states: Sequence[State]) -> str:
+    """The reason why these states cannot be stacked; empty: they can."""
+    if not states or not jax.tree.leaves(states[0]):
+        return "they have no state"
+    first, *others = (
+        (jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]) for state in states
+    )
+    if any(other != first for other in others):
+        return "their states differ in shape or type"
+    return ""
+
+
+def _stack(*leaves: Any) -> Any:
+    return jnp.stack(leaves)
+
+
+def stacked(states: list[State]) -> PyTree:
+    """The states stacked, array by array; those that were stacked are let go of, so that hardly any is there twice."""
+    structure = jax.tree.structure(states[0])
+    columns = [list(column) for column in zip(*map(jax.tree.leaves, states), strict=True)]
+    states.clear()
+    stacked: list[Any] = []
+    programs: dict[tuple[tuple[int, ...], Any], Callable[..., Any]] = {}
+    while columns:
+        column = columns.pop(0)
+        kind = column[0].shape, column[0].dtype
+        if kind not in programs:
+            sharding = column[0].sharding if column[0].committed else None
+            shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in column]
+            programs[kind] = compiled_alone(_stack, shapes)
+        stacked.append(jax.block_until_ready(programs[kind](*column)))
+        column.clear()
+        if stacked[-1].nbytes > _LARGE_BYTES:
+            give_back()  # what was freed lies in pieces too small for the next array
+    return jax.tree.unflatten(structure, stacked)
+
+
+def _shared_out(work: Sequence[Work], finite: Array | None, arrays: tuple[Array, ...]) -> list[Result]:
+    """The rows of each, as copies: answers are remembered, and one of them shall not keep those of all experts."""
+    return [
+        Result(
+            tuple(array[number, : each.batch.rows].copy() for array in arrays),
+            None if finite is None else finite[number],
+        )
+        for number, each in enumerate(work)
+    ]
+
+
+def _filled(arrays: Sequence[Array | None], count: int, rows: int) -> Array | None:
+    """[count, rows, ...]: each array with zeros below it, and zeros behind the last; None if they are None."""
+    first = arrays[0]
+    if first is None:
+        return None
+    filled = np.zeros((count, rows, *first.shape[1:]), first.dtype)
+    for number, array in enumerate(arrays):
+        if array is None:
+            raise ValueError("expected batches that all have dropout keys, or none")
+        filled[number, : array.shape[0]] = array
+    return filled
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.int32)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return int(np.prod(spec.shape, dtype=np.int64)) * jnp.dtype(spec.dtype).itemsize
+
+
+def _power_below(count: int) -> int:
+    """The largest power of two that is not larger, at least 1."""
+    return 1 << (max(count, 1).bit_length() - 1)
+
+
+def _read(state: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), state)
+
+
+def _write(state: PyTree, index: Any, own: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, part: jax.lax.dynamic_update_index_in_dim(leaf, part, index, 0), state, own)
+
+
+def _looped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _ForwardBackward:
+    def forward(params: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], keys: Any) -> Any:
+        def one(number: Any) -> Any:
+            own_inputs, own_keys = _read((inputs, keys), number)
+            return apply(_read(params, index[number]), own_inputs, own_keys)
+
+        def body(number: Any, outputs: Any) -> Any:
+            return _write(outputs, number, one(number))
+
+        return jax.lax.fori_loop(0, count, body, _zeros(one, index.shape[0]))
+
+    def backward(
+        state: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
+    ) -> tuple[Any, PyTree, tuple[Any, ...]]:
+        def one(state: PyTree, number: Any) -> tuple[tuple[Any, tuple[Any, ...]], PyTree]:
+            batch = _read((inputs, output_grads, keys, staleness), number)
+            finite, *new, input_grads = grad_and_update(*_read(state, index[number]), *batch)
+            return (finite, input_grads), tuple(new)
+
+        def body(number: Any, carried: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+            state, results = carried
+            result, new = one(state, number)
+            return _write(state, index[number], new), _write(results, number, result)
+
+        results = _zeros(lambda number: one(state, number)[0], index.shape[0])
+        state, (finite, input_grads) = jax.lax.fori_loop(0, count, body, (state, results))
+        return finite, state, input_grads
+
+    return forward, backward
+
+
+def _vmapped(apply: Callable[..., Any], grad_and_update: Callable[..., Any]) -> _ForwardBackward:
+    def chosen(state: PyTree, index: Any) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), state)
+
+    def forward(params: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], keys: Any) -> Any:
+        del count
+        return jax.vmap(apply)(chosen(params, index), inputs, keys)
+
+    def backward(
+        state: PyTree, index: Any, count: Any, inputs: tuple[Any, ...], output_grads: Any, keys: Any, staleness: Any
+    ) -> tuple[Any, PyTree, tuple[Any, ...]]:
+        batches = (inputs, output_grads, keys, staleness)
+        finite, *new, input_grads = jax.vmap(grad_and_update)(*chosen(state, index), *batches)
+        # Those that are not real go nowhere, each to a place of its own beyond the end.
+        capacity = jax.tree.leaves(state)[0].shape[0]
+        numbers = jnp.arange(index.shape[0])
+        places = jnp.where(numbers < count, index, capacity + numbers)
+
+        def put(leaf: Any, part: Any) -> Any:
+            return leaf.at[places].set(part, mode="drop", unique_indices=True)
+
+        return finite, jax.tree.map(put, state, tuple(new)), input_grads
+
+    return forward, backward
+
+
+def _zeros(function: Callable[[Any], PyTree], batches: int) -> PyTree:
+    """Room for the results of so many batches, given what computes those of one."""
+    shapes = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.tree.map(lambda shape: jnp.zeros((batches, *shape.shape), shape.dtype), shapes)
