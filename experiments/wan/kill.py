@@ -65,9 +65,9 @@ def play_kills(*, round_trip_ms: float, kills: int, silent: bool, seed: int) -> 
             name = specs[number % _NUM_PEERS].name
             victim = next(life.peer for life in world.living if life.spec.name == name)
             assert victim is not None
-            while victim.is_averaging:  # an averaging from its beginning  # noqa: ASYNC110 (virtual time)
+            while victim.standing.is_averaging:  # an averaging from its beginning  # noqa: ASYNC110 (virtual time)
                 await trio.sleep(0.005)
-            while not victim.is_averaging:  # noqa: ASYNC110
+            while not victim.standing.is_averaging:  # noqa: ASYNC110
                 await trio.sleep(0.005)
             await trio.sleep((number + 0.5) / kills * (_AVERAGING_S + round_trip_ms / 1000))
             step, killed_at = world.step, trio.current_time()
