@@ -99,13 +99,17 @@ def flags_of(options: Any, path: tuple[str, ...] = ()) -> Iterator[Flag]:
             yield from flags_of(
                 inner if options is cls else value, path if field.name in _INLINE else (*path, field.name)
             )
-        elif not _FIXED & {id(mark) for mark in marks}:
+        elif not _NO_FLAGS & {id(mark) for mark in marks}:
             # Of several names the last counts, as for tyro.
             name = ([field.name] + [mark.name for mark in marks if getattr(mark, "name", None)])[-1]
             yield Flag(flag_of(name), field.name, inner, path, value, default)
 
 
-_FIXED = {id(mark) for mark in tyro.conf.Fixed[int].__metadata__}  # type: ignore[attr-defined]
+_NO_FLAGS = {
+    id(mark)
+    for each in (tyro.conf.Fixed[int], tyro.conf.Positional[int])
+    for mark in each.__metadata__  # type: ignore[attr-defined]
+}
 
 
 def settings_of(options: Any, *, without: Collection[str] = ()) -> dict[str, Any]:

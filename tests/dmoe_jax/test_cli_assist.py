@@ -41,7 +41,7 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
     command = parsed(AssistCommand, join=(PEER,), up=8.0, down=80.0, timeout_s=12.0, compression="bfloat16")
     command.check()
     assert command.meeting.speeds() == Speeds(up=1e6, down=1e7)
-    assert command.config() == AveragerConfig.of(window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16)
+    assert command.averager() == AveragerConfig.of(window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16)
     assert command.rounds().all_reduce == AllReduceConfig(timeout_s=12.0, compression=Compression.BFLOAT16)
 
 
