@@ -21,7 +21,7 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
+from dmoe_jax.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
 from dmoe_jax.grid import ExpertUid
 
 _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
@@ -96,10 +96,13 @@ class LocalSwarm:
     ) -> None:
         self._nursery = nursery
         self._log_folder = log_folder
-        # Empty: whom to join and the secret of somebody's real swarm are not for this one. Several processes may share
-        # one GPU: none may take its whole memory. Lines in a log are not cut at the width of a terminal.
-        own = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", JOIN_VARIABLE: "", SECRET_VARIABLE: ""}
-        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **own, **environment}
+        # Neither the secret of somebody's real swarm is for this one, nor what stands for flags. Several processes may
+        # share one GPU: none may take its whole memory. Lines in a log are not cut at the width of a terminal.
+        inherited = {
+            name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(PREFIX)
+        }
+        own = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", SECRET_VARIABLE: ""}
+        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **inherited, **own, **environment}
         self._network_flags = tuple(network_flags)
         self.processes: list[SwarmProcess] = []
         """Every process started, in order."""

@@ -20,12 +20,13 @@ from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_join
 from dmoe_jax.cli.node import NodeCommand
+from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.environment import HELP, JOIN_VARIABLE
-from dmoe_jax.runs.command_line import parse_command_line
-from dmoe_jax.runs.endings import UsageError, fail
+from dmoe_jax.runs.command_line import commands_of, parse_command_line
+from dmoe_jax.runs.endings import UsageError, fail, mistakes_in_one_line
 from dmoe_jax.runs.speech import say, standard_streams
 from net.keys import IdentityError
 
@@ -41,9 +42,6 @@ Command = (
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
-_JOINING = ("dht", "node", "train", "assist", "status")
-"""Commands that join whom the environment names. `inspect` asks a swarm only if it is told to."""
-
 
 @standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
@@ -54,27 +52,40 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     if words[:1] == ["completion"]:
         words = ["--tyro-print-completion", *words[1:]]
-    peers = os.environ.get(JOIN_VARIABLE, "").split()
-    is_given = any(word.partition("=")[0] in ("--join", "--help", "-h") for word in words)
-    if peers and words and words[0] in _JOINING and not is_given:
-        words += ["--join", *peers]
     description = (
         "Decentralised mixture-of-experts training in JAX. dmoe --version tells the version; dmoe completion bash (or "
         f"zsh, tcsh) prints what completes its flags.\n\n{HELP}"
     )
-    command: Command = parse_command_line(Command, prog="dmoe", description=description, args=words)
     try:
+        given = _given(words)
+        command: Command = parse_command_line(
+            Command, prog="dmoe", description=description, args=[*words[:1], *given.words], origins=given.origins
+        )
         # Before any import that takes seconds: a slip of the pen is told at once.
         check_join(getattr(command, "join", ()))
         if hasattr(command, "network"):
             command.network.security()
         if isinstance(command, TrainCommand | UpCommand):
-            command = command.resumed(words[1:])
+            command = command.resumed(given)
+        folder = getattr(command, "folder", command)
+        with mistakes_in_one_line():
+            given.check_code(is_trusted=getattr(folder, "trust_run", False), can_trust=hasattr(folder, "trust_run"))
         sys.exit(command.run())
     except UsageError as error:
         fail(str(error), status=error.status)
     except IdentityError as error:
         fail(str(error))
+
+
+def _given(words: Sequence[str]) -> Given:
+    """The flags of all sources for the command that the words call, if they call one and do not ask for help."""
+    name, *typed = [*words] or [""]
+    command = commands_of(Command).get(name)
+    if command is None or {"--help", "-h"} & {*typed}:
+        return Given(typed=typed)
+    # `dmoe inspect` asks a swarm only if it is told to.
+    environ = {key: value for key, value in os.environ.items() if (name, key) != ("inspect", JOIN_VARIABLE)}
+    return gather(command, typed, environ, name=name)
 
 
 def _version() -> str:

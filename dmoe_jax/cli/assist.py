@@ -20,6 +20,7 @@ from dmoe_jax.cli.network import (
     join_line,
     join_swarm,
 )
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.members import listed_member
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
@@ -58,6 +59,7 @@ class AssistCommand:
     """How answers travel; as --average-compression of the trainers."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
+    config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
@@ -74,13 +76,13 @@ class AssistCommand:
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
         checks = {"--name": lambda: check_prefix(self.meeting.name), "--up, --down": self.meeting.speeds}
-        for flag, check in {**checks, "--window-s, --timeout-s": self.config}.items():
+        for flag, check in {**checks, "--window-s, --timeout-s": self.averager}.items():
             try:
                 check()
             except ValueError as error:
                 raise UsageError(f"{flag}: {error}") from error
 
-    def config(self) -> AveragerConfig:
+    def averager(self) -> AveragerConfig:
         """Settings of the averager of vectors."""
         return AveragerConfig.of(
             window_s=self.meeting.window_s,
@@ -126,7 +128,7 @@ class AssistCommand:
                         peer.dht,
                         prefix=self.meeting.name,
                         rng=random.SystemRandom(),
-                        config=self.config(),
+                        config=self.averager(),
                         on_plan=totals.begin,
                         on_round=totals.count,
                     )

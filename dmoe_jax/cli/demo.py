@@ -17,6 +17,7 @@ from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch, headline_of, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand
 from dmoe_jax.environment import SECRET_VARIABLE
@@ -26,7 +27,7 @@ from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import named_flags, words_of
 from dmoe_jax.runs.speech import say
 
-_QUICK = {"steps": 100, "max_minutes": 1.0, "eval_tokens": 8192, "final_eval_tokens": 16384}
+_QUICK: dict[str, Any] = {"steps": 100, "max_minutes": 1.0, "eval_tokens": 8192, "final_eval_tokens": 16384}
 
 
 @named_flags("route", "router")
@@ -72,6 +73,7 @@ class DemoCommand:
     """A run of under two minutes that shows the same things with less training."""
     out: Path | None = None
     """Run folder; must be new or empty. Default: runs/demo and the time."""
+    config: ConfigFile = None
     json: bool = False
     """Print the headline figures as one JSON object on the last line."""
     num_nodes: int = 4
@@ -159,7 +161,7 @@ class DemoCommand:
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 
         headline = headline_of(read_metrics(out / "metrics.jsonl"))
-        flags = words_of(self, without=("--out", "--json", "--metrics-port", "--metrics-host"))
+        flags = words_of(self, without=("--out", "--json", "--config", "--metrics-port", "--metrics-host"))
         write_report(
             RunFolder(out),
             headline,

@@ -11,6 +11,7 @@ import tyro
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import EndsWithInput, JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed
 from dmoe_jax.runs.speech import say, why_unheard
@@ -27,6 +28,7 @@ class DhtCommand:
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     LEAVE_TIMEOUT_S: ClassVar[float] = 5.0
     """Within which the process ends in order once it is stopped; then it ends anyhow."""
+    config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:

@@ -15,6 +15,7 @@ from rich.console import Console
 from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.inspection.saved_run import SavedRun, find_run
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
@@ -58,6 +59,7 @@ class InspectCommand:
     """Run the Python file that the run names for its router."""
     unfinished: bool = False
     """Inspect the last checkpoint of a run that was not trained to its end."""
+    config: ConfigFile = None
     json: bool = False
     """Print the figures as one JSON object."""
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from dmoe_jax.cli.checks import check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.members import ROLES, Member, list_members
 from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
@@ -57,6 +58,7 @@ class StatusCommand:
     """Seconds between refreshes."""
     once: bool = False
     """Print one table of each kind and end."""
+    config: ConfigFile = None
     json: bool = False
     """Print one JSON object instead of tables and end."""
 

@@ -1,12 +1,12 @@
 """`dmoe train`: asynchronous trainers of a language model, or a model of one's own, over the swarm's experts."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
+from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
@@ -25,20 +25,20 @@ class TrainCommand(TrainOptions):
     The run folder holds config.json, metrics.jsonl, figure.png and report.md, also after Ctrl-C.
     """
 
-    def resumed(self, args: Sequence[str]) -> "TrainCommand":
-        """The command as it goes on with a run: the run's flags, and those of `args`, the words after `train`.
+    def resumed(self, given: Given) -> "TrainCommand":
+        """The command as it goes on with a run: the run's flags, and those that were given.
 
         Raises:
-          UsageError: --out is no run, or names code that the words do not name.
+          UsageError: --out is no run, or names code that the user does not.
         """
         if not self.folder.resume or (out := self.folder.out) is None or not (out / CONFIG).exists():
             return self
         with mistakes_in_one_line():
-            words = [*flags_of_run(saved_settings(out)), *args]
-        resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
+            words = [*flags_of_run(saved_settings(out)), *given.words]
+        resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words, origins=given.origins)
         if not self.folder.trust_run:
             with mistakes_in_one_line():
-                check_code(out, words_of(resumed), named=args)
+                check_code(out, words_of(resumed), named=given.named)
         return resumed
 
     def prepared(self) -> PreparedRun:

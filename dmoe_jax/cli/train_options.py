@@ -11,6 +11,7 @@ from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions
+from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
@@ -158,7 +159,7 @@ _CONSTANT = (
 _ON_OR_OFF = ("average_every", "target_batch_size", "weight_decay", "grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
-_NO_SETTINGS = ("--resume", "--trust-run", "--out", "--metrics-port", "--metrics-host", "--trace")
+_NO_SETTINGS = ("--resume", "--trust-run", "--out", "--config", "--metrics-port", "--metrics-host", "--trace")
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
 OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
@@ -176,8 +177,8 @@ class FolderOptions:
     """Go on with the run in --out from its latest checkpoint, with its flags; those that are given change. Experts are
     as their nodes have them, or have saved them."""
     trust_run: bool = False
-    """With --resume: run the Python files that the run in --out names, such as its --router. Without it they must be
-    named again."""
+    """With --resume or --config: run the Python files that the run in --out or the file names, such as its --router.
+    Without it they must be named again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +217,7 @@ class TrainOptions:
     """Where others call this process, if it averages; one that does not listens nowhere."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     report: Annotated[ReportOptions, tyro.conf.arg(name="")] = field(default_factory=ReportOptions)
+    config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
     def check(self) -> None:
@@ -242,8 +244,8 @@ class TrainOptions:
             raise UsageError("--join needs at least one HOST:PORT")
         if self.folder.resume and self.folder.out is None:
             raise UsageError("--resume needs --out with the folder of the run to continue")
-        if self.folder.trust_run and not self.folder.resume:
-            raise UsageError("--trust-run would have no effect without --resume")
+        if self.folder.trust_run and not self.folder.resume and self.config is None:
+            raise UsageError("--trust-run would have no effect without --resume or --config")
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""

@@ -3,7 +3,7 @@
 import json
 import shlex
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +19,7 @@ from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalMetrics, LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, NetworkOptions
+from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data import check_source
 from dmoe_jax.disk import FolderInUse, hold_folder
@@ -42,7 +43,7 @@ from dmoe_jax.xla_threads import share_of_threads
 LEAVE_TIMEOUT_S = 90.0
 """For ending all processes in order: trainers write their reports, nodes their checkpoints."""
 
-_OF_THIS_PROCESS = ("--out", "--resume", "--trust-run", "--exit-on-stdin-eof")
+_OF_THIS_PROCESS = ("--out", "--resume", "--trust-run", "--config", "--exit-on-stdin-eof")
 """Flags that a resumed run does not take from the one before."""
 
 Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
@@ -116,6 +117,7 @@ class UpCommand:
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     """Where this process shows how the others are. Each of them then has a port of its own, and /targets lists these
     for Prometheus' http_sd_configs."""
+    config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
@@ -138,11 +140,11 @@ class UpCommand:
 
         return run_until_done(train, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=LEAVE_TIMEOUT_S)
 
-    def resumed(self, args: Sequence[str]) -> "UpCommand":
-        """The command as it goes on with a run: the run's flags, and those of `args`, the words after `up`.
+    def resumed(self, given: Given) -> "UpCommand":
+        """The command as it goes on with a run: the run's flags, and those that were given.
 
         Raises:
-          UsageError: --out is no run, or its flags name Python files that `args` do not.
+          UsageError: --out is no run, or its flags name Python files that the user does not.
         """
         if not self.folder.resume:
             return self
@@ -154,10 +156,12 @@ class UpCommand:
             raise UsageError(
                 f"--resume: {self.folder.out} is no run of dmoe up: cannot read {self._flags_file}"
             ) from error
-        resumed: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*saved, *args])
+        resumed: UpCommand = parse_command_line(
+            UpCommand, prog="dmoe up", args=[*saved, *given.words], origins=given.origins
+        )
         if not self.folder.trust_run:
             with mistakes_in_one_line():
-                check_code(self.folder.out, words_of(resumed), named=args)
+                check_code(self.folder.out, words_of(resumed), named=given.named)
         saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).swarm.nodes
         if resumed.swarm.nodes != saved_nodes and resumed.swarm.claim is None and resumed.swarm.save_experts:
             raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")

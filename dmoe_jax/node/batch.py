@@ -38,12 +38,12 @@ class Work(NamedTuple):
     """A batch for one expert of a group.
 
     Attributes:
-      index: which expert; each at most once in a program.
+      position: which expert; each at most once in a program.
       batch: of all in a program forward passes, or of all backward ones; all have dropout keys, or none has.
       staleness: for the optimiser.
     """
 
-    index: int
+    position: int
     batch: Batch
     staleness: float = 0.0
 

@@ -163,7 +163,7 @@ class StackPrograms:
         *inputs, grads = (_filled(arrays, count, rows) for arrays in columns)
         keys = _filled([each.batch.keys for each in work], count, rows)
         index, staleness = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        index[: len(work)] = [each.index for each in work]
+        index[: len(work)] = [each.position for each in work]
         staleness[: len(work)] = [each.staleness for each in work]
         return index, rows, (tuple(inputs), grads, keys, staleness)
 

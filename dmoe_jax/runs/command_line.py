@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_args
 
 import tyro
@@ -14,15 +15,25 @@ from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.flags import advice, by_flags, flags_of, help_page, meant, without_idle
 
 
-def parse_command_line(command: Any, *, prog: str, description: str | None = None, args: Sequence[str] | None) -> Any:
+def parse_command_line(
+    command: Any,
+    *,
+    prog: str,
+    description: str | None = None,
+    args: Sequence[str] | None,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
     """Read the command line (None: this process's) into `command`, a dataclass or a union of them, with tyro.
 
     A mistake ends the process with status 2 and one line instead of tyro's box. For a flag or command that does not
     exist the line names the one that was probably meant, or the command that has it, and the help page.
+
+    Args:
+      origins: flag that was not typed -> where it stands, which a line about it begins with.
     """
     words, box = list(sys.argv[1:] if args is None else args), io.StringIO()
     config = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.EnumChoicesFromValues)
-    commands = _commands_of(command)
+    commands = commands_of(command)
     name = words[0] if words and words[0] in commands else ""
     if name in commands:
         words = without_idle(words, flags_of(commands[name]))
@@ -36,16 +47,21 @@ def parse_command_line(command: Any, *, prog: str, description: str | None = Non
                 print(help_page(page.getvalue(), {flag.word: flag.group for flag in flags_of(commands[name])}), end="")
             raise
         known = {each: [flag.word for flag in flags_of(cls)] for each, cls in commands.items()}
-        fail(_line_of_box(box.getvalue(), prog, words, known), status=2, prog=prog)
+        fail(_blamed(_line_of_box(box.getvalue(), prog, words, known), origins), status=2, prog=prog)
     except ValueError as error:  # a dataclass did not take its fields
-        fail(by_flags(str(error), flags_of(commands[name])), status=2, prog=prog)
+        fail(_blamed(by_flags(str(error), flags_of(commands[name])), origins), status=2, prog=prog)
 
 
-def _commands_of(command: Any) -> dict[str, type]:
+def commands_of(command: Any) -> dict[str, type]:
     """The dataclasses that a command line may be read into, by the word that chooses one; "" for a lone one."""
     if isinstance(command, type):
         return {"": command}
     return {config.name: get_args(each)[0] for each in get_args(command) for config in each.__metadata__}
+
+
+def _blamed(line: str, origins: Mapping[str, str]) -> str:
+    found = next((origins[word] for word in re.findall(r"--[\w-]+", line) if word in origins), None)
+    return line if found is None else f"{found}: {line}"
 
 
 @contextlib.contextmanager

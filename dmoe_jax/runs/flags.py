@@ -77,7 +77,7 @@ def named_flags(*only: str, prefix: str = "", **names: str) -> Callable[[_D], _D
             if only and name not in only:
                 # By a name that no flag has: it counts for tyro, though nobody can give it.
                 hidden = tyro.conf.arg(name=f"{cls.__name__}.{name}")
-                cls.__annotations__[name] = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[hints[name], hidden]]]
+                cls.__annotations__[name] = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[hints[name], hidden]]]  # type: ignore[misc, valid-type]
             elif prefix or name in names:
                 word = prefix + names.get(name, name)
                 cls.__annotations__[name] = Annotated[hints[name], tyro.conf.arg(name=word)]
@@ -99,13 +99,17 @@ def flags_of(options: Any, path: tuple[str, ...] = ()) -> Iterator[Flag]:
             yield from flags_of(
                 inner if options is cls else value, path if field.name in _INLINE else (*path, field.name)
             )
-        elif not _FIXED & {id(mark) for mark in marks}:
+        elif not _NO_FLAGS & {id(mark) for mark in marks}:
             # Of several names the last counts, as for tyro.
             name = ([field.name] + [mark.name for mark in marks if getattr(mark, "name", None)])[-1]
             yield Flag(flag_of(name), field.name, inner, path, value, default)
 
 
-_FIXED = {id(mark) for mark in tyro.conf.Fixed[int].__metadata__}  # type: ignore[attr-defined]
+_NO_FLAGS = {
+    id(mark)
+    for each in (tyro.conf.Fixed[int], tyro.conf.Positional[int])
+    for mark in each.__metadata__  # type: ignore[attr-defined]
+}
 
 
 def settings_of(options: Any, *, without: Collection[str] = ()) -> dict[str, Any]:

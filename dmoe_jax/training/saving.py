@@ -151,7 +151,7 @@ def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherw
         if file is not None and word not in trusted:
             path_of_file = Path(file.rpartition(":")[0]).expanduser().absolute()
             raise ValueError(
-                f"the run in {path} would run code out of {path_of_file}, which only its folder names; if that file is "
+                f"the run in {path} would run code out of {path_of_file}, which nothing else names; if that file is "
                 f"yours, name {word} again{otherwise}"
             )
 

@@ -9,7 +9,7 @@ before the first result is waited for, as in a node's turn.
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -73,7 +73,11 @@ class Turns:
 
 
 async def settled(
-    experts: int, d_model: int, strategy: str, devices: Sequence[PlacedDevice], seed: int
+    experts: int,
+    d_model: int,
+    strategy: Literal["auto", "single", "stacked"],
+    devices: Sequence[PlacedDevice],
+    seed: int,
 ) -> tuple[list[ExpertBackend], dict[str, Any]]:
     """Experts as a node of this strategy has them before it serves, and what `Strategies.status` says of them."""
     backends = make_backends({f"{PREFIX}.[0:{experts}]": hivemind_ffn(d_model)}, ADAM, seed=seed)

@@ -9,6 +9,7 @@ import pytest
 import trio
 
 from dmoe_jax.cli import main
+from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.runs.command_line import parse_command_line
@@ -108,7 +109,7 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     def resumed(*args: str) -> UpCommand:
         words = ["--resume", "--out", str(out), *args]
         command: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=words)
-        return command.resumed(words)
+        return command.resumed(Given(typed=words))
 
     assert begun.to_go_on() == f"dmoe up --resume --out {out} --trust-run"
     up = resumed("--trust-run", "--steps", "80")

@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
 from dmoe_jax.cli.training import run_training
@@ -159,7 +160,7 @@ def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     words = ["--join", "127.0.0.1:9", "--out", str(out), "--resume", "--steps", "600"]
     words += ["--average-every", "5", "--average-client"]
     typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
-    resumed = typed.resumed(words)
+    resumed = typed.resumed(Given(typed=words))
     assert (resumed.run_length.steps, resumed.join, resumed.folder.resume) == (600, ("127.0.0.1:9",), True)
     assert resumed == replace(
         began,
@@ -183,7 +184,7 @@ def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Pa
     def resumed(*more: str) -> TrainCommand:
         words = [*resume, *more]
         typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
-        return typed.resumed(words)
+        return typed.resumed(Given(typed=words))
 
     line = rf"would run code out of {tmp_path / 'mine.py'}, .*name {value} again, or give --trust-run"
     with pytest.raises(UsageError, match=line):
@@ -194,7 +195,7 @@ def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Pa
     # What is typed instead is the user's own wish; whether the run can go on with it is looked at later.
     assert resumed(flag, "./other.py:mine").folder.resume
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(UsageError, match="--trust-run would have no effect without --resume"):
+    with pytest.raises(UsageError, match="--trust-run would have no effect without --resume or --config"):
         command(out, "embedded", trust_run=True).check()
 
 

@@ -253,7 +253,7 @@ def processes_of(marker: str) -> list[int]:
 
 
 def start_demo(out: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "DMOE_TEST_MARKER": str(out), "DMOE_DATA": ""}
+    environment = {**os.environ, "TEST_MARKER": str(out), "DMOE_DATA": ""}
     return subprocess.Popen(
         [sys.executable, "-m", "dmoe_jax.cli", "demo", "--quick", "--json", "--data", "embedded", "--out", str(out)],
         cwd=Path(__file__).parents[2],

@@ -79,7 +79,7 @@ def start(out: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{name}", "--json", "--out", str(out), *arguments],
         cwd=ROOT,
-        env={**os.environ, "DMOE_TEST_MARKER": str(out)},
+        env={**os.environ, "TEST_MARKER": str(out)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

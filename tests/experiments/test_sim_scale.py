@@ -256,7 +256,7 @@ def started(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-m", "experiments.sim_scale", "--quick", "--json", "--out", str(out), *arguments],
         cwd=ROOT,
-        env={**os.environ, "DMOE_TEST_MARKER": str(out)},
+        env={**os.environ, "TEST_MARKER": str(out)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
