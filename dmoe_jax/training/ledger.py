@@ -149,7 +149,7 @@ class Ledger:
 
     def on_step(self, record: StepRecord) -> None:
         """Write down a step that was made."""
-        self._step = record.step
+        self._step = max(self._step, record.step)  # trainers of one trunk may tell of their steps in another order
         self._items += record.items
         self._staleness += record.staleness
         self.watch.step(record.items)

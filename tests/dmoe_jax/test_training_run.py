@@ -186,6 +186,19 @@ def test_a_text_is_evaluated_once_where_the_end_is_over_the_words_of_the_curve(t
     assert final == last == (headline["validation_loss"],)
 
 
+def test_steps_told_in_another_order_are_all_there(tmp_path: Path) -> None:
+    """Two trainers of one trunk: whoever made step 8 tells of it before the other tells of step 7."""
+
+    class Crossing(CountingEngine):
+        async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+            told: list[StepRecord] = []
+            await super().advance(num_steps, told.append, on_lost)
+            for record in reversed(told):
+                on_step(record)
+
+    assert count(tmp_path, Crossing())["steps"] == 10
+
+
 def test_a_failure_is_reported_and_not_saved(tmp_path: Path) -> None:
     """NaN ends the run with its reason in the report; the last checkpoint is from before it."""
     with pytest.raises(FloatingPointError):
