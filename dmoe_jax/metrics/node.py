@@ -15,6 +15,7 @@ from dmoe_jax.metrics.families import (
     UPDATES,
     Family,
     Histogram,
+    Kind,
     by_label,
     counter,
     gauge,
@@ -139,16 +140,8 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
         yield by_label("histogram", name, text, "kind", values)
     text = "Time in which devices worked on batches; its rate is the number of them in use."
     yield counter("dmoe_node_device_busy_seconds_total", text, status["busy_s"])
-    for name, text, key in (
-        ("dmoe_node_each_device_busy_seconds_total", "Time in which each device worked on batches.", "busy_s"),
-        ("dmoe_node_each_device_rows_total", "Rows that each device computed.", "rows"),
-    ):
-        yield by_label("counter", name, text, "device", {each["name"]: each[key] for each in status["devices"]})
-    for name, text, key in (
-        ("dmoe_node_each_device_waiting_rows", "Rows that wait for each device.", "waiting_rows"),
-        ("dmoe_node_each_device_state_bytes", "Parameters and optimiser state on each device.", "nbytes"),
-    ):
-        yield by_label("gauge", name, text, "device", {each["name"]: each[key] for each in status["devices"]})
+    for kind, name, text, key in _OF_DEVICES:
+        yield by_label(kind, name, text, "device", {each["name"]: each[key] for each in status["devices"]})
     text = "Updates of the expert between a request's forward and its update."
     yield histogram("dmoe_node_staleness_updates", text, recorder.staleness)
     yield gauge("dmoe_node_waiting_rows", "Rows that wait for the device.", status["waiting_rows"])
@@ -176,6 +169,14 @@ def _expert_families(recorder: NodeRecorder) -> Iterator[Family]:
         samples = (({"uid": uid, "kind": kind}, getattr(each, attribute)) for (uid, kind), each in counts)
         yield labelled("counter", name, text, samples)
 
+
+_OF_DEVICES: tuple[tuple[Kind, str, str, str], ...] = (
+    ("counter", "dmoe_node_each_device_busy_seconds_total", "Time in which each device worked on batches.", "busy_s"),
+    ("counter", "dmoe_node_each_device_rows_total", "Rows that each device computed.", "rows"),
+    ("gauge", "dmoe_node_each_device_waiting_rows", "Rows that wait for each device.", "waiting_rows"),
+    ("gauge", "dmoe_node_each_device_state_bytes", "Parameters and optimiser state on each device.", "nbytes"),
+)
+"""Kind, name, text, and the key in what `ExpertNode.status` says of a device."""
 
 _OF_EXPERTS = (
     ("dmoe_node_rows_total", "Rows computed for each expert.", "rows"),

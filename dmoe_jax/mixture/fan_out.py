@@ -265,7 +265,7 @@ class _LayerCalls:
         request does not say when: it is asked again after 0.1, 0.2, 0.4, 0.8 seconds, and then every second.
         """
         waiting = dict.fromkeys(indices)
-        contact = self.left[indices[0]].contact
+        contact, rpc = self.left[indices[0]].contact, self.caller.rpc
         lost: list[tuple[int, _Failure]] = []
         may_retry, pause_s = self.method == BACKWARD, _LEAST_PAUSE_S
         again_at: dict[int, float] = {}
@@ -303,8 +303,11 @@ class _LayerCalls:
         while waiting:
             asked = tuple(waiting)
             again_at.clear()
+            calls = [self.left[index] for index in asked]
+            body, tensors = request_of(calls, self.inputs, self.output_grads, self.common, self.config.compression)
+            timeout_s = deadline - trio.current_time()
             try:
-                take(await self._call(contact, asked, deadline, take))
+                take(await rpc.call(contact, self.method, body, tensors, timeout_s=timeout_s, on_partial=take))
                 failure = _Failure(BAD_ANSWER, "the answer says nothing of this expert", blame=True)
             except ConnectionLost as error:
                 if may_retry:
@@ -325,16 +328,6 @@ class _LayerCalls:
                 self.caller.statistics.asked_again += len(again_at)
                 await trio.sleep_until(max(again_at.values()))
         return lost
-
-    async def _call(
-        self, contact: Contact, asked: Sequence[int], deadline: float, on_partial: Callable[[Reply], None]
-    ) -> Reply:
-        calls = [self.left[index] for index in asked]
-        body, tensors = request_of(calls, self.inputs, self.output_grads, self.common, self.config.compression)
-        timeout_s = deadline - trio.current_time()
-        return await self.caller.rpc.call(
-            contact, self.method, body, tensors, timeout_s=timeout_s, on_partial=on_partial
-        )
 
 
 def grouped(calls: Sequence[ExpertCall], *, row_bytes: int, most: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ A repeated backward request finds the job of the first one and trains nothing a 
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 import trio
@@ -35,10 +36,11 @@ from dmoe_jax.node.job import NOT_STALE, Job, RememberedJobs, learnt_before, nam
 from dmoe_jax.node.queue import QueueFull
 from dmoe_jax.node.runner import BatchRunner
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
-from net.rpc.base import Body, Reply, Request
+from net.rpc.base import Body, Handler, Reply, Request
 from net.types import Array
 from net.wire.compression import COMPRESSIONS, Compression
 from net.wire.fields import integer, octets, optional
+from net.wire.versions import CALLS
 
 _SEEN = optional(integer(0, NOT_STALE))
 _REQUEST_ID = octets(1, MAX_ID_BYTES)
@@ -50,7 +52,7 @@ takes. Parts that take longer do not hold up the others."""
 
 
 class Answering:
-    """Answers forward and backward calls.
+    """Answers the calls for experts.
 
     Args:
       experts: which may be asked, by uid; a mapping that may change.
@@ -69,11 +71,12 @@ class Answering:
         max_rows: int,
         recorder: NodeRecorder,
     ) -> None:
-        self.handlers = {
+        self.handlers: Mapping[str, Handler] = {
+            "expert.info": self._info,
             FORWARD: functools.partial(self._serve, backward=False),
             BACKWARD: functools.partial(self._serve, backward=True),
         }
-        """The RPC methods, see `dmoe_jax.expert_calls`."""
+        """The RPC methods for experts, see `dmoe_jax.expert_calls`."""
         self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         """Jobs by kind, and parts that were turned away or known."""
         self.is_leaving = False
@@ -91,6 +94,23 @@ class Answering:
         """Return when every call that was accepted is answered, or given up by its caller."""
         while self._num_calls:
             await self._answered_all.wait()
+
+    async def _info(self, request: Request) -> Reply:
+        backend = self._backends[uid_of(request.body, self._experts)]
+        expert = backend.expert
+        *inputs, output = ({**asdict(spec), "shape": list(spec.shape)} for spec in (*expert.inputs, expert.output))
+        body = {
+            "calls": CALLS,
+            "kind": expert.name,
+            "inputs": inputs,
+            "output": output,
+            "takes_key": expert.takes_key,
+            "meaning": expert.meaning,
+            "updates": backend.update_count,
+            "max_rows": self._max_rows,
+            "warm_rows": backend.warm_rows,
+        }
+        return Reply(body=body)
 
     async def _serve(self, request: Request, *, backward: bool) -> Reply:
         self._num_calls += 1

@@ -126,7 +126,9 @@ class ExpertStore:
                 logger.warning("no checkpoint of expert %s can be used: it starts afresh", uid)
             return None
         updates, state, facts = found
-        _check_meaning(facts.get("meaning", ""), backend, f"checkpoint {updates} of expert {uid}")
+        if differ := contradiction(facts.get("meaning", ""), backend.expert.meaning):  # "" fits all
+            what = f"checkpoint {updates} of expert {uid} is of an expert that computes otherwise"
+            raise CheckpointError(f"{what}: {differ[0]}, expected {differ[1]}")
         backend.load(state, update_count=updates, learnt_from=map(bytes.fromhex, facts.get("learnt_from", ())))
         return updates
 
@@ -151,12 +153,6 @@ class ExpertStore:
         self._held.close()
         self._writer.shutdown()
         self._files.close()
-
-
-def _check_meaning(then: str, backend: ExpertBackend, where: str) -> None:
-    """Raise CheckpointError if a checkpoint's numbers mean something else than the backend's; "" fits all."""
-    if facts := contradiction(then, backend.expert.meaning):
-        raise CheckpointError(f"{where} is of an expert that computes otherwise: {facts[0]}, expected {facts[1]}")
 
 
 def _give_way() -> None:
@@ -264,7 +260,8 @@ class ExpertSaver:
           CheckpointError: some could not be written. All were tried.
         """
         failed: dict[str, CheckpointError] = {}
-        learnt = [(uid, backend) for uid, backend in self._backends.items() if self._has_learnt(uid, backend)]
+        backends = self._backends.items()
+        learnt = [(uid, backend) for uid, backend in backends if backend.update_count != self._saved.get(uid, 0)]
         for uid, backend in learnt:
             device = self._device_of(backend)
             copy = await self._copying(backend, device)
@@ -274,9 +271,8 @@ class ExpertSaver:
                 logger.warning("expert %s is not finite: it is not saved, its last good checkpoint stays", uid)
                 continue
             try:
-                meaning = backend.expert.meaning
-                save = functools.partial(self._store.save, meaning=meaning, gives_way=gives_way)
-                await device.aside(functools.partial(save, uid, updates, state, learnt_from))
+                save = functools.partial(self._store.save, meaning=backend.expert.meaning, gives_way=gives_way)
+                await device.aside(save, uid, updates, state, learnt_from)
                 self._saved[uid] = updates
             except CheckpointError as error:
                 failed[uid] = error
@@ -325,9 +321,8 @@ class ExpertSaver:
         programs = backend.programs
         if id(programs) not in self._copies:
             shapes, is_on_host = await device.run(_kind_of, backend)
-            copy: Copy = _as_it_is
-            if shapes is not None and not is_on_host:
-                copy = await device.aside(compiled_alone, copied, (shapes,))
+            is_fetched = shapes is not None and not is_on_host
+            copy: Copy = await device.aside(compiled_alone, copied, (shapes,)) if is_fetched else _as_it_is
             self._copies[id(programs)] = programs, shapes if is_on_host else None, copy
         _, room_shapes, copy = self._copies[id(programs)]
         if room_shapes is None:
@@ -336,9 +331,6 @@ class ExpertSaver:
 
     def _device_of(self, backend: ExpertBackend) -> Device:
         return self._devices[backend.place.number]
-
-    def _has_learnt(self, uid: str, backend: ExpertBackend) -> bool:
-        return backend.update_count != self._saved.get(uid, 0)
 
 
 def _kind_of(backend: ExpertBackend) -> tuple[PyTree, bool]:

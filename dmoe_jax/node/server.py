@@ -29,7 +29,6 @@ RPC methods (body -> body):
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import trio
@@ -42,14 +41,13 @@ from dmoe_jax.node.announcing import Announcements, ExpertListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.requests import Answering, uid_of
+from dmoe_jax.node.requests import Answering
 from dmoe_jax.node.runner import BatchRunner
 from dmoe_jax.node.strategies import Strategies
 from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
-from net.wire.versions import CALLS
 
 _TIDY_S = 10.0
 _MOST_FREE_BYTES = 64 << 20
@@ -106,11 +104,7 @@ class ExpertNode:
             self._experts, backends, self._runner, max_rows=config.max_batch_rows, recorder=self.recorder
         )
         self._strategies = Strategies(backends, placed(device), config, may_adopt=bool(prototypes))
-        self.handlers: Mapping[str, Handler] = {
-            "expert.info": self._info,
-            **self._answering.handlers,
-            "node.status": self._status,
-        }
+        self.handlers: Mapping[str, Handler] = {**self._answering.handlers, "node.status": self._status}
         """Its RPC methods."""
         self._started_at = trio.current_time()
         self._gone = (0, 0.0)  # steps and staleness of experts that were given up
@@ -271,23 +265,6 @@ class ExpertNode:
     async def _status(self, request: Request) -> Reply:
         del request
         return Reply(body=self.status())
-
-    async def _info(self, request: Request) -> Reply:
-        backend = self._backends[uid_of(request.body, self._experts)]
-        expert = backend.expert
-        *inputs, output = ({**asdict(spec), "shape": list(spec.shape)} for spec in (*expert.inputs, expert.output))
-        body = {
-            "calls": CALLS,
-            "kind": expert.name,
-            "inputs": inputs,
-            "output": output,
-            "takes_key": expert.takes_key,
-            "meaning": expert.meaning,
-            "updates": backend.update_count,
-            "max_rows": self.config.max_batch_rows,
-            "warm_rows": backend.warm_rows,
-        }
-        return Reply(body=body)
 
 
 @asynccontextmanager
