@@ -57,18 +57,18 @@ class AveragingStep:
     round_number: int
     """The round that this was, from 0."""
     weight: float
-    """What the average stands for: the mean weight of the vectors in it, as far as this peer knows; its own when nobody
+    """Weight of the average: the mean weight of the vectors in it, as far as this peer knows; its own when nobody
     was met. Given to the next step of the same vector, several rounds come to the weighted mean of all: with the first
     weights in every round, those who met a heavy one would count for too much."""
     moved_bytes: float = 0.0
-    """What this peer sent in the all-reduce, and received as many, in bytes of float32: less if compressed. Of sparse
-    vectors: the bytes of payloads that it sent, just as they are."""
+    """Bytes of float32 that this peer sent in the all-reduce, and received as many: less if compressed. With sparse
+    vectors: bytes of payloads that it sent, just as they are."""
     lost: Mapping[PeerId, str] = field(default_factory=dict)
     """Members that the average, or this peer's own part of it, goes without, and why."""
 
 
 class _Exchanged(NamedTuple):
-    """What came of one group's exchange."""
+    """The outcome of one group's exchange."""
 
     average: Array
     received: float
@@ -99,7 +99,7 @@ class Averager:
     why_apart: Callable[[], Awaitable[str]]
     """Returns a sentence about peers that average something else under this name, see `plan.why_apart`."""
     cell: int
-    """Where this peer is on the grid."""
+    """This peer's place on the grid."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
 
@@ -230,7 +230,7 @@ class Averager:
         )
 
     def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
-        """What an all-reduce tells of this peer's line, and whether to ask the group for more."""
+        """Note what an exchange tells of this peer's line, and ask the group for more if that is due."""
         if self.monitor is None:
             return
         if self.gather is None and self.config.all_reduce.compression is Compression.NONE:

@@ -1,4 +1,4 @@
-"""How a peer averages."""
+"""Settings of a peer's averaging."""
 
 import math
 from collections.abc import Callable
@@ -25,19 +25,19 @@ class AveragerConfig:
     cell: int | None = None
     """Place on the grid to begin at, 0 to `grid.num_cells` - 1; None: anywhere."""
     speeds: Speeds | Callable[[], Speeds] = UNKNOWN
-    """Of this machine, for the share that it reduces; or a function that returns what is known of them now."""
+    """This machine's speeds, for the share that it reduces; or a function that returns what is known of them now."""
     measures_line: bool = False
     """True: find out what `speeds` does not say of the line; see `net.averaging.line.monitor`."""
     compute: Compute = inline
     """Runs what takes long with vectors of which few numbers travel, off the event loop; by default, in it."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
-    """How groups are found."""
+    """Search for groups."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How a group averages."""
+    """Averaging within a group."""
     gather: GatherConfig = field(default_factory=GatherConfig)
-    """How a group exchanges sparse vectors."""
+    """Exchange of sparse vectors within a group."""
     state: StateSharingConfig = field(default_factory=StateSharingConfig)
-    """How whole states are shared."""
+    """Sharing of whole states."""
 
     def __post_init__(self) -> None:
         if not 0 < self.step_timeout_s < math.inf:

@@ -1,4 +1,4 @@
-"""Which numbers of a vector a group averages, where it averages a few only (SPARTA, Beton et al. 2025).
+"""The draw of the numbers that a group averages, where it averages a few only (SPARTA, Beton et al. 2025).
 
 They follow from the id of the group, which its leader has drawn: all members know it, no index travels, and every group
 averages others. So peers need not be at the same step, as they would if the choice followed from a count of steps.
@@ -16,7 +16,7 @@ from net.types import Array
 
 
 def drawn_size(size: int, share: float) -> int:
-    """How many of `size` numbers a share is: at least 1.
+    """Number of numbers in a share of `size`: at least 1.
 
     Raises:
       ValueError: the share is not above 0 and at most 1.

@@ -21,7 +21,7 @@ MAX_CALLS = 4096
 under way is bounded for each connection by the RPC layer."""
 
 MAX_EARLY_CALLS = 512
-"""Of these, calls for a group that this member has not heard of yet."""
+"""Calls among these for a group that this member has not heard of yet."""
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Before a call that the other has not had is placed again. When a group begins all of its members dial each other at
@@ -42,7 +42,7 @@ async def placed(call: Callable[[], Awaitable[Reply]]) -> Reply:
 
 
 class KnownGroups(Generic[T]):
-    """What is at work here, by the ids of the groups; calls may come before a group is heard of.
+    """The work under way here, by the ids of the groups; calls may come before a group is heard of.
 
     Args:
       doing: what groups do, for people.

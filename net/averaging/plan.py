@@ -51,7 +51,7 @@ _FIELDS: dict[str, Field[Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingPlan:
-    """What peers must agree on to average together.
+    """All that peers must agree on to average together.
 
     Raises:
       ValueError: the size, the grid or the meaning is out of range.
@@ -60,7 +60,7 @@ class AveragingPlan:
     size: int
     """Numbers that are averaged."""
     grid: MoshpitGrid
-    """How its peers meet."""
+    """The grid on which its peers meet."""
     schema: bytes
     """Hash of all of it, and of what the numbers mean: peers of another one are refused."""
     is_reduced: bool = True
@@ -131,7 +131,7 @@ class AveragingPlan:
         return f"{prefix}.{self.schema.hex()[:16]}"
 
     def to_value(self) -> Value:
-        """What `parse_plan_untrusted` reads."""
+        """Return what `parse_plan_untrusted` reads."""
         return [self.size, self.grid.side, self.grid.dims, self.schema, self.is_reduced, self.meaning]
 
     def facts(self) -> str:

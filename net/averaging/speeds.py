@@ -1,4 +1,4 @@
-"""What a peer can carry and compute: the facts by which a group shares out its work."""
+"""The speeds of a peer's line and processor: the facts by which a group shares out its work."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -16,9 +16,9 @@ class Speeds:
     """
 
     up: float | None = None
-    """What its line sends."""
+    """Sent by its line."""
     down: float | None = None
-    """What its line receives."""
+    """Received by its line."""
     reducing: float | None = None
     """Bytes of float32 vectors that it can add up. Unknown counts as more than any line brings."""
 

@@ -1,4 +1,4 @@
-"""How many bytes an exchange keeps under way towards a peer: enough for the line, within the memory of the process."""
+"""Bytes that an exchange keeps under way towards a peer: enough for the line, within the memory of the process."""
 
 import math
 import sys
@@ -47,7 +47,7 @@ class BulkWindow:
 
     @property
     def wanted_bytes(self) -> int:
-        """What the path asks for, whatever memory there is and the other end allows."""
+        """Bytes that the path asks for, whatever memory there is and the other end allows."""
         return max(self._start_bytes, int(GAIN * self._full_bytes()))
 
     async def take(self, nbytes: int) -> None:
@@ -109,7 +109,7 @@ class BulkWindow:
 
 
 class Pace:
-    """What one member of an all-reduce keeps under way to fill its line, for each reducer.
+    """Bytes that one member of an all-reduce keeps under way to fill its line, for each reducer.
 
     All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
     to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
@@ -132,7 +132,7 @@ class Pace:
         self._total = max(1, sum(self._lengths.values()))
 
     def full_bytes(self, reducer: int) -> float:
-        """What fills the line, of chunks for this reducer."""
+        """Bytes of chunks for this reducer with which the line is full."""
         rate = min(self._line.rate, math.fsum(path.rate for index, path in self._paths.items() if self._lengths[index]))
         furthest_s = max((path.round_trip_s or 0.0 for path in self._senders), default=0.0)
         answer_s = (self._paths[reducer].round_trip_s or 0.0) + 0.5 * furthest_s

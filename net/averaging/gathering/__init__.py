@@ -1,1 +1,1 @@
-"""How the members of a group exchange what cannot be added up on the way: everybody gets what everybody has."""
+"""Exchange of what cannot be added up on the way: every member of a group gets what every other has."""

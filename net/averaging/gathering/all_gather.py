@@ -57,14 +57,14 @@ _MAX_PIECES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Gathered:
-    """What came of it, as one member sees it. Members are named by their place in the group."""
+    """The outcome of a gathering, as one member sees it. Members are named by their place in the group."""
 
     payloads: dict[int, Array]
     """uint8, of those who are there, this member's own included; in the order of the group."""
     lost: dict[int, str]
     """Why the others are not."""
     sent_bytes: int
-    """Of payloads that left this member and arrived, others' that it has passed on too, since the last gathering ended:
+    """Bytes of payloads that left this member and arrived, others' too that it has passed on, since the last gathering:
     slower members fetch after the end, which counts for the next one."""
 
 
@@ -202,7 +202,7 @@ class _Gathering:
         self._wake()
 
     def gathered(self, sent_bytes: int) -> Gathered:
-        """What has come of it."""
+        """Return the outcome."""
         whole, lost = self._core.whole, self._core.lost
         return Gathered(
             payloads={place: whole[place] for place in sorted(whole)},

@@ -31,7 +31,7 @@ OUT_OF_TIME = "out of time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherConfig:
-    """How a group gathers. Members must agree on `chunk_bytes`."""
+    """Settings of a gathering. Members must agree on `chunk_bytes`."""
 
     chunk_bytes: int = 2**20
     """Bytes of a payload in one call."""
@@ -55,7 +55,7 @@ class GatherConfig:
 
 
 class Payloads:
-    """What one member has of its group's payloads.
+    """The payloads of a group, as far as one member has them.
 
     Args:
       senders: places of all members that have a payload, this one's too.
@@ -69,7 +69,7 @@ class Payloads:
         self, senders: Collection[int], own: tuple[int, Array], *, chunk_bytes: int, silence_s: float, now: float
     ) -> None:
         self.nbytes = own[1].size
-        """Of each payload."""
+        """Bytes of each payload."""
         self._chunk_bytes = chunk_bytes
         self._silence_s = silence_s
         self._heard_at = dict.fromkeys(senders, now)
@@ -82,19 +82,19 @@ class Payloads:
 
     @property
     def starts(self) -> range:
-        """Where the pieces of a payload begin."""
+        """Places where the pieces of a payload begin."""
         return range(0, self.nbytes, self._chunk_bytes)
 
     def piece(self, start: int) -> slice:
-        """Where the piece that begins at `start` lies."""
+        """Place of the piece that begins at `start`."""
         return slice(start, min(start + self._chunk_bytes, self.nbytes))
 
     def is_awaited(self, place: int) -> bool:
-        """Whether the member's payload may still be brought."""
+        """True if the member's payload may still be brought."""
         return place in self._heard_at and place not in self.whole and place not in self.lost
 
     def check_untrusted(self, nbytes: int, start: int) -> None:
-        """Whether a call means a piece that payloads of this group have.
+        """Refuse a call for a piece that payloads of this group do not have.
 
         Raises:
           RemoteProtocolError: it does not.

@@ -39,14 +39,14 @@ async def inline(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseLayout:
-    """What vectors of few values look like; the same at all peers that average together.
+    """The form of vectors of few values; the same at all peers that average together.
 
     Raises:
       ValueError: there is no value.
     """
 
     coding: SparseCoding
-    """How a vector is cut and packed."""
+    """Cutting and packing of a vector."""
     sizes: tuple[int, ...]
     """Values in each of its segments, such as the arrays of a model."""
 
@@ -61,12 +61,12 @@ class SparseLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of each payload."""
+        """Bytes of each payload."""
         return sparse_nbytes(self.coding, self.sizes)
 
     @property
     def schema(self) -> str:
-        """What peers must agree on, in words."""
+        """The layout in words, on which peers must agree."""
         coding = self.coding
         segments = ",".join(map(str, self.sizes))
         return f"sparse 1: {coding.kept} of {coding.block_size} in {coding.bits} bits, segments {segments}"
@@ -105,7 +105,7 @@ class SparseMean:
     lost: Mapping[PeerId, str]
     """Members whose vectors it goes without, and why."""
     sent_bytes: int
-    """Of payloads that this member has sent."""
+    """Bytes of payloads that this member has sent."""
 
 
 class SparseGather:
@@ -128,7 +128,7 @@ class SparseGather:
     ) -> None:
         self._own_id = caller.peer_id
         self.layout = layout
-        """Of all vectors."""
+        """The form of all vectors."""
         self._compute = compute
         self._gather = AllGather(caller, prefix=prefix, config=config)
         self.close, self.knows = self._gather.close, self._gather.knows

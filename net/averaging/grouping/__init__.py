@@ -1,1 +1,1 @@
-"""Which peers average together in a round: the rule of the grid, and how a group assembles under it."""
+"""The peers that average together in a round: the rule of the grid, and how a group assembles under it."""

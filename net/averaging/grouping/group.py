@@ -1,4 +1,4 @@
-"""What the members of a group know of each other, the same in each of them: who reduces which part of the vector."""
+"""A group as all of its members know it, alike: who they are, and who reduces which part of the vector."""
 
 import enum
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ MAX_GROUP_SIZE = 1024
 
 
 WEIGHTS = (1e-9, 1e12)
-"""What a member's vector may count, such as samples: all weights can be added up, and the lightest still counts."""
+"""Least and largest weight of a vector, such as its samples: all can be added up, and the least still counts."""
 
 
 class Role(enum.StrEnum):
-    """What a member does, by its name on the wire."""
+    """The part that a member takes, by its name on the wire."""
 
     NODE = "node"  # sends its vector and reduces a part
     CLIENT = "client"  # cannot be called: sends, and reduces nothing
@@ -34,17 +34,15 @@ class Member:
     """
 
     peer_id: PeerId
-    """Who it is."""
     address: Address | None
-    """Where it is called; None for a client."""
+    """The address at which it is called; None for a client."""
     role: Role = Role.NODE
-    """What it does."""
     wanted_slot: int = 0
     """Its place along the axis of the round, see `group_key`."""
     weight: float = 1.0
-    """How much its vector counts in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
+    """Weight of its vector in the mean, within `WEIGHTS`; of no meaning for an auxiliary peer."""
     speeds: Speeds = UNKNOWN
-    """What it can carry and compute, which decides the size of its part."""
+    """Speeds of its line and processor, which decide the size of its part."""
 
     def __post_init__(self) -> None:
         if (self.address is None) != (self.role is Role.CLIENT):
@@ -55,13 +53,13 @@ class Member:
 
     @property
     def contact(self) -> Contact:
-        """Where it is called; a client is not."""
+        """The contact at which it is called; a client is not."""
         assert self.address is not None
         return Contact(self.peer_id, self.address)
 
     @property
     def sends(self) -> bool:
-        """Whether it has a vector."""
+        """True if it has a vector."""
         return self.role is not Role.AUXILIARY
 
 

@@ -1,4 +1,4 @@
-"""Who averages with whom: the rule of Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021, algorithm 1).
+"""The rule by which peers meet: that of Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021, algorithm 1).
 
 Theory of operation. Peers sit on the cells of a grid with `dims` axes of `side` slots each. In round t all peers that
 differ only along axis t mod dims form a group, average, and divide the work of it: the vector is cut into one chunk for

@@ -1,4 +1,4 @@
-"""What peers say to each other while their group assembles, and what they leave in the DHT meanwhile.
+"""Messages of peers to each other while their group assembles, and what they leave in the DHT meanwhile.
 
     averaging.PREFIX.ask    {key, schema, side, member, expiration}         -> {expiration}, or a refusal
     averaging.PREFIX.join   {key, schema, side, member, expiration, window} -> {group_id, members}, or a refusal

@@ -223,7 +223,7 @@ class _Search:
         self.told()
 
     def consider(self, request: JoinRequest) -> float | Refusal:
-        """Whether we would lead this peer; if it should lead us, it is asked next."""
+        """Say if we would lead this peer; if it should lead us, it is asked next."""
         answer = self.core.consider(request)
         if isinstance(answer, Refusal) and answer.reason is Reason.LATER:
             self.told()

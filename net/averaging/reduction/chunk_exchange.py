@@ -34,7 +34,7 @@ _SENDERS = integer(1, MAX_GROUP_SIZE)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """What one member has to do in one all-reduce."""
+    """The work of one member in one all-reduce."""
 
     caller: Caller
     method: str
@@ -47,7 +47,7 @@ class Task:
     average: Array
     """The vector into which the means are written. Answers to others are views of it."""
     weight: float | None
-    """Of this member's vector; None: as it was announced."""
+    """Weight of this member's vector; None: as it was announced."""
     config: AllReduceConfig
 
 

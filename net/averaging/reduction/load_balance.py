@@ -1,4 +1,4 @@
-"""Who reduces how much: shares of the vector by bandwidth (DeDLOC: Diskin et al., NeurIPS 2021, section 3.2).
+"""Shares of the vector that members reduce, by bandwidth (DeDLOC: Diskin et al., NeurIPS 2021, section 3.2).
 
 The programme. In a butterfly all-reduce of a vector of one byte, among members of which s have a vector of their own,
 the member that reduces the share f sends
@@ -69,7 +69,7 @@ def peer_fractions(roles: Sequence[Role], speeds: Sequence[Speeds]) -> tuple[flo
 
 
 def bytes_each_way(role: Role, share: float, *, num_vectors: int) -> float:
-    """What a member sends, and receives as much, in an all-reduce of `num_vectors` vectors of one byte."""
+    """Bytes that a member sends, and receives as many, in an all-reduce of `num_vectors` vectors of one byte."""
     answers = num_vectors * share
     return answers if role is Role.AUXILIARY else 1 + answers - 2 * share
 
@@ -89,14 +89,14 @@ def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 class _Capacity(NamedTuple):
-    """What each member can reduce by the time T: max(0, min(line T - spent, adding T))."""
+    """Share that each member can reduce by the time T: max(0, min(line T - spent, adding T))."""
 
     line: _Floats
     spent: _Floats
     adding: _Floats
 
     def slopes(self) -> _Floats:
-        """How fast they grow in the end."""
+        """Their growth in the end."""
         return np.minimum(self.line, self.adding)
 
     def at(self, time: float) -> _Floats:
@@ -122,7 +122,7 @@ class _Capacity(NamedTuple):
 
 
 def _capacity(roles: Sequence[Role], speeds: Sequence[Speeds]) -> _Capacity:
-    """Of each member, with the fastest line as the unit of speed: it must not matter how large the numbers are."""
+    """Capacity of each member, in units of the fastest line: it must not matter how large the numbers are."""
     is_client = np.array([role is Role.CLIENT for role in roles], bool)
     if is_client.all():
         raise ValueError(f"nobody in a group of {len(roles)} can reduce")
@@ -143,6 +143,6 @@ def _capacity(roles: Sequence[Role], speeds: Sequence[Speeds]) -> _Capacity:
 
 
 def _assumed(values: Sequence[float | None]) -> float:
-    """What an unknown bandwidth counts as: the mean of the known ones, no limit if there are none."""
+    """The value of an unknown bandwidth: the mean of the known ones, no limit if there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else math.inf

@@ -1,4 +1,4 @@
-"""How a vector is cut for a group: every member's part, the chunks of a part, and how a call names one.
+"""The cutting of a vector for a group: every member's part, the chunks of a part, and how a call names one.
 
 Part and chunks follow from the group, the size of the vector and the size of a chunk, which all members must have
 alike. A call says what it takes the size of the vector to be and where in it its chunk begins, so that a disagreement
@@ -51,7 +51,7 @@ _GROUP, _NATURAL, _WEIGHT = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceConfig:
-    """How a vector is averaged. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
+    """Settings of an all-reduce. Members of a group must agree on `chunk_bytes` and `window_bytes`."""
 
     chunk_bytes: int = 2 * 2**20
     """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with 1280
@@ -69,9 +69,9 @@ class AllReduceConfig:
     timeout_s: float = 300.0
     """Longest that the whole all-reduce takes, seconds; what is not averaged by then keeps its own values."""
     compression: Compression = Compression.NONE
-    """How numbers travel that this member sends, as sender and as reducer."""
+    """Form of the numbers that this member sends, as sender and as reducer."""
     is_identical: bool = False
-    """Whether all members get the very same numbers, though they travel compressed: the answer is then the compressed
+    """True: all members get the very same numbers, though these travel compressed: the answer is then the compressed
     mean, and the reducer keeps of it what the others get. Without compression it is so anyway."""
 
     def __post_init__(self) -> None:
@@ -109,11 +109,11 @@ class Part:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of the float32 numbers in a whole chunk."""
+        """Bytes of the float32 numbers in a whole chunk."""
         return _FLOAT_BYTES * self.chunk_size
 
     def chunk(self, index: int) -> slice:
-        """Where the chunk lies in the vector."""
+        """Place of the chunk in the vector."""
         start = self.start + index * self.chunk_size
         return slice(start, min(start + self.chunk_size, self.end))
 
@@ -157,8 +157,8 @@ def traffic_of(group: Group, index: int, size: int) -> float:
 
 
 class ChunkName(NamedTuple):
-    """Which chunk a call brings: of which group's vector of how many numbers, and where it starts; how many chunks its
-    sender would like to have under way; and what its vector counts, None if it does not say."""
+    """The chunk that a call brings: of which group's vector of how many numbers, and where it starts; how many chunks
+    its sender would like to have under way; and what its vector counts, None if it does not say."""
 
     group_id: bytes
     size: int

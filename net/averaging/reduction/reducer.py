@@ -70,7 +70,7 @@ def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> 
 
 
 def is_finite(values: Array) -> bool:
-    """Whether there is neither NaN nor infinity among them."""
+    """True if there is neither NaN nor infinity among them."""
     with np.errstate(all="ignore"):
         # Both survive in the sum of squares, which is quick; if that is infinite because finite values are large, they
         # are looked at one by one.
@@ -92,7 +92,7 @@ def values_untrusted(tensors: Sequence[Tensor], size: int) -> Array:
 
 
 class PartReduction:
-    """What arrives for one part, and what becomes of it. Members are named by their place in the group.
+    """The values that arrive for one part, and their means. Members are named by their place in the group.
 
     Args:
       part: what is reduced here.
@@ -124,7 +124,7 @@ class PartReduction:
         self._average = average
         self._compression = compression
         self.sends_differences = compression is not Compression.NONE and not is_identical
-        """Whether a mean leaves as its difference to what a sender brought."""
+        """True: a mean leaves as its difference to what a sender brought."""
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
         self._heard: set[int] = set()  # those who have brought something, and with it their weight

@@ -17,13 +17,13 @@ from net.wire.fields import Field, integer, row_untrusted, rows, several
 from net.wire.tensors import ALIGNMENT, DTYPES, MAX_RANK, Tensor, aligned_buffer
 
 MAX_ARRAYS = 1024
-"""Of a state: parameters and optimiser state of some thirty layers. Its table still fits into one message's body."""
+"""Arrays of a state: parameters and optimiser state of some thirty layers. Its table fits into one message's body."""
 
 _DTYPE: Field[str] = Field("the name of a dtype", lambda value: type(value) is str and value in DTYPES)
 _SHAPE, _TABLE = several(integer(0, 2**40), MAX_RANK), rows(MAX_ARRAYS)
 
 MAX_PIECES = 2**16
-"""Of a state whose pieces have hashes: 64 GiB in pieces of 1 MiB, 2 MiB of hashes."""
+"""Pieces of a state: 64 GiB in pieces of 1 MiB, 2 MiB of hashes."""
 
 HASH_BYTES = 32
 
@@ -108,7 +108,7 @@ def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
 
 
 def _slices(table: Table) -> Iterator[slice]:
-    """Where each array lies in the buffer."""
+    """Place of each array in the buffer."""
     end = 0
     for name, shape in table:
         start = end + -end % ALIGNMENT

@@ -63,7 +63,7 @@ class StateRefused(StateUnavailable):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Offer:
-    """What a donor says that it has."""
+    """A state that a donor says it has."""
 
     version: int
     facts: Mapping[str, Any]
@@ -81,7 +81,7 @@ class _Offer:
 
 
 class _Partial:
-    """What has come of one state so far."""
+    """One state as far as it has come."""
 
     def __init__(self, offer: _Offer) -> None:
         self.offer = offer
@@ -340,7 +340,7 @@ class _Search:
             partial.tell()
 
     async def _offer_of(self, contact: Contact, *, like: _Offer | None = None) -> _Offer:
-        """What a donor offers; with `like`, if it is of that version and perhaps the same.
+        """Ask a donor for its offer; with `like`, for one of that version and perhaps the same.
 
         Raises:
           NetError: it has nothing that will do. RemoteProtocolError: it does not keep to the rules.

@@ -1,4 +1,4 @@
-"""Which pieces of a state have come, which are on their way from whom, and which comes next. No I/O."""
+"""The pieces of a state: those that have come, those on their way and from whom, and the next one. No I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Pieces:
         return True
 
     def lost(self, donor: PeerId, indices: Iterable[int]) -> None:
-        """What was on its way from this donor does not come from there: it is asked of others again."""
+        """Ask others again for pieces that do not come from this donor."""
         for index in sorted(indices, reverse=True):
             piece = self._under_way.get(index)
             if piece is not None and donor in piece.donors:

@@ -61,8 +61,8 @@ class StateSharingConfig:
     announce_period_s: float = 30.0
     """Seconds between two announcements, which live three times as long."""
     snapshot_lifetime_s: float = 60.0
-    """How long a snapshot is kept after it was last asked for. Within it later newcomers get the same one, unless it
-    is more than `max_lag` versions old."""
+    """Seconds that a snapshot is kept after it was last asked for. Later newcomers get the same one, unless it is more
+    than `max_lag` versions old."""
     max_lag: int = 100
     """Versions by which a snapshot may be behind for a newcomer to get it."""
     max_snapshots: int = 2
@@ -108,7 +108,7 @@ def state_methods(prefix: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """Where a donor's state comes from."""
+    """The source of a donor's state."""
 
     version: Callable[[], int]
     """Returns how far the state is now; called often."""
