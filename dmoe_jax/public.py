@@ -4,10 +4,10 @@ Not imported by any other module of the package: those import one another, and `
 """
 
 from dmoe_jax.autodiff import Recording, value_and_grad
-from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig, open_tree_averager
+from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig
 from dmoe_jax.blocking import BlockingSwarm, connect
 from dmoe_jax.claims.claiming import ClaimConfig
-from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.data.mnist import load_mnist, read_mnist
 from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
@@ -119,9 +119,7 @@ __all__ = [
     "moshpit_round",
     "moshpit_rounds",
     "noloco",
-    "open_collaboration",
     "open_swarm",
-    "open_tree_averager",
     "product_key",
     "read_mnist",
     "scale_by_stale_adam",

@@ -27,13 +27,17 @@ import jax
 import optax
 import trio
 
+from dmoe_jax.averaging.settings import DEFAULTS, Round, TreeAveragerConfig
+from dmoe_jax.averaging.tree_averager import TreeAverager, open_tree_averager
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.host import Claimable, claimable_of, fixed_of
+from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
+from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
-from dmoe_jax.members import Member, list_members
+from dmoe_jax.members import Member, list_members, listed_member
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -44,18 +48,21 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice, all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
+from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
 from dmoe_jax.peer import PeerConfig, Seams, SwarmPeer, open_peer
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
 from dmoe_jax.serving import Served, ServedExpert, serve_until_left
-from dmoe_jax.swarm_averaging import AveragingSwarm
-from dmoe_jax.trainer import Trainer, Trainers, iterators_of
+from dmoe_jax.trainer import Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
+from net.dht.node import DhtNode
+from net.dht.records import Value
 from net.errors import NetError
-from net.identity import Address, Contact
+from net.identity import Address, Contact, PeerId
 from net.nursery import background_nursery
+from net.rpc.base import Caller
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
@@ -98,7 +105,7 @@ def told_when_slow(on_progress: Callable[[str], None] | None) -> Iterator[Callab
         done.set()
 
 
-class Swarm(AveragingSwarm):
+class Swarm:
     """This process's place in a swarm. Made by `open_swarm`; everything that it starts ends with it."""
 
     def __init__(
@@ -127,6 +134,21 @@ class Swarm(AveragingSwarm):
         self._caller = ExpertCaller(peer.rpc, directory, statistics)
         self._nursery = nursery
         self._served: Served | None = None
+
+    @property
+    def rpc(self) -> Caller:
+        """Places and serves calls."""
+        return self.peer.rpc
+
+    @property
+    def dht(self) -> DhtNode:
+        """Finds peers and records."""
+        return self.peer.dht
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who this process is."""
+        return self.peer.rpc.peer_id
 
     @property
     def contact(self) -> str:
@@ -278,7 +300,7 @@ class Swarm(AveragingSwarm):
         *,
         params: PyTree | None = None,
         seed: int | None = None,
-    ) -> Trainers:
+    ) -> Trainers[SharedTrunk]:
         """Asynchronous trainers of one model: they share its parameters and do not wait for each other.
 
         Args:
@@ -293,9 +315,121 @@ class Swarm(AveragingSwarm):
         """
         several, seed = iterators_of(batches), self.seed if seed is None else seed
         params = model.init(jax.random.key(seed)) if params is None else params
-        trunk = SharedTrunk(params, optimizer, self.device)
-        trainers = [Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(several)]
-        return Trainers(model, trunk, trainers)
+        return Trainers(model, SharedTrunk(params, optimizer, self.device), several, seed=seed)
+
+    @asynccontextmanager
+    async def averager(
+        self,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        name: str,
+        state: Callable[[], tuple[int, PyTree]] | None = None,
+        config: TreeAveragerConfig = DEFAULTS,
+        on_round: Callable[[Round], None] = lambda done: None,
+    ) -> AsyncIterator[TreeAverager]:
+        """This process's part in averaging with others, for a training loop of one's own. See `open_tree_averager`."""
+        async with (
+            open_tree_averager(
+                self.rpc,
+                self.dht,
+                params,
+                optimizer=optimizer,
+                name=name,
+                state=state,
+                config=config,
+                device=self.device,
+                rng=self.peer.rng,
+                on_round=on_round,
+            ) as averager,
+            self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
+        ):
+            yield averager
+
+    @asynccontextmanager
+    async def collaboration(
+        self,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        target_batch_size: int = 4096,
+        average: Shared = "gradients",
+        outer: optax.GradientTransformation | None = None,
+        loss_scale: LossScale | None = None,
+        name: str = "collaboration",
+        config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
+        on_step: Callable[[GlobalStep], None] = lambda done: None,
+    ) -> AsyncIterator[Collaboration]:
+        """This process's part in one large batch, for a training loop of one's own. See `open_collaboration`, and for
+        optimizer, average (`shared` there), outer and loss_scale `collaborative`.
+
+        Args:
+          target_batch_size: samples (for a language model: tokens) of all processes that make a step; that of `config`
+            is not looked at.
+        """
+        async with (
+            open_collaboration(
+                self.rpc,
+                self.dht,
+                params,
+                together=collaborative(optimizer, shared=average, outer=outer, loss_scale=loss_scale),
+                name=name,
+                config=replace(config, target_batch_size=target_batch_size),
+                device=self.device,
+                rng=self.peer.rng,
+                on_step=on_step,
+            ) as peer,
+            self.announced("collaborator", lambda: {"group": name, **peer.facts()}),
+        ):
+            yield peer
+
+    @asynccontextmanager
+    async def collaborate(
+        self,
+        model: Model,
+        optimizer: optax.GradientTransformation,
+        batches: Iterator[Any] | Sequence[Iterator[Any]],
+        *,
+        target_batch_size: int = 4096,
+        average: Shared = "gradients",
+        outer: optax.GradientTransformation | None = None,
+        name: str = "collaboration",
+        params: PyTree | None = None,
+        seed: int | None = None,
+        config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
+        on_step: Callable[[GlobalStep], None] = lambda done: None,
+    ) -> AsyncIterator[CollaborativeTrainers]:
+        """Train one model with all who give the same name, as one machine with a large batch (DeDLOC).
+
+        Args:
+          model, optimizer, batches, seed: as of `trainer`; the optimiser is the same for all, and counts global steps.
+          params: parameters to begin with, if nobody else has begun; None: `model.init`, from the seed.
+          target_batch_size, average, outer, name, config, on_step: as of `collaboration`; `model.meaning` stands.
+        """
+        several, seed = iterators_of(batches), self.seed if seed is None else seed
+        params = model.init(jax.random.key(seed)) if params is None else params
+        async with self.collaboration(
+            params,
+            optimizer,
+            target_batch_size=target_batch_size,
+            average=average,
+            outer=outer,
+            name=name,
+            config=replace(config, meaning=model.meaning or config.meaning),
+            on_step=on_step,
+        ) as peer:
+            yield CollaborativeTrainers(model, peer, several, seed=seed)
+
+    @asynccontextmanager
+    async def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AsyncIterator[None]:
+        """List this process in the swarm in a role, such as "trainer", as long as the block lasts.
+
+        Args:
+          facts: what `dmoe status` shows of it, asked again every ten seconds; see `dmoe_jax.members.Member`.
+        """
+        contact = None if self.rpc.address is None else Contact(self.peer_id, self.rpc.address)
+        async with listed_member(self.dht, self.name, self.peer_id, contact, lambda: {"role": role, **facts()}):
+            yield
 
     def watch_calls(self, on_call: Callable[[CallRecord], None] | None) -> None:
         """Have a function told of each expert call of this process when it has ended, from now on; None: nobody."""

@@ -11,9 +11,9 @@ batch; its state is then what it was before.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -70,6 +70,19 @@ class Trunk(Protocol):
         ...
 
 
+class SavedTrunk(Trunk, Protocol):
+    """A trunk whose state checkpoints hold; see `Trainers` for what these are."""
+
+    @property
+    def state(self) -> PyTree: ...
+    async def snapshot(self) -> tuple[int, PyTree]: ...
+    def facts(self) -> dict[str, Any]: ...
+    def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None: ...
+
+
+AnyTrunk = TypeVar("AnyTrunk", bound=SavedTrunk)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one training step did.
@@ -105,6 +118,14 @@ class StepSpan:
     outcome: str
 
 
+OnStep = Callable[[StepRecord], None]
+OnLost = Callable[[int, Exception], None]
+
+
+def unheard(*told: Any) -> None:
+    """Where nobody listens."""
+
+
 class Trainer:
     """One asynchronous trainer: its batches, and the state that its next batch begins with.
 
@@ -123,6 +144,7 @@ class Trainer:
         self._batches = batches
         self._seed = seed
         self._read = 0
+        self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
         self.state: PyTree | None = None
         """What this trainer's next batch begins with; None before its first step."""
@@ -189,12 +211,26 @@ class Trainer:
     def _note_span(self, began: float, outcome: str) -> None:
         self.on_span(StepSpan(trainer=self._index, began=began, ended=trio.current_time(), outcome=outcome))
 
-    async def run(
-        self,
-        num_steps: int,
-        on_step: Callable[[StepRecord], None] = lambda record: None,
-        on_lost: Callable[[int, Exception], None] = lambda trainer, error: None,
-    ) -> None:
+    async def attempt(self, on_lost: OnLost) -> StepRecord | None:
+        """Take one step as `step` does, or tell `on_lost` of the error with which it was lost.
+
+        Raises:
+          FloatingPointError: so many steps in a row were not finite that the model is beyond help.
+          RouterError: the router's scores are not numbers. EndOfData: there is no further batch.
+        """
+        try:
+            record = await self.step()
+        except (NetError, FloatingPointError) as error:
+            self._lost_in_a_row += 1
+            self._not_finite_in_a_row = self._not_finite_in_a_row + 1 if isinstance(error, FloatingPointError) else 0
+            if self._not_finite_in_a_row > MAX_NOT_FINITE:
+                raise
+            on_lost(self._index, error)
+            return None
+        self._lost_in_a_row = self._not_finite_in_a_row = 0
+        return record
+
+    async def run(self, num_steps: int, on_step: OnStep = unheard, on_lost: OnLost = unheard) -> None:
         """Step until the trunk has `num_steps` updates, other trainers are making the last of them, or the data ends.
 
         Args:
@@ -202,30 +238,22 @@ class Trainer:
             that was dropped. A trainer that loses steps waits 0.1 s times the losses in a row (5 s at most).
 
         Raises:
-          FloatingPointError: so many steps in a row were not finite that the model is beyond help.
-          RouterError: the router's scores are not numbers.
+          FloatingPointError, RouterError: as of `attempt`.
         """
         trunk = self._trunk
         assert isinstance(trunk, SharedTrunk), "updates are claimed of a trunk of this process"
-        lost_in_a_row = not_finite_in_a_row = 0
+        self._lost_in_a_row = self._not_finite_in_a_row = 0
         while trunk.claim(num_steps):
             try:
-                record = await self.step()
+                record = await self.attempt(on_lost)
             except EndOfData:
                 return
-            except (NetError, FloatingPointError) as error:
-                not_finite_in_a_row = not_finite_in_a_row + 1 if isinstance(error, FloatingPointError) else 0
-                if not_finite_in_a_row > MAX_NOT_FINITE:
-                    raise
-                on_lost(self._index, error)
-                lost_in_a_row += 1
-            else:
-                on_step(record)
-                lost_in_a_row = not_finite_in_a_row = 0
             finally:
                 trunk.release()
-            if lost_in_a_row:
-                await trio.sleep(min(5.0, 0.1 * lost_in_a_row))
+            if record is not None:
+                on_step(record)
+            else:
+                await trio.sleep(min(5.0, 0.1 * self._lost_in_a_row))
 
     def _next_batch(self) -> Any:
         try:
@@ -289,13 +317,19 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
-class Trainers:
-    """The asynchronous trainers of one process, with the trunk that they share. Made by `Swarm.trainer`."""
+class Trainers(Generic[AnyTrunk]):
+    """The trainers of one process, with the trunk that they share. Made by `Swarm.trainer`.
 
-    def __init__(self, model: Model, trunk: SharedTrunk, trainers: Sequence[Trainer]) -> None:
+    Args:
+      model: what they train.
+      batches: one iterator of batches for each trainer.
+      seed: of all chance in training.
+    """
+
+    def __init__(self, model: Model, trunk: AnyTrunk, batches: Sequence[Iterator[Any]], *, seed: int) -> None:
         self.model = model
         self.trunk = trunk
-        self.trainers = tuple(trainers)
+        self.trainers = tuple(Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(batches))
         self._is_compiled = False
 
     @property
@@ -317,20 +351,14 @@ class Trainers:
         return await self.trunk.snapshot()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the state: nothing."""
-        return {}
+        """What a checkpoint needs beside the state."""
+        return self.trunk.facts()
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        del facts
-        self.trunk.restore(step, state)
+        self.trunk.restore(step, state, facts)
 
-    async def run(
-        self,
-        num_steps: int,
-        on_step: Callable[[StepRecord], None] = lambda record: None,
-        on_lost: Callable[[int, Exception], None] = lambda trainer, error: None,
-    ) -> None:
+    async def run(self, num_steps: int, on_step: OnStep = unheard, on_lost: OnLost = unheard) -> None:
         """Make `num_steps` further updates, all trainers together, or end with the data.
 
         Args:
@@ -340,16 +368,23 @@ class Trainers:
           FloatingPointError, RouterError, TooFewExperts: as of `Trainer.run`. They come alone, not in a group.
         """
         last_step = self.step + num_steps
-        if not self._is_compiled and last_step > self.step:
-            # Alone: the model's segments compile where `forward` calls them, on the event loop; answers to others
-            # would look late.
-            self._is_compiled = True
-            await self.trainers[0].run(self.step + 1, on_step, on_lost)
+        if num_steps > 0 and not self._is_compiled:
+            await self.side_by_side(lambda trainer: trainer.run(self.step + 1, on_step, on_lost))
+        if self.step < last_step:
+            await self.side_by_side(lambda trainer: trainer.run(last_step, on_step, on_lost))
+
+    async def side_by_side(self, work: Callable[[Trainer], Awaitable[None]]) -> None:
+        """Let each trainer do it, at the same time; for the first time one alone.
+
+        The model's segments compile where `forward` calls them, on the event loop: answers to others would look late.
+        """
+        trainers = self.trainers if self._is_compiled else self.trainers[:1]
+        self._is_compiled = True
         failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
-                for trainer in self.trainers:
-                    nursery.start_soon(trainer.run, last_step, on_step, on_lost)
+                for trainer in trainers:
+                    nursery.start_soon(work, trainer)
         except BaseExceptionGroup as group:
             failure = first_leaf(group)
         if failure is not None:

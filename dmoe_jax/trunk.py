@@ -11,7 +11,7 @@ after that takes the whole step. A process that was left behind takes the whole 
 """
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,8 +72,13 @@ class SharedTrunk:
         async with self._turn:
             return self.step, await self.device.run(host_copy, self.state)
 
-    def restore(self, step: int, state: dict[str, PyTree]) -> None:
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the state: nothing."""
+        return {}
+
+    def restore(self, step: int, state: dict[str, PyTree], facts: Mapping[str, Any] | None = None) -> None:
         """Continue from a saved state. Only while no trainer runs."""
+        del facts
         self.step = step
         own = self.params, self.opt_state
         self.params, self.opt_state = jax.tree.map(kept_like, own, (state["params"], state["opt_state"]))

@@ -4,7 +4,7 @@ This is for whoever would use `hivemind.Optimizer` with PyTorch: a loop of one's
 parameters, gradients or pseudo-gradients (DiLoCo) are averaged with those of others who come and go.
 
     optimizer = moshpit_average(optax.adamw(3e-4), every=25, what="pseudo_gradients")
-    async with open_tree_averager(rpc, dht, params, optimizer=optimizer, name="run1") as averager:
+    async with swarm.averager(params, optimizer, name="run1") as averager:      # of `dmoe_jax.open_swarm`
         opt_state = optimizer.init(params)
         for batch in batches:
             params, opt_state = train_step(params, opt_state, batch)      # jitted, calls optimizer.update
@@ -16,7 +16,7 @@ network failed or a number was not finite, is counted with its reason, and train
 
 A newcomer takes the whole state of the peer that is furthest. Peers offer theirs by `state=`:
 
-    async with open_tree_averager(..., state=lambda: (step, (params, opt_state))) as averager:
+    async with swarm.averager(..., state=lambda: (step, (params, opt_state))) as averager:
         taken = await averager.catch_up(step, (params, opt_state), min_lead=25)
         if taken is not None:
             step, (params, opt_state) = taken

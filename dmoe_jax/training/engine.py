@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from dmoe_jax.model import Evaluation
-from dmoe_jax.trainer import StepRecord
+from dmoe_jax.trainer import OnLost, OnStep
 from dmoe_jax.types import PyTree
 
-OnStep = Callable[[StepRecord], None]
-OnLost = Callable[[int, Exception], None]
 OnBatch = Callable[[int, int | None], None]
 
 

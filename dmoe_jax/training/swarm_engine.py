@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
 from dmoe_jax.trainer import StepRecord, Trainers
@@ -31,7 +30,7 @@ class SwarmEngine:
 
     def __init__(
         self,
-        trainers: Trainers | CollaborativeTrainers,
+        trainers: Trainers,
         statistics: CallStatistics,
         evaluation: EvaluationBatches,
         *,
