@@ -29,3 +29,8 @@ def own_cpu_devices() -> tuple[jax.Device, ...]:
             f"JAX {jax.__version__} has no second CPU client ({error}), without which experts and a loop under jit "
             "would stop each other: serve the experts from another process (dmoe node)"
         ) from error
+
+
+def has_own_devices() -> bool:
+    """True if experts of this process were given such devices."""
+    return own_cpu_devices.cache_info().currsize > 0

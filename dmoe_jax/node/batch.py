@@ -77,6 +77,11 @@ class Programs(Protocol):
     kind: int
     """Equal where the compiled programs are the same."""
 
+    @property
+    def calls_host(self) -> bool:
+        """True if one of those that are compiled calls the host: see `dmoe_jax.node.host_calls`."""
+        ...
+
     def most_together(self, rows: int) -> int:
         """The most experts of a program for so many rows of each."""
         ...

@@ -200,6 +200,11 @@ class _LedPrograms:
         self.warm, self.kind, self.at_once = programs.warm, programs.kind, programs.at_once
         self.most_together, self.begin_with = programs.most_together, programs.begin_with
 
+    @property
+    def calls_host(self) -> bool:
+        """See `Programs`."""
+        return self._programs.calls_host
+
     def init(self, key_data: Any) -> PyTree:
         self._tell(Order(kind="make", uid=self._uid))
         return self._programs.init(key_data)

@@ -23,6 +23,7 @@ from dmoe_jax.arrays import copied, gradients_like, kept_like, stored
 from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.node.batch import Result, State, Work, warm_bucket_of
 from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
+from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout, put, to_host
 from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
@@ -66,7 +67,7 @@ class ExpertPrograms:
         self._forward_options: dict[str, Any] = {}
         self._backward_options: dict[str, Any] = {"donate_argnums": (0, 1)}
         self.size = self.least_rows = 1
-        self.at_once = False
+        self.at_once = self.calls_host = False
         self.warm: set[int] = set()
         self.kind = id(self)
         self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
@@ -153,7 +154,7 @@ class ExpertPrograms:
         specs = (*self._expert.inputs, self._expert.output)
         *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
-            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            forward = self._compile(self._apply, (params, tuple(inputs), keys), **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
             self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
@@ -162,7 +163,7 @@ class ExpertPrograms:
         """`grad_and_update` for arguments of these shapes."""
         options = dict(self._backward_options)
         if not self._keeps_grads:
-            return compiled_alone(without_grads(self._grad_and_update), arguments, **options)
+            return self._compile(without_grads(self._grad_and_update), arguments, **options)
         params, opt_state, *batch = arguments
 
         def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
@@ -170,7 +171,7 @@ class ExpertPrograms:
             return self._grad_and_update(params, opt_state, *batch)
 
         options |= {"donate_argnums": (0, 1, 2), "keep_unused": True}
-        program = compiled_alone(into, (params, opt_state, params, *batch), **options)
+        program = self._compile(into, (params, opt_state, params, *batch), **options)
         if self._grads is None:  # else something small would be compiled while serving
             self._grads = self._new_grads()
 
@@ -182,6 +183,12 @@ class ExpertPrograms:
             return finite, params, opt_state, input_grads
 
         return backward
+
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Callable[..., Any]:
+        return compiled_alone(function, arguments, on_host_call=self._note_host_call, **options)
+
+    def _note_host_call(self) -> None:
+        self.calls_host = True
 
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]
@@ -219,13 +226,23 @@ def expert_programs(
     return ExpertPrograms(expert, optimizer, layout)
 
 
-def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **options: Any) -> Callable[..., Any]:
+def compiled_alone(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    on_host_call: Callable[[], None] | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
     """A program for arguments of these shapes and types, of which JAX remembers nothing else.
 
     Args:
       function: to be traced.
       arguments: trees of `jax.ShapeDtypeStruct`.
+      on_host_call: called before it is compiled, if the program calls the host.
       options: as of `jax.jit`.
+
+    Raises:
+      TooFewThreadsError: it calls the host, and XLA has too few threads.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -233,7 +250,11 @@ def compiled_alone(function: Callable[..., Any], arguments: Sequence[Any], **opt
     def own(*args: Any) -> Any:
         return function(*args)
 
-    return jax.jit(own, **options).lower(*arguments).compile()
+    traced = jax.jit(own, **options).trace(*arguments)
+    if on_host_call is not None and calls_host(traced.jaxpr):
+        check_threads_for_host_calls()
+        on_host_call()
+    return traced.lower().compile()
 
 
 class EachCompiledAlone:

@@ -35,6 +35,7 @@ from dmoe_jax.node.backend import ExpertBackend, UpdateRejected
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.figures import BatchCounts, BatchTimes
+from dmoe_jax.node.host_calls import one_at_a_time
 from dmoe_jax.node.job import Job, learnt_before
 from dmoe_jax.node.placement import bytes_by_place
 from dmoe_jax.node.queue import BatchQueue
@@ -293,6 +294,8 @@ class _DeviceLoop:
 
     def _turn_s(self, turn: Sequence[Jobs]) -> float:
         """Seconds that these batches will take together; infinite if nobody knows."""
+        if any(self._calls_host(jobs) for jobs in turn):
+            return math.inf  # It may even wait for something that the event loop does.
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
     def _expected_s(self, jobs: Jobs, turn: Iterable[str]) -> float:
@@ -319,6 +322,10 @@ class _DeviceLoop:
         """What decides how long a row takes: the program."""
         _, *kind = job.key
         return (self._backends[job.uid].programs.kind, *kind)
+
+    def _calls_host(self, jobs: Jobs) -> bool:
+        """True if the program of these jobs is known to call the host."""
+        return backend_of(jobs, self._backends).programs.calls_host
 
     def _row_limit(self, key: Hashable) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
@@ -351,8 +358,9 @@ class _DeviceLoop:
         self._has_run([jobs])
 
     async def _run_turn(self, turn: Sequence[Jobs]) -> None:
-        """Run batches together, if there are several; one that must be cut into parts is run by itself."""
-        whole = [jobs for jobs in turn if rows_of(jobs) <= self._row_limit(jobs[0].key)]
+        """Run batches together, if there are several; by themselves those that must be cut into parts or call the
+        host."""
+        whole = [jobs for jobs in turn if rows_of(jobs) <= self._row_limit(jobs[0].key) and not self._calls_host(jobs)]
         together = whole if len(whole) > 1 else []
         if together:
             await self._run_together(together)
@@ -432,15 +440,18 @@ class _DeviceLoop:
         batch = joined(jobs)
         inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
         run = functools.partial(self.device.run, spent=spent, expected_s=self._turn_s([jobs]))
+        forward, backward = backend.forward, backend.backward
+        if self._calls_host(jobs):
+            forward, backward = one_at_a_time(forward), one_at_a_time(backward)
         if grads is not None:
-            gradients: tuple[Array, ...] = await run(backend.backward, inputs, grads, keys, batch.seen, batch.requests)
+            gradients: tuple[Array, ...] = await run(backward, inputs, grads, keys, batch.seen, batch.requests)
             return gradients
         step = min(batch.rows, self._row_limit(jobs[0].key))
         outputs = []
         for start in range(0, batch.rows, step):
             some = slice(start, start + step)
             own_keys = None if keys is None else keys[some]
-            outputs.append(await run(backend.forward, [array[some] for array in inputs], own_keys))
+            outputs.append(await run(forward, [array[some] for array in inputs], own_keys))
         return (below_one_another(outputs),)
 
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:

@@ -84,7 +84,7 @@ class StackPrograms:
         self.size = len(states)
         self.expert = expert
         self.form: Form = form or form_for(place)
-        self.at_once = self.form == "vmapped"
+        self.at_once, self.calls_host = self.form == "vmapped", False
         self.nbytes = nbytes_of(states[0])
         self.warm: set[int] = set()
         self.kind = id(self)
@@ -140,10 +140,16 @@ class StackPrograms:
             inputs, grads, keys, staleness = self._batch_shapes(*size)
             if is_backward:
                 arguments = self._all, _int32(count), _int32(), inputs, grads, keys, staleness
-                known[size] = compiled_alone(function, arguments, donate_argnums=0)
+                known[size] = self._compile(function, arguments, donate_argnums=0)
             else:
-                known[size] = compiled_alone(function, (self._all[0], _int32(count), _int32(), inputs, keys))
+                known[size] = self._compile(function, (self._all[0], _int32(count), _int32(), inputs, keys))
         return known[size]
+
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Callable[..., Any]:
+        return compiled_alone(function, arguments, on_host_call=self._note_host_call, **options)
+
+    def _note_host_call(self) -> None:
+        self.calls_host = True
 
     def _reader_and_writer(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         if self._access is None:

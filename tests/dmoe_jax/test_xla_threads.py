@@ -1,11 +1,21 @@
-"""XLA's threads: how many, and who gets how many."""
+"""XLA's threads: how many, who gets how many, and programs that a single one cannot run."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from dmoe_jax import xla_threads
+from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.node import host_calls
+from dmoe_jax.node.host_calls import TooFewThreadsError
+from dmoe_jax.node.programs import ExpertPrograms
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.xla_threads import share_of_threads
 
@@ -28,6 +38,43 @@ def test_shares(monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, may
     assert share_of_threads(processes, may_call_host=may_call_host) == threads
 
 
+def _init(key: jax.Array) -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(key, (4, 4))}
+
+
+def _on_host(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    y = x @ params["w"]
+    seen = jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(y.shape, y.dtype), jax.lax.stop_gradient(y))
+    return y * jax.lax.stop_gradient(seen)
+
+
+def test_calls_of_the_host_beside_a_loop_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused where the loop's own calls may hold all threads."""
+    rows = np.ones((1, 4), np.float32)
+    host = ExpertPrograms(expert_from_functions(_init, _on_host, rows), optax.adam(1e-3))
+    monkeypatch.setattr(host_calls, "has_own_devices", lambda: True)
+    monkeypatch.setattr(host_calls, "make_room", lambda: False)
+    with pytest.raises(TooFewThreadsError, match=r"call connect\(\) before JAX computes"):
+        host.compile(1)
+    monkeypatch.setattr(host_calls, "make_room", lambda: True)
+    host.compile(1)
+
+
+def test_calls_of_the_host_need_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before anything is compiled, with a word of what helps; others are not."""
+    monkeypatch.setenv("NPROC", "1")
+    rows = np.ones((1, 4), np.float32)
+    host = ExpertPrograms(expert_from_functions(_init, _on_host, rows), optax.adam(1e-3))
+    with pytest.raises(TooFewThreadsError, match="--xla-threads 2"):
+        host.compile(1)
+    assert not host.warm
+    plain = ExpertPrograms(expert_from_functions(_init, lambda params, x: jnp.sin(x @ params["w"]), rows), None)
+    plain.compile(1)
+    monkeypatch.setenv("NPROC", "2")
+    host.compile(1)
+    assert host.calls_host
+
+
 def test_programs_are_cached_by_the_number_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are divided among so many, so one folder for each number but the usual one."""
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
@@ -41,3 +88,29 @@ def test_programs_are_cached_by_the_number_of_threads(monkeypatch: pytest.Monkey
             assert jax.config.jax_compilation_cache_dir == str(folder)  # type: ignore[attr-defined]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_node_refuses_in_one_line(tmp_path: Path) -> None:
+    """No traceback, neither of the choice of a strategy nor of serving."""
+    (tmp_path / "host.py").write_text(
+        "import jax, jax.numpy as jnp, numpy as np\n"
+        "from dmoe_jax.experts import expert_from_functions\n"
+        "def init(key): return {'w': jnp.ones((4, 4))}\n"
+        "def apply(params, x):\n"
+        "    y = jax.lax.stop_gradient(x)\n"
+        "    return x @ params['w'] * jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(y.shape, y.dtype), y)\n"
+        "def expert(): return expert_from_functions(init, apply, np.ones((1, 4), np.float32), check=False)\n"
+    )
+    flags = ["--expert", "host.py:expert", "--experts", "ffn.[0:2]", "--xla-threads", "1", "--insecure-loopback"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dmoe_jax.cli", "node", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"DMOE_XLA_CACHE": ""},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("dmoe: error: an expert calls the host")
+    assert len(done.stderr.splitlines()) == 1
