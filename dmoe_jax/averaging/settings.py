@@ -95,9 +95,9 @@ class Round:
     """Rounds of this peer before it."""
     fragment: int = 0
     """Which part of the model it averaged, where these are averaged one by one (`streaming_diloco`)."""
-    peers: int
+    peers: int = 1
     """Members of the group, this peer included."""
-    received: float
+    received: float = 0.0
     """Share of the numbers that came back averaged, 0 to 1; the rest stay this peer's own."""
     took_s: float
     """Seconds from its beginning to its end."""

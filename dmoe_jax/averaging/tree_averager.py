@@ -64,17 +64,13 @@ class _UnderWay:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fragment:
-    """A part of the model that is averaged by itself; most optimisers have one.
-
-    Attributes:
-      number: of it, from 0.
-      turn: a dropped round has to end before the next.
-    """
+    """A part of the model that is averaged by itself, and its round."""
 
     number: int
     averager: Averager
     form: WireForm
     turn: trio.Lock = field(default_factory=trio.Lock)
+    """A dropped round has to end before the next."""
     under_way: _UnderWay | None = None
 
 
@@ -113,16 +109,15 @@ class TreeAverager:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a round has begun whose outcome `step` has not put into an optimiser's state yet."""
+        """True while the outcome of a round is not in an optimiser's state yet."""
         return any(fragment.under_way is not None for fragment in self._fragments)
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether `catch_up` should be called: rounds came to nothing, or were left out because others are ahead."""
+        """True if `catch_up` should be called: rounds came to nothing, or were left out because others are ahead."""
         return self._left_behind.is_set()
 
     async def wait_until_left_behind(self) -> None:
-        """Wait until `is_left_behind`."""
         await self._left_behind.wait()
 
     async def step(self, opt_state: PyTree, params: PyTree, *, wait: bool = False) -> PyTree:
@@ -138,7 +133,7 @@ class TreeAverager:
         Args:
           opt_state: of the optimiser with which the averager was opened; not donated while this runs.
           params: the parameters after the update.
-          wait: whether to wait until a round that is due or under way is over (synchronous averaging).
+          wait: True to wait until a round that is due or under way is over (synchronous averaging).
 
         Returns: the state to go on with.
 
@@ -157,7 +152,6 @@ class TreeAverager:
             return await self._step(own["opt_state"], params, wait=wait)
 
     async def _late_state(self, loop: LoopState, own: PyTree) -> PyTree | None:
-        """The state of the peer that is furthest, at this peer's first step or if it is left behind; None: go on."""
         if not (loop.may_be_behind or self.is_left_behind or trio.current_time() >= loop.ask_again_at):
             return None
         loop.may_be_behind, self._is_of_others, self._is_refused = False, False, False
@@ -280,7 +274,6 @@ class TreeAverager:
                 fragment.under_way = None
 
     async def _carry(self, fragment: Fragment, under_way: _UnderWay) -> None:
-        """Run one round to its end, and tell of it."""
         number, began, done = fragment.averager.round_number, trio.current_time(), None
         with under_way.scope:
             async with fragment.turn:
@@ -289,18 +282,12 @@ class TreeAverager:
             return
         self.why_not = why_lost
         under_way.done.set()
-        self._on_round(
-            Round(
-                number=number,
-                fragment=fragment.number,
-                peers=len(done.peers) if done is not None else 1,
-                received=done.received if done is not None else 0.0,
-                took_s=trio.current_time() - began,
-                why_lost=why_lost,
-                moved_bytes=done.moved_bytes if done is not None else 0.0,
-                lost=done.lost if done is not None else {},
-            )
-        )
+        took_s = trio.current_time() - began
+        over = Round(number=number, fragment=fragment.number, took_s=took_s, why_lost=why_lost)
+        if done is not None:
+            met, received = len(done.peers), done.received
+            over = replace(over, peers=met, received=received, moved_bytes=done.moved_bytes, lost=done.lost)
+        self._on_round(over)
 
     async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
         """Carry a round out, and leave its average in `under_way`; returns what it came to and why it is lost."""

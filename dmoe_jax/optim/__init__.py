@@ -14,9 +14,7 @@ Nothing here opens a connection, waits or starts a task. Of `net` it uses the ru
 from dmoe_jax.optim.compression import (
     Compressed,
     ErrorFeedback,
-    ErrorFeedbackState,
     compress,
-    error_feedback,
     sparse_vector,
     zero_residual,
 )
@@ -46,7 +44,6 @@ from dmoe_jax.optim.streaming_diloco import StreamingDiLoCoState, streaming_dilo
 __all__ = [
     "Compressed",
     "ErrorFeedback",
-    "ErrorFeedbackState",
     "FailureRule",
     "HostState",
     "MoshpitState",
@@ -58,7 +55,6 @@ __all__ = [
     "compensate_delay",
     "compress",
     "distortion",
-    "error_feedback",
     "group_mean",
     "host_state",
     "moshpit_average",

@@ -111,7 +111,7 @@ class Collaborative:
 
     def init(self, params: PyTree) -> CollaborativeState:
         """The state before the first gradient."""
-        scaled, params = self.loss_scale is not None, as_params(params)
+        params, scale = as_params(params), self.loss_scale
         # Copies: a donated state cannot hold an array twice, and optimisers may keep the parameters in theirs.
         return CollaborativeState(
             params=params,
@@ -119,11 +119,11 @@ class Collaborative:
             steps=jnp.zeros((), jnp.int32),
             samples=jnp.zeros(()),
             overflows=jnp.zeros(()),
-            total=_nothing(params) if self.shared == "gradients" else None,
+            total=jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params) if self.shared == "gradients" else None,
             anchor=None if self.outer is None else copied(params),
             outer=None if self.outer is None else copied(self.outer.init(params)),
-            scale=jnp.asarray(self.loss_scale.initial) if self.loss_scale is not None else None,
-            good_steps=jnp.zeros((), jnp.int32) if scaled else None,
+            scale=None if scale is None else jnp.asarray(scale.initial),
+            good_steps=None if scale is None else jnp.zeros((), jnp.int32),
         )
 
     def gather(self, state: CollaborativeState, grads: PyTree, samples: ArrayLike, **extra: Any) -> CollaborativeState:
@@ -254,7 +254,3 @@ def emptied(state: CollaborativeState) -> CollaborativeState:
     """The state with nothing gathered, as after a step."""
     total = None if state.total is None else jax.tree.map(jnp.zeros_like, state.total)
     return state._replace(samples=jnp.zeros(()), overflows=jnp.zeros(()), total=total)
-
-
-def _nothing(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)

@@ -13,7 +13,6 @@ of pseudo-gradients should have none: `sgd(1.0)`.) So nothing is lost for good b
 
 - `moshpit_average(..., compress=ErrorFeedback())` compresses what is sent to others. Its state has the residual: it is
   checkpointed with it, and a lost averaging changes nothing.
-- `error_feedback` is the bare Optax transformation, for gradients that are averaged by something else.
 - `sparse_vector` makes of what was compressed a vector that `net.wire.sparse.encode_sparse` packs. What it decodes to
   elsewhere is, bit for bit, the tree that was taken off the residual here.
 
@@ -27,10 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float
 
-from dmoe_jax.arrays import all_finite
 from dmoe_jax.types import PyTree
 from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
@@ -70,16 +67,6 @@ class Compressed(NamedTuple):
 
     parts: tuple[SparseBlocks, ...]
     tree: PyTree
-    residual: PyTree
-
-
-class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`.
-
-    Attributes:
-      residual: what has not been sent yet; float32, of the shapes of the parameters.
-    """
-
     residual: PyTree
 
 
@@ -149,32 +136,6 @@ def _compress_groups(
             parts[number], dense[number] = SparseBlocks(*part), whole
     order = range(len(groups))
     return [parts[number] for number in order], [dense[number] for number in order]
-
-
-def error_feedback(feedback: ErrorFeedback) -> optax.GradientTransformation:
-    """The transformation whose updates are what would be sent; the rest is in its state.
-
-    Behind it goes what averages, then the optimiser:
-
-        optax.chain(error_feedback(ErrorFeedback(decay=1.0)), averaged_over_peers, optax.sgd(0.1))
-
-    Updates that are not finite pass as such and leave the residual alone. Types stay those of the gradients; so with
-    bfloat16 what is sent is rounded once more, by what is not in the residual. (`moshpit_average` keeps float32.)
-    """
-
-    def init(params: PyTree) -> ErrorFeedbackState:
-        return ErrorFeedbackState(zero_residual(params))
-
-    def update(
-        updates: PyTree, state: ErrorFeedbackState, params: PyTree | None = None
-    ) -> tuple[PyTree, ErrorFeedbackState]:
-        del params
-        sent = compress(updates, state.residual, feedback)
-        residual = optax.tree.where(all_finite(sent.residual), sent.residual, state.residual)
-        typed = jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), sent.tree, updates)
-        return typed, ErrorFeedbackState(residual)
-
-    return optax.GradientTransformation(init, update)
 
 
 def largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: SparseCoding) -> SparseBlocks:

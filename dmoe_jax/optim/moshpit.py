@@ -143,7 +143,6 @@ class _Moshpit:
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, MoshpitState]:
-        """One update; see `apply_average` for one without a gradient."""
         if params is None:
             raise ValueError("moshpit_average wants the parameters: update(grads, state, params)")
         if self.weighted and samples is None and not without_gradient:

@@ -128,10 +128,14 @@ def noloco(
     outer_step = partial(_outer_step, momentum=momentum, rate=rate, pull=pull)
 
     def init(params: PyTree) -> NoLoCoState:
-        state = NoLoCoState(
-            inner.init(params), jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), _still(params)
-        )
-        return state if average is not None else _for_host(state, params)
+        def still() -> PyTree:
+            return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
+
+        state = NoLoCoState(inner.init(params), jnp.zeros((), jnp.int32), jax.tree.map(jnp.array, params), still())
+        if average is not None:
+            return state
+        no, incoming = jnp.zeros((), bool), (still(), still(), still())
+        return state._replace(offered=jnp.zeros((), jnp.int32), due=no, arrived=jnp.array(no), incoming=incoming)
 
     def average_now(moved: PyTree, state: NoLoCoState) -> tuple[PyTree, NoLoCoState]:
         assert average is not None
@@ -169,20 +173,6 @@ def noloco(
         return change, state
 
     return optax.GradientTransformationExtraArgs(init, goes_over(update))
-
-
-def _still(params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params)
-
-
-def _for_host(state: NoLoCoState, params: PyTree) -> NoLoCoState:
-    """The state at the beginning with what the host needs."""
-    return state._replace(
-        offered=jnp.zeros((), jnp.int32),
-        due=jnp.zeros((), bool),
-        arrived=jnp.zeros((), bool),
-        incoming=(_still(params), _still(params), _still(params)),
-    )
 
 
 def _outer_step(

@@ -81,9 +81,8 @@ class StreamingDiLoCoState(NamedTuple):
             return state
         arrays = [jnp.array(wide(jnp.asarray(leaf))) for leaf in averaged]
         flying = dict(zip(map(str, self.members[fragment]), arrays, strict=True))
-        under_way = (*self.under_way[:fragment], flying, *self.under_way[fragment + 1 :])
         return state._replace(
-            under_way=under_way,
+            under_way=_with(self.under_way, fragment, flying),
             left=self.left.at[fragment].set(sent.steps),
             arrived=self.arrived.at[fragment].set(all_finite((averaged, sent.tree))),
         )
@@ -201,7 +200,6 @@ class _Streaming:
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, StreamingDiLoCoState]:
-        """One update; see `optim.apply_average` for one without a gradient."""
         if params is None:
             raise ValueError("streaming_diloco wants the parameters: update(grads, state, params)")
         if not without_gradient:
@@ -218,12 +216,12 @@ class _Streaming:
         change = [(new - own).astype(own.dtype) for new, own in zip(moved, before, strict=True)]
         return jax.tree.unflatten(structure, change), state
 
+    def _offset(self, number: int, state: StreamingDiLoCoState) -> int:
+        return number * self.every // len(state.under_way)
+
     def _leaves_now(self, number: int, state: StreamingDiLoCoState) -> Array:
         # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
         return (state.steps - self._offset(number, state)) % self.every == 0
-
-    def _offset(self, number: int, state: StreamingDiLoCoState) -> int:
-        return number * self.every // len(state.under_way)
 
     def _averaged(
         self, number: int, moved: list[Array], state: StreamingDiLoCoState
@@ -241,12 +239,8 @@ class _Streaming:
 
         ways = [wide(anchor[place]) - moved[place] for place in places]
         arrays = jax.lax.cond(leaves_now, average, lambda _, kept, __: kept, ways, kept, state.rounds)
-        under_way = (
-            *state.under_way[:number],
-            dict(zip(map(str, places), arrays, strict=True)),
-            *state.under_way[number + 1 :],
-        )
-        state = state._replace(under_way=under_way, rounds=state.rounds + leaves_now)
+        flying = dict(zip(map(str, places), arrays, strict=True))
+        state = state._replace(under_way=_with(state.under_way, number, flying), rounds=state.rounds + leaves_now)
         return state, arrives_now & all_finite(arrays)
 
     def _awaited(
@@ -275,8 +269,8 @@ class _Streaming:
         moved = list(moved)
         for place, own, new in zip(places, mine, fixed, strict=True):
             moved[place], anchor[place] = own, new
-        outers = (*state.outer[:number], outer, *state.outer[number + 1 :])
-        return moved, state._replace(anchor=jax.tree.unflatten(structure, anchor), outer=outers)
+        anchor = jax.tree.unflatten(structure, anchor)
+        return moved, state._replace(anchor=anchor, outer=_with(state.outer, number, outer))
 
     def _outer_step(
         self, arrived: list[Array], mine: list[Array], anchor: list[Array], outer: PyTree
@@ -291,6 +285,10 @@ class _Streaming:
 def _in_order(fragment: dict[str, Array]) -> list[Array]:
     """Its arrays by their places; the keys of a dict come back from JAX in the order of text, "10" before "2"."""
     return [fragment[place] for place in sorted(fragment, key=int)]
+
+
+def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:place], item, *items[place + 1 :])
 
 
 def _pick(leaves: Sequence[Array], places: Sequence[int]) -> list[Array]:

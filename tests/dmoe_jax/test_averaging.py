@@ -19,9 +19,9 @@ from dmoe_jax.averaging import (
     open_tree_averager,
 )
 from dmoe_jax.averaging.tree_averager import Fragment
+from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import apply_average, moshpit_average
-from dmoe_jax.optim.tree_vectors import TreeLayout
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.speeds import Speeds
 from net.clock import SwarmClock
@@ -236,11 +236,12 @@ class BadAverager(Averager):
 def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expected: tuple[int, int, str]) -> None:
     """The loop goes on, the parameters stay, and the optimiser counts a lost round."""
     loop = Loop(moshpit_average(optax.sgd(1.0), weighted=True), 2.0)
+    _, (form,) = wire_forms(loop.optimizer, loop.params, CONFIG)
 
     async def main() -> TreeAverager:
         async with trio.open_nursery() as nursery:
             tree_averager = TreeAverager(
-                [Fragment(number=0, averager=averager, layout=TreeLayout(loop.params))],
+                [Fragment(number=0, averager=averager, form=form)],
                 what="parameters",
                 device=InlineDevice(),
                 nursery=nursery,
