@@ -45,11 +45,11 @@ class Collaboration:
         on_step: Callable[[GlobalStep], None],
     ) -> None:
         self.standing = standing
-        """Where this peer is: step, chain, and samples."""
+        """Step, chain and samples of this peer."""
         self.totals = standing.totals
-        """What has become of this peer's work."""
+        """Counts of what has become of this peer's work."""
         self.board = forming.board
-        """Who is how far; `board.view` is the whole swarm, as this peer sees it."""
+        """Reports of everybody; `board.view` is the whole swarm, as this peer sees it."""
         self.rounds = forming.rounds
         """Finds groups and averages in them; `rounds.measurements` are those of this peer's line."""
         self.device = training.device
@@ -70,7 +70,7 @@ class Collaboration:
 
     @property
     def scale(self) -> Any:
-        """What the loss is to be multiplied by; None without a `LossScale`."""
+        """Factor for the loss; None without a `LossScale`."""
         return self._training.now.scale
 
     @property
@@ -80,11 +80,11 @@ class Collaboration:
 
     @property
     def state(self) -> PyTree:
-        """What decides what follows, but for what this peer has gathered itself: what checkpoints and newcomers get."""
+        """Everything that checkpoints and newcomers get: all but what this peer has gathered itself."""
         return self._training.shared
 
     def facts(self) -> Mapping[str, Any]:
-        """What `dmoe status` shows of it: the whole swarm as this peer sees it."""
+        """Facts for `dmoe status`: the whole swarm as this peer sees it."""
         return {**facts(self.board.view, self.standing.config.target_batch_size), "averaged_s": self._averaged_s}
 
     async def add(self, grads: PyTree, *, samples: int, took_s: float | None = None) -> bool:
@@ -208,7 +208,7 @@ class Collaboration:
         return await self._following.snapshot()
 
     def saved_facts(self) -> dict[str, Any]:
-        """What JSON can hold of the rest."""
+        """The rest, as JSON can hold it."""
         return self.standing.saved()
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class StepForming:
             silence_s=config.silence_s,
             on_begin=self._heard,
         )
-        """Who is how far."""
+        """Reports of everybody."""
         self.rounds = StepAveraging(
             caller,
             dht,

@@ -56,7 +56,7 @@ class PeerState:
         await self._change(lambda state: self._programs.gather(state, grads, np.float32(samples)))
 
     async def contribution(self) -> Averaged:
-        """What this peer brings: its samples are the weight, its overflows the notes."""
+        """Return what this peer brings: its samples are the weight, its overflows the notes."""
 
         def work(state: CollaborativeState) -> Averaged:
             own = self._programs.contribution(state)

@@ -1,4 +1,4 @@
-"""How a peer takes part in one large batch, and what its steps came to."""
+"""Settings of a peer that takes part in one large batch, and records of its steps."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from net.wire.compression import Compression
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollaborationConfig:
-    """How a peer takes part. Target and side are the same for all peers."""
+    """Settings of a peer that takes part. Target and side are the same for all peers."""
 
     target_batch_size: int = 4096
     """Samples of all peers together that make a step (DeDLOC's and hivemind's default)."""
@@ -39,21 +39,20 @@ class CollaborationConfig:
     """A "client" is never called by others and reduces nothing; an "auxiliary" peer reduces and has no gradients.
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
-    """What this machine's line carries, for the share that it reduces."""
+    """Capacity of this machine's line, for the share that it reduces."""
     measures_line: bool = True
-    """Whether to find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22
-    MB each way, exchanged with others of the group between two steps, one peer after the other; more rarely where
-    averages are rare, so that it comes to a quarter of their bytes at most. Nobody measures where less than 12 s are
-    left between an averaging and the forming of the next group, so that shares stay equal, or while a newcomer takes
-    the state."""
+    """True: find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22 MB
+    each way, exchanged with others of the group between two steps, one peer after the other; a quarter of the bytes of
+    averages at most. Nobody measures where less than 12 s are left between an averaging and the forming of the next
+    group, so that shares stay equal, or while a newcomer takes the state."""
     compression: CompressionName = "none"
-    """How numbers travel that this peer sends: its gradients, and the means that it reduces. What each may lose is said
-    in `net.wire.compression`; whatever it is, all peers make the same step, to the last bit. Each may choose its own.
+    """Form of the numbers that this peer sends: its gradients, and the means that it reduces. `net.wire.compression`
+    says what each may lose; whatever it is, all peers make the same step, to the last bit. Each may choose its own.
     What is below 3e-8 vanishes in float16, not in bfloat16; in blockwise8 what is small beside others of its 4096."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How vectors travel: chunks and windows. Its times and its compression are those above."""
+    """Chunks and windows of vectors. Its times and its compression are those above."""
     delayed: bool = False
-    """Whether averaging overlaps with the next batch: each step is then made with gradients of the parameters before
+    """True: averaging overlaps with the next batch; each step is then made with gradients of the parameters before
     the last one (delayed parameter updates, Ren et al. 2021). A newcomer's first gradients are of fresher ones."""
     meaning: str = ""
     """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
@@ -96,9 +95,9 @@ class GlobalStep:
     peers: int
     """Members of the group, this peer included."""
     samples: float
-    """Of all of them together."""
+    """Samples of all of them together."""
     own_samples: float
-    """Of this peer."""
+    """Samples of this peer."""
     gathered_s: float
     """Seconds since the step before."""
     averaged_s: float
@@ -109,12 +108,12 @@ class GlobalStep:
 
 @dataclass(slots=True, kw_only=True)
 class CollaborationTotals:
-    """What has become of this peer's work."""
+    """Counts of what has become of this peer's work."""
 
     steps: int = 0
     """Global steps that it made with the others, or alone."""
     alone: int = 0
-    """Of these, with nobody else there."""
+    """Number of these with nobody else there."""
     samples: float = 0.0
     """Its samples that are in a step."""
     samples_lost: float = 0.0
@@ -126,7 +125,7 @@ class CollaborationTotals:
     steps_followed: int = 0
     """Steps that others made while it fetched a state, or without it, and that it made after them."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """How many attempts came to nothing for which reason."""
+    """Number of attempts that came to nothing, by reason."""
 
     def headline(self) -> dict[str, Any]:
         """The totals by the names that reports give them."""

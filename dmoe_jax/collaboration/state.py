@@ -26,7 +26,7 @@ _AWAY = 4.0
 _LATE_S = 1.0
 """Seconds after the time foretold for a full batch at which this peer stops waiting for it."""
 _MOST_LEADS = 8
-"""How many times as long as it is to be the time may become in which groups form."""
+"""Largest multiple of the time that was set in which groups form."""
 _ANSWERS = 8.0
 """Lead in multiples of the time that others took to answer. Forming takes half as many: peers are told, ask each other
 and join. If the batch is full already, only half of the lead is left."""
@@ -35,7 +35,7 @@ _PAUSE_S = 0.2
 
 
 class Move(Enum):
-    """What a peer does that has ended a micro-batch."""
+    """Next thing to do for a peer that has ended a micro-batch."""
 
     COMPUTE = auto()
     """The next one."""
@@ -58,7 +58,7 @@ class ComingStep:
     begins_at: float
     """Swarm time."""
     group: Group | None = None
-    """Who makes it; None while that is looked for, and if nobody was found."""
+    """Its members; None while they are looked for, and if nobody was found."""
     has_company: bool = False
     """True if others were at this step when its group was looked for; False: this peer makes it alone."""
     is_found: bool = False
@@ -70,11 +70,11 @@ class UnderWay:
     """An averaging, perhaps beside the next batch."""
 
     own_samples: float
-    """Of this peer, in it."""
+    """Samples of this peer in it."""
     stopped_at: float
     """When this peer had ended its last micro-batch for it; its own time."""
     averaged: Averaged | None = None
-    """What came of it; None if nothing did."""
+    """Its result; None if there is none."""
     is_over: bool = False
 
 
@@ -109,7 +109,7 @@ class CollaborationState:
     answer_s: float = 0.0
     """Seconds that the slowest of those who answered took, when the others were told last."""
     totals: CollaborationTotals = field(default_factory=CollaborationTotals)
-    """What has become of its work."""
+    """Counts of what has become of its work."""
 
     @property
     def where(self) -> tuple[int, bytes] | None:
@@ -130,7 +130,7 @@ class CollaborationState:
         return not self.waits and usual_s > 0 and local_s - self.since - _AWAY * usual_s > self.config.late_s
 
     def report(self, peer_id: PeerId, address: Address | None, role: Role, *, now: float, local_s: float) -> Report:
-        """What this peer says of itself.
+        """Tell of this peer.
 
         Its samples are those at hand, and as many as the micro-batch that is being computed is worth by now: without
         these every peer would be taken to have half a micro-batch less than it has. A peer that waits for the end of
@@ -239,7 +239,7 @@ class CollaborationState:
         return max(self.ends_at(view), now) + _LATE_S
 
     def next_move(self, view: Forecast, *, now: float, latest: float) -> Move:
-        """What to do where there is no time for another micro-batch.
+        """Decide what to do where there is no time for another micro-batch.
 
         After `latest` this peer goes on all the same, rather than wait for a batch that others may not fill.
         """
@@ -276,7 +276,7 @@ class CollaborationState:
         self.gathered, self.under_way, self.last_step_at = 0.0, None, local_s
 
     def saved(self) -> dict[str, Any]:
-        """What JSON can hold of it, beside the step."""
+        """Return all that JSON can hold of it, beside the step."""
         return {"chain": self.chain.hex(), "samples_trained": self.trained}
 
     def restore(self, step: int, saved: Mapping[str, Any], local_s: float) -> None:
@@ -286,7 +286,7 @@ class CollaborationState:
 
 
 def fewest_of(view: Forecast) -> int:
-    """How many members with gradients make the step at hand: most of those at it.
+    """Fewest members with gradients that make the step at hand: most of those at it.
 
     Nobody any more once others have made it: those who are left may be most of those that are at this step still, but
     not most of the swarm, and would go on in a chain that comes to nothing.

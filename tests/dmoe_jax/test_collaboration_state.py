@@ -1,4 +1,4 @@
-"""What a peer of a collaboration decides, without network and clock."""
+"""Decisions of a peer of a collaboration, without network and clock."""
 
 from dataclasses import replace
 

@@ -67,7 +67,7 @@ async def assist_collaboration(
 
 
 class _Assistant:
-    """Where the collaboration is, and the group that is under way."""
+    """The step at hand, and the group that is under way."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from net.wire.fields import optional, real
 MIN_PERIOD_S, MAX_PERIOD_S = 1.0, 5.0
 """Seconds between two reports: when the batch is nearly full, and at most."""
 LIFETIME_S = 15.0
-"""How long a report stands. One that has died is counted on for so long, unless its group notices."""
+"""Seconds for which a report stands. A peer that has died is counted on for so long, unless its group notices."""
 
 
 class ProgressBoard:
@@ -87,14 +87,14 @@ class ProgressBoard:
 
     @property
     def contacts(self) -> tuple[Contact, ...]:
-        """Where the others at this step can be called, and whoever would help them."""
+        """Contacts of the others at this step, and of those who would help them."""
         view = self.view
         everybody = (*view.others, *view.helpers)
         return tuple(Contact(each.peer_id, each.address) for each in everybody if each.address is not None)
 
     @property
     def ahead(self) -> tuple[Contact, ...]:
-        """Where whoever is further can be called, the furthest first; empty if nobody is."""
+        """Contacts of those who are further, the furthest first."""
         leader = self.view.leader
         if leader is None:
             return ()
@@ -167,12 +167,7 @@ class ProgressBoard:
             nonlocal slowest
             try:
                 reply = await call_living(
-                    self._caller,
-                    contact,
-                    self._method,
-                    body,
-                    silence_s=self._silence_s,
-                    timeout_s=LIFETIME_S,
+                    self._caller, contact, self._method, body, silence_s=self._silence_s, timeout_s=LIFETIME_S
                 )
                 theirs = self._read_untrusted(reply.body, contact.peer_id)[1]
             except PEER_ERRORS:

@@ -1,4 +1,4 @@
-"""How far a swarm is with the batch that it gathers together, and when that batch will be full. Without I/O.
+"""Progress of a swarm with the batch that it gathers together, and when that will be full. Without I/O.
 
 Every peer says how many samples it has gathered for the current step, at what rate it gathers more, and when it said
 so. Between two reports its samples are taken to grow at that rate. So anybody can tell when all of them together will
@@ -30,7 +30,7 @@ NO_CHAIN = bytes(CHAIN_BYTES)
 MAX_STEP = 2**62
 MAX_SAMPLES = 1e12
 MAX_RATE = 1e9
-"""What a report may claim: samples, and samples a second. A peer that claims more is not believed at all."""
+"""Samples, and samples a second, that a report may claim. A peer that claims more is not believed at all."""
 
 MAX_PEERS = 1024
 """Reports that are taken into account, those that are furthest first."""
@@ -47,14 +47,14 @@ _MAX_AGE_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a peer says of its part in the current step."""
+    """A peer's part in the current step, as it tells."""
 
     peer_id: PeerId
-    """Who it is."""
+    """Names it."""
     address: Address | None
-    """Where it can be called; None for a client."""
+    """The place where it can be called; None for a client."""
     role: Role
-    """What it does."""
+    """Its part in the averaging."""
     step: int
     """Steps that the swarm had made with it: the one that it gathers for, counted from 0."""
     chain: bytes
@@ -69,12 +69,12 @@ class Report:
     """Samples in all steps of its chain: of two chains, the one with more goes on."""
 
     def samples_at(self, now: float) -> float:
-        """How many it has gathered by then, if it goes on as it said."""
+        """Number that it has gathered by then, if it goes on as it said."""
         return self.samples + self.rate * min(max(0.0, now - self.at), _MAX_AGE_S)
 
     @property
     def gathers(self) -> bool:
-        """Whether it has gradients of its own."""
+        """True if it has gradients of its own."""
         return self.role is not Role.AUXILIARY
 
     @property
@@ -109,16 +109,16 @@ class Forecast:
 
     @property
     def quorum(self) -> int:
-        """How many of those that gather may make a step: more than half, so that no two groups make the same one."""
+        """Fewest of those that gather that may make a step: more than half, so that no two groups make the same one."""
         return sum(peer.gathers for peer in self.peers) // 2 + 1
 
     def count(self, role: Role) -> int:
-        """How many peers of a role take part."""
+        """Number of peers of a role that take part."""
         return sum(peer.role is role for peer in self.peers)
 
 
 def forecast(own: Report, others: Iterable[Report], *, target: float, now: float) -> Forecast:
-    """What the reports come to.
+    """Add up the reports.
 
     Args:
       own: this peer's report, of now.
@@ -189,7 +189,7 @@ def report_to_wire(report: Report) -> Value:
 
 
 def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[list[Report], list[PeerId]]:
-    """Whoever reports under a key, and who has said that it leaves, by a report that is None. Entries that cannot be
+    """Reports under a key, and those who have said that they leave, by a report that is None. Entries that cannot be
     read, or are of the future, are passed over.
 
     Args:
@@ -223,7 +223,7 @@ def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
 
 
 class Pace:
-    """How fast this peer gathers: samples a second of the time in which it computes."""
+    """Speed at which this peer gathers: samples a second of the time in which it computes."""
 
     def __init__(self) -> None:
         self._samples = self._seconds = 0.0
@@ -243,12 +243,12 @@ class Pace:
         self._seconds = keep * self._seconds + (1 - keep) * max(seconds, 1e-9)
 
     def seconds_for(self, samples: int) -> float:
-        """How long so many samples will take; 0 before the first measurement."""
+        """Seconds that so many samples will take; 0 before the first measurement."""
         return samples / self.rate if self.rate > 0 else 0.0
 
 
 def facts(view: Forecast, target: float) -> Mapping[str, Value]:
-    """What `dmoe status` shows of a collaboration."""
+    """Facts of a collaboration for `dmoe status`."""
     return {
         "step": view.peers[0].step,
         "gathered": round(view.samples),

@@ -46,21 +46,21 @@ from net.types import Array
 _MAX_ATTEMPTS = 4
 """All-reduces of one step at most: one more for each time that members die in it."""
 _POLL_S = 0.5
-"""How often members are asked whether they live while a group averages."""
+"""Seconds between two questions to a member of a group that averages, whether it lives."""
 _MOST_PATIENT = 8.0
 """Times `silence_s` that a silent member is waited for at most."""
 _CALMING = 0.98
-"""What patience is multiplied by after a step that settled: too little of it costs a step, so that is tried rarely."""
+"""Factor of patience after a step that settled: too little of it costs a step, so that is tried rarely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
-    """How a peer takes part in exact averages; times are best the same for all."""
+    """Settings of a peer that takes part in exact averages; times are best the same for all."""
 
     role: Role | None = None
     """None: a client if the caller cannot be called, else a node."""
     speeds: Speeds = UNKNOWN
-    """What is known of this peer's line, for the share that it reduces."""
+    """Capacity of this peer's line as far as it is known, for the share that it reduces."""
     measures_line: bool = False
     """True: find out what `speeds` does not say of it; see `net.averaging.line.monitor`."""
     lead_s: float = 3.0
@@ -68,7 +68,7 @@ class RoundConfig:
     silence_s: float = 2.0
     """A member is gone if nothing has moved between it and us for so long; longer after steps that did not settle."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
-    """How a group averages, compression included; `is_identical` is taken to be set."""
+    """Settings of the all-reduce, compression included; `is_identical` is taken to be set."""
 
     def __post_init__(self) -> None:
         for name in ("lead_s", "silence_s"):
@@ -88,7 +88,7 @@ class RoundConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Averaged:
-    """What a group has settled on; without one, what a peer brings."""
+    """The mean that a group has settled on; without a group, what a peer brings."""
 
     mean: Array
     """float32 [size]: of what the members brought, weighted. Zeros if nobody brought any weight, and of no meaning for
@@ -135,7 +135,7 @@ class StepAveraging:
         on_lost: Callable[[PeerId], None] = lambda peer_id: None,
     ) -> None:
         self.role = config.role or (Role.CLIENT if caller.address is None else Role.NODE)
-        """What this peer does."""
+        """This peer's, in every group."""
         self._caller = caller
         self._dht = dht
         self._plan = plan
@@ -165,7 +165,7 @@ class StepAveraging:
 
     @property
     def measurements(self) -> Mapping[str, int]:
-        """What became of this peer's measurements of its line, if it makes any."""
+        """Number of measurements of this peer's line, by what became of them."""
         return {} if self._monitor is None else self._monitor.outcomes
 
     def _disturb(self) -> None:
@@ -344,7 +344,7 @@ def cautious(group: Group) -> Group:
 
 
 def has_majority(group: Group, following: Group) -> bool:
-    """Whether this part of a group may go on: not so if another part could.
+    """True if this part of a group may go on: not so if another part could.
 
     Those that do not answer may be dead, or on the other side of a slow line where they think the same of us. So only
     more than half go on, or the half that has the first member.

@@ -1,4 +1,4 @@
-"""Whether all members of a group have the same average: either everybody uses it, or nobody does.
+"""Settling on an average: either all members of a group use the same one, or nobody does.
 
 Theory of operation. An all-reduce may end otherwise for each of its members: whoever dies in it leaves one part without
 a mean, or some parts with its vector in them and others without. A step that some made and others did not would part
@@ -36,7 +36,7 @@ DIGEST_BYTES = 16
 CLIENT_S = 3.0
 """A client that has not voted so long after the first vote is gone: nobody can ask it."""
 _POLL_S = 0.5
-"""How often whoever decides asks members that have not voted whether they live."""
+"""Seconds between two questions of whoever decides to members that have not voted, whether they live."""
 _MAX_PAST = 64
 """Outcomes that are remembered for members that ask late."""
 
@@ -50,16 +50,23 @@ _ASKED: dict[str, Field[Any]] = {
     "note": optional(_NOTE),
     "weight": optional(TOTAL_WEIGHT),
 }
+_TOLD: dict[str, Field[Any]] = {
+    "committed": FLAG,
+    "survivors": _PLACES,
+    "next": octets(0, GROUP_ID_BYTES),
+    "notes": _NOTE,
+    "weight": TOTAL_WEIGHT,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a member says of its all-reduce, and sends by these names."""
+    """A member's word on its all-reduce, sent by these names."""
 
     complete: bool
-    """Whether its average is whole."""
+    """True if its average is whole."""
     digest: bytes
-    """Of the average; empty for an auxiliary member, which has only its part."""
+    """Hash of the average; empty for an auxiliary member, which has only its part."""
     note: float = 0.0
     """Something to be added up over the members that are there."""
     weight: float | None = None
@@ -68,10 +75,10 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What becomes of a group's average."""
+    """The end of a group's average."""
 
     committed: bool
-    """Whether it is used."""
+    """True if it is used."""
     survivors: tuple[int, ...] = ()
     """Else: the members, by their places, that average once more."""
     next_id: bytes = b""
@@ -92,7 +99,7 @@ class Case:
     """One group's votes, and the rule by which they are decided."""
 
     group: Group
-    """Whose."""
+    """Those who vote."""
     votes: dict[int, Vote] = field(default_factory=dict)
     """By the member's place in the group."""
     gone: set[int] = field(default_factory=set)
@@ -112,7 +119,7 @@ class Case:
 
     @property
     def decider(self) -> int | None:
-        """Who decides: the first member that can be called and is not gone."""
+        """The member that decides: the first that can be called and is not gone."""
         members = enumerate(self.group.members)
         return next((n for n, each in members if each.role is not Role.CLIENT and n not in self.gone), None)
 
@@ -303,13 +310,8 @@ class Settlement:
 def _outcome_body(outcome: Outcome | None) -> Body:
     if outcome is None:
         return {}
-    return {
-        "committed": outcome.committed,
-        "survivors": list(outcome.survivors),
-        "next": outcome.next_id,
-        "notes": outcome.notes,
-        "weight": outcome.weight,
-    }
+    told = (outcome.committed, list(outcome.survivors), outcome.next_id, outcome.notes, outcome.weight)
+    return dict(zip(_TOLD, told, strict=True))
 
 
 def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
@@ -320,13 +322,8 @@ def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
     """
     if "committed" not in body:
         return None
-    outcome = Outcome(
-        committed=FLAG.of_untrusted(body, "committed"),
-        survivors=_PLACES.of_untrusted(body, "survivors"),
-        next_id=octets(0, GROUP_ID_BYTES).of_untrusted(body, "next"),
-        notes=_NOTE.of_untrusted(body, "notes"),
-        weight=TOTAL_WEIGHT.of_untrusted(body, "weight"),
-    )
+    committed, survivors, next_id, notes, weight = [field.of_untrusted(body, name) for name, field in _TOLD.items()]
+    outcome = Outcome(committed=committed, survivors=survivors, next_id=next_id, notes=notes, weight=weight)
     if not outcome.committed:
         if max(outcome.survivors, default=0) >= len(group.members):
             raise RemoteProtocolError(f"a group of {len(group.members)} has no member {max(outcome.survivors)}")

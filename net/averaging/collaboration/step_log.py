@@ -1,4 +1,4 @@
-"""What the last steps brought, for newcomers whose state was overtaken while they fetched it.
+"""Averages of the last steps, for newcomers whose state was overtaken while they fetched it.
 
 Theory of operation. A large state may take longer to fetch than the swarm takes for a step, and whoever fetched it
 again and again would never be in step. So a newcomer asks somebody who is further, before it fetches the state and
@@ -28,9 +28,9 @@ from net.wire.tensors import plain
 MAX_KEPT = 4
 """Averages that are kept at most, by whoever gives them and by whoever takes them: each is as large as the model."""
 KEEP_S = 30.0
-"""For so long after somebody has asked a peer keeps its averages, seconds."""
+"""Seconds after a question for which a peer keeps its averages."""
 POLL_S = 1.0
-"""How often a newcomer asks."""
+"""Seconds between two questions of a newcomer."""
 MAX_ASKED = 4
 """Peers that it asks in turn, while the ones before fail."""
 
