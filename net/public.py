@@ -9,6 +9,7 @@ from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.opening import open_averager
+from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import Speeds
 from net.averaging.state.download import StateUnavailable
@@ -59,7 +60,7 @@ from net.wire.compression import Compressed, Compression
 
 # fmt: off
 __all__ = [
-    "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingStep", "Body",
+    "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingPlan", "AveragingStep", "Body",
     "CallFailed", "CallRefused", "Caller", "Compressed", "Compression", "ConnectionLost", "Constant", "Contact",
     "DhtConfig", "DhtNode", "DhtStatistics", "DialFailed", "Dictionary", "Entry", "Fault", "FaultInjector",
     "FaultPlan", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
