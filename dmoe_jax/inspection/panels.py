@@ -38,7 +38,7 @@ class Panel(NamedTuple):
         of the experts."""
         value, error, is_apart = self.lift
         cells = [(int(expert), int(number)) for expert, number in np.argwhere(is_apart)]
-        cells = sorted(cells, key=lambda cell: -abs(np.log2(max(value[cell], 2.0**-10))))[:_MAX_NAMED]
+        cells = sorted(cells, key=lambda cell: -abs(np.log2(max(float(value[cell]), 2.0**-10))))[:_MAX_NAMED]
         return [
             {
                 "expert": places[cell[0]],
