@@ -60,7 +60,8 @@ from net.wire.compression import Compressed, Compression
 
 # fmt: off
 __all__ = [
-    "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingPlan", "AveragingStep", "Body",
+    "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingPlan", "AveragingStep",
+    "Body",
     "CallFailed", "CallRefused", "Caller", "Compressed", "Compression", "ConnectionLost", "Constant", "Contact",
     "DhtConfig", "DhtNode", "DhtStatistics", "DialFailed", "Dictionary", "Entry", "Fault", "FaultInjector",
     "FaultPlan", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
