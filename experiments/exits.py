@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import trio
 
 from dmoe_jax.cli.common import UsageError, one_line
-from dmoe_jax.cli.lifecycle import ending_signals
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED, ending_signals
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
-"""128 + SIGINT: what a shell reports for a program that Ctrl-C ended."""
 
 Errors = tuple[type[Exception], ...]
 

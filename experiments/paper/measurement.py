@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 from rich.table import Table
 
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED
 from dmoe_jax.runs.report import format_value
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import prepare_run
 from experiments.bench import Experiment, Run
 from experiments.children import prepare_folder, run_child
-from experiments.exits import EXIT_INTERRUPTED
 from experiments.paper.report import Child, Outcome, write_paper_report
 from experiments.paper.settings import QUICK_MINUTES, PaperSettings
 from experiments.results import MISSED_BARS, Bar, Result

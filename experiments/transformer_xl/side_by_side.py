@@ -22,11 +22,12 @@ import trio
 from rich.console import Console
 
 from dmoe_jax.cli.common import UsageError, parse_command_line, set_up_jax
+from dmoe_jax.cli.lifecycle import EXIT_INTERRUPTED
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Run
-from experiments.exits import EXIT_INTERRUPTED, one_line_errors, run_until_signal
+from experiments.exits import one_line_errors, run_until_signal
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings
 from experiments.transformer_xl.training import FAILURES, carry_out
 from experiments.transformer_xl.trainings import Training
