@@ -66,6 +66,7 @@ from net.rpc.base import Caller
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
 from net.transport.sim.network import SimNetwork
+from net.wire.compression import Compression
 
 _log = logging.getLogger(__name__)
 
@@ -283,6 +284,8 @@ class Swarm:
         Raises:
           ValueError: a setting is out of range. TypeError: there is no such setting.
         """
+        if "compression" in settings:
+            settings["compression"] = Compression(settings["compression"])
         return RemoteMixture(
             expert=expert,
             router=router,

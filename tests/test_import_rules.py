@@ -92,6 +92,7 @@ SHELLS = {
     "dmoe_jax.node.announcing",
     "dmoe_jax.node.backend",
     "dmoe_jax.node.devices",
+    "dmoe_jax.node.host_calls",
     "dmoe_jax.node.lockstep",
     "dmoe_jax.node.runner",
     "dmoe_jax.node.saving",

@@ -14,7 +14,8 @@ class NodeConfig:
     max_batch_rows: int = 256
     """Most rows of one XLA call, and of one request."""
     warm_up_rows: int = 16
-    """Most rows for which programs are compiled before the experts are announced, on a device that compiles aside."""
+    """Most rows for which programs are compiled before the experts are announced, on a device that compiles aside.
+    0: none is."""
     max_waiting_rows: int = 4096
     """Most rows in the queue of a device; beyond it requests are answered "busy". 16 full batches: about as long as a
     trainer waits before it goes on without us."""
@@ -44,8 +45,8 @@ class NodeConfig:
     def __post_init__(self) -> None:
         if self.max_batch_rows < 1:
             raise ValueError(f"max_batch_rows must be at least 1, got {self.max_batch_rows}")
-        if self.warm_up_rows < 1:
-            raise ValueError(f"warm_up_rows must be at least 1, got {self.warm_up_rows}")
+        if self.warm_up_rows < 0:
+            raise ValueError(f"warm_up_rows must not be negative, got {self.warm_up_rows}")
         if not self.announce_period_s > 0:
             raise ValueError(f"announce_period_s must be positive, got {self.announce_period_s}")
         if self.strategy not in ("auto", "single", "stacked"):

@@ -25,6 +25,7 @@ from dmoe_jax.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.user_file import load_from_file
+from net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm
 
 
@@ -84,7 +85,7 @@ async def test_a_run_is_resumed(
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
     async with served_swarm() as (_, swarm):
-        changes: dict[str, Any] = {"compression": "bfloat16", "staleness_power": 0.0}
+        changes: dict[str, Any] = {"compression": Compression.BFLOAT16, "staleness_power": 0.0}
         await run(command(out, text, steps=12, resume=True, json=True, **changes), swarm)
     captured = capsys.readouterr()
     assert "another setting than before: optimizer.staleness_power: 0.5 -> 0.0" in captured.err

@@ -14,7 +14,7 @@ import trio
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.peer import SIM_PORT, SwarmPeer, open_peer
+from dmoe_jax.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import (

@@ -193,5 +193,5 @@ async def test_a_run_whose_samples_had_no_expert_ends_with_an_error(
         settings = command(tmp_path / "long", str(text), **short | {"steps": 100, "eval_every": 100})
         with pytest.raises(UsageError, match=r"of the last 32 calls; .* stopped at step \d+$"):
             await run_training(settings, settings.prepared(), swarm)
-    with pytest.raises(UsageError, match=r"--max-skipped is a share from 0 to 1, got 1.5"):
-        command(tmp_path / "none", str(text), max_skipped=1.5).prepared()
+    with pytest.raises(ValueError, match=r"max_skipped is a share from 0 to 1, got 1.5"):
+        command(tmp_path / "none", str(text), max_skipped=1.5)

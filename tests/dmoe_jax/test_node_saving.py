@@ -22,6 +22,7 @@ from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node import saving
 from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
+from dmoe_jax.node.batch import Batch, Result, Work
 from dmoe_jax.node.saving import ExpertSaver
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import open_rig
@@ -50,12 +51,16 @@ def test_an_average_forgets_no_request() -> None:
     assert list(backend.learnt_from) == [b"saved"]
 
 
+def learns(backend: ExpertBackend, requests: dict[bytes, float]) -> None:
+    """Have an expert learn from these requests, as its program says, without running it."""
+    batch = Batch(inputs=(X,), output_grads=X, requests=requests)
+    backend.outcome_of(Work(0, batch), Result((), np.array([True, True])))
+
+
 def test_what_an_expert_has_learnt_is_remembered_for_a_minute() -> None:
     """However many others it learns from meanwhile; a thousand it always remembers, and never more than the most."""
     backend = experts("a.0")["a.0"]
-    learn = lambda names, at: backend.count_update(  # noqa: E731
-        np.array([True, True]), (), staleness=0.0, requests=dict.fromkeys(names, at)
-    )
+    learn = lambda names, at: learns(backend, dict.fromkeys(names, at))  # noqa: E731
     learn([b"first"], 0.0)
     learn([b"%d" % number for number in range(3000)], 10.0)
     learn([b"later"], REMEMBERED_S - 1)
@@ -74,9 +79,9 @@ def test_what_was_learnt_before_a_restart_is_remembered_for_a_minute_after_it() 
     backend = experts("a.0")["a.0"]
     backend.load(jax.tree.map(np.array, backend.state), update_count=1, learnt_from=[b"before"])
     for number in range(3000):
-        backend.count_update(np.array([True, True]), (), staleness=0.0, requests={b"%d" % number: 5.0 + number / 100})
+        learns(backend, {b"%d" % number: 5.0 + number / 100})
     assert b"before" in backend.learnt_from
-    backend.count_update(np.array([True, True]), (), staleness=0.0, requests={b"late": 5.1 + REMEMBERED_S})
+    learns(backend, {b"late": 5.1 + REMEMBERED_S})
     assert b"before" not in backend.learnt_from
     assert b"1000" in backend.learnt_from
 
