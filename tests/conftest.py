@@ -3,8 +3,13 @@
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import jax
 import pytest
+
+# What an example takes says nothing on a machine that does other things too; each test has a time limit.
+hypothesis.settings.register_profile("dmoe", deadline=None)
+hypothesis.settings.load_profile("dmoe")
 
 # Tests compile much and compute little: unoptimised code is ready in two thirds of the time. Processes that tests start
 # inherit the variable.
