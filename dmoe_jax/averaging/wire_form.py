@@ -27,15 +27,15 @@ class WireForm:
     """The form of one fragment."""
 
     layout: TreeLayout
-    """Of what the peer offers."""
+    """Layout of the vector that the peer offers."""
     mean: TreeLayout
-    """Of what comes back. Of sparse payloads it is float32 whatever the parameters are: rounded to fewer bits it would
-    not be what was taken off the residual."""
+    """Layout of the mean that comes back. For sparse payloads it is float32 whatever the parameters are: fewer bits
+    would not be what was taken off the residual."""
     sparse: SparseLayout | None
-    """What sparse payloads are of; None: all numbers travel, or the config's share of them."""
+    """Layout of sparse payloads; None: all numbers travel, or the config's share of them."""
 
     def vector_of(self, sent: Sent) -> tuple[Array | SparseVector, bool]:
-        """What travels, on the host, and whether all of it is finite."""
+        """Return the vector that travels, on the host, and True if all of it is finite."""
         if self.sparse is None:
             whole = self.layout.to_vector(sent.tree)
             return whole, bool(np.isfinite(whole).all())
@@ -47,7 +47,7 @@ class WireForm:
 def wire_forms(
     optimizer: optax.GradientTransformation, params: PyTree, config: TreeAveragerConfig
 ) -> tuple[str, list[WireForm]]:
-    """What the optimiser averages, and the form of each fragment that it offers.
+    """Return the kind of what the optimiser averages, and the form of each fragment that it offers.
 
     Raises:
       ValueError: the optimiser does not average by the host, the config says something else of the method, or a
