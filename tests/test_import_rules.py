@@ -1,6 +1,7 @@
 """The layout of ARCHITECTURE.md holds: no circles, cores stay pure, foreign libraries enter at one place."""
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -231,3 +232,257 @@ def test_import_rules(path: Path) -> None:
 def test_lists_name_real_modules() -> None:
     """A renamed module cannot slip out of the rules."""
     assert {name for name in SHELLS | set().union(*ONLY_IN.values()) if name not in MODULES} == set()
+
+
+# Guard rails. The exceptions are what stood here when a rule was made: a list may only shrink, so an entry that
+# is no longer needed, or needs less, fails too.
+
+MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
+
+# Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
+LINE_BUDGETS = {
+    "dmoe_jax": 37_694,
+    "experiments": 21_172,
+    "net": 17_485,
+}
+
+# Modules with more own imports than MOST_IMPORTS.
+WIDE_MODULES: dict[str, int] = {
+    "dmoe_jax.averaging.tree_averager": 18,
+    "dmoe_jax.cli.assist": 21,
+    "dmoe_jax.cli.averaging": 17,
+    "dmoe_jax.cli.inspect": 16,
+    "dmoe_jax.cli.node": 29,
+    "dmoe_jax.cli.trained_models": 18,
+    "dmoe_jax.cli.training": 26,
+    "dmoe_jax.cli.up": 18,
+    "dmoe_jax.collaboration.collaboration": 18,
+    "dmoe_jax.mixture.remote": 18,
+    "dmoe_jax.replicas.averaging": 16,
+    "dmoe_jax.replicas.state": 19,
+    "dmoe_jax.swarm": 40,
+    "net.averaging.averager": 18,
+    "net.averaging.collaboration.rounds": 17,
+    "net.rpc.peer": 18,
+}
+
+# Dataclasses with more fields than MOST_FIELDS.
+WIDE_CLASSES: dict[str, int] = {
+    "dmoe_jax.cli.demo.DemoCommand": 16,
+    "net.dht.config.DhtConfig": 17,
+}
+
+# Public functions with more parameters than MOST_PARAMETERS.
+WIDE_FUNCTIONS: dict[str, int] = {
+    "dmoe_jax.averaging.tree_averager.open_tree_averager": 10,
+    "dmoe_jax.cli.averaging.open_averaging": 9,
+    "dmoe_jax.cli.training._train": 9,
+    "dmoe_jax.collaboration.collaboration.open_collaboration": 9,
+    "dmoe_jax.mixture.parallel._on_device": 10,
+    "dmoe_jax.mixture.parallel.parallel_mixture": 9,
+    "dmoe_jax.node.server.open_expert_node": 10,
+    "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
+    "dmoe_jax.replicas.state.fetch_state": 9,
+    "dmoe_jax.serving.serve_until_left": 11,
+    "dmoe_jax.swarm.collaborate": 11,
+    "dmoe_jax.swarm.collaboration": 9,
+    "dmoe_jax.swarm.open_swarm": 13,
+    "dmoe_jax.swarm.serve": 14,
+    "dmoe_jax.trunk.open_trunk_averaging": 9,
+    "net.averaging.collaboration.rounds.__init__": 9,
+    "net.averaging.grouping.matchmaking.__init__": 10,
+    "net.averaging.state.download.download_state": 11,
+    "net.rpc.lanes.call": 9,
+    "net.rpc.peer.__init__": 9,
+}
+
+# What experiments import beside the faces of packages.
+INNER_MODULES_OF_EXPERIMENTS: set[str] = {
+    "dmoe_jax.arrays",
+    "dmoe_jax.autodiff",
+    "dmoe_jax.blocking",
+    "dmoe_jax.checks",
+    "dmoe_jax.collaboration.settings",
+    "dmoe_jax.cores",
+    "dmoe_jax.data.batches",
+    "dmoe_jax.data.corpora",
+    "dmoe_jax.data.mnist",
+    "dmoe_jax.data.vocabulary",
+    "dmoe_jax.data.wikitext2",
+    "dmoe_jax.device",
+    "dmoe_jax.directory",
+    "dmoe_jax.disk",
+    "dmoe_jax.emulator.order",
+    "dmoe_jax.emulator.stages",
+    "dmoe_jax.emulator.state",
+    "dmoe_jax.environment",
+    "dmoe_jax.expert_calls",
+    "dmoe_jax.experts.adapters",
+    "dmoe_jax.experts.base",
+    "dmoe_jax.experts.dropout",
+    "dmoe_jax.experts.feedforward",
+    "dmoe_jax.experts.relative_attention",
+    "dmoe_jax.experts.transformer_xl",
+    "dmoe_jax.freed_memory",
+    "dmoe_jax.grid",
+    "dmoe_jax.layer_config",
+    "dmoe_jax.mixture.local",
+    "dmoe_jax.mixture.local_update",
+    "dmoe_jax.mixture.remote",
+    "dmoe_jax.mixture.statistics",
+    "dmoe_jax.model",
+    "dmoe_jax.models.config",
+    "dmoe_jax.models.layers",
+    "dmoe_jax.models.mlp",
+    "dmoe_jax.models.transformer_xl",
+    "dmoe_jax.models.trunk",
+    "dmoe_jax.node.backend",
+    "dmoe_jax.node.batch",
+    "dmoe_jax.node.config",
+    "dmoe_jax.node.devices",
+    "dmoe_jax.node.programs",
+    "dmoe_jax.node.server",
+    "dmoe_jax.node.strategies",
+    "dmoe_jax.optim.collaborative",
+    "dmoe_jax.optim.moshpit",
+    "dmoe_jax.optim.noloco",
+    "dmoe_jax.optim.peer_axis",
+    "dmoe_jax.optim.staleness",
+    "dmoe_jax.optim.streaming_diloco",
+    "dmoe_jax.optim.tree_vectors",
+    "dmoe_jax.peer",
+    "dmoe_jax.processes",
+    "dmoe_jax.recipe",
+    "dmoe_jax.remembered",
+    "dmoe_jax.routing.balancing",
+    "dmoe_jax.routing.base",
+    "dmoe_jax.routing.beam_search",
+    "dmoe_jax.routing.check",
+    "dmoe_jax.routing.combinators",
+    "dmoe_jax.routing.product_key",
+    "dmoe_jax.routing.registry",
+    "dmoe_jax.runs.balance_panels",
+    "dmoe_jax.runs.command_line",
+    "dmoe_jax.runs.endings",
+    "dmoe_jax.runs.figure",
+    "dmoe_jax.runs.flags",
+    "dmoe_jax.runs.report",
+    "dmoe_jax.runs.run_folder",
+    "dmoe_jax.runs.setting_up",
+    "dmoe_jax.runs.speech",
+    "dmoe_jax.runs.style",
+    "dmoe_jax.security",
+    "dmoe_jax.serving",
+    "dmoe_jax.swarm",
+    "dmoe_jax.trainer",
+    "dmoe_jax.training.engine",
+    "dmoe_jax.training.plan",
+    "dmoe_jax.training.progress",
+    "dmoe_jax.training.run",
+    "dmoe_jax.training.saving",
+    "dmoe_jax.training.swarm_engine",
+    "dmoe_jax.training.task",
+    "dmoe_jax.trunk",
+    "dmoe_jax.types",
+    "dmoe_jax.xla_threads",
+    "net.averaging.collaboration.assisting",
+    "net.averaging.grouping.group",
+    "net.averaging.grouping.group_key",
+    "net.averaging.reduction.all_reduce",
+    "net.averaging.reduction.load_balance",
+    "net.averaging.reduction.partition",
+    "net.averaging.speeds",
+    "net.averaging.state.download",
+    "net.averaging.state.sharing",
+    "net.clock",
+    "net.dht.node",
+    "net.errors",
+    "net.identity",
+    "net.keys",
+    "net.rpc.base",
+    "net.rpc.bulk",
+    "net.rpc.faults",
+    "net.rpc.peer",
+    "net.transport.sim.events",
+    "net.transport.sim.links",
+    "net.transport.sim.network",
+    "net.transport.sim.simulation",
+    "net.transport.tcp",
+    "net.transport.tls",
+    "net.types",
+    "net.wire.compression",
+    "net.wire.sparse",
+    "net.wire.tensors",
+}
+
+# Private parts of JAX and trio, each with the test that says what broke.
+PRIVATE_PARTS = {
+    "dmoe_jax.xla_threads": "dmoe_jax/test_xla_threads.py::test_jax_says_whether_it_has_computed",
+    "net.transport.sim.simulation": "net/test_sim_runs.py::test_run_leaves_the_process_as_it_was",
+}
+
+
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+LIBRARY = [module for module in MODULES if not belongs(module, "experiments")]
+
+
+def test_modules_need_few_others() -> None:
+    """No module of the library imports more than fifteen of ours; faces, which list what others hold, may."""
+    counts = {module: len(own_imports(path)) for module, path in MODULES.items() if module in LIBRARY}
+    counts = {module: count for module, count in counts.items() if MODULES[module].stem not in ("__init__", "public")}
+    assert {module: count for module, count in counts.items() if count > MOST_IMPORTS} == WIDE_MODULES
+
+
+def test_classes_have_few_fields() -> None:
+    """No class of the library declares more than fifteen fields."""
+    counts = {
+        f"{module}.{node.name}": sum(isinstance(each, ast.AnnAssign) for each in node.body)
+        for module in LIBRARY
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: count for name, count in counts.items() if count > MOST_FIELDS} == WIDE_CLASSES
+
+
+def test_functions_have_few_parameters() -> None:
+    """No function of the library has more than eight parameters, `self` not counted."""
+    counts = {
+        f"{module}.{node.name}": len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+        - any(each.arg in ("self", "cls") for each in arguments.args[:1])
+        for module in LIBRARY
+        for node in ast.walk(parsed(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for arguments in [node.args]
+    }
+    assert {name: count for name, count in counts.items() if count > MOST_PARAMETERS} == WIDE_FUNCTIONS
+
+
+def test_folders_keep_their_line_budgets() -> None:
+    """No top folder grows beyond its budget, nor a file beyond what is read in one sitting."""
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    for folder, budget in LINE_BUDGETS.items():
+        assert sum(count for module, count in lines.items() if belongs(module, folder)) <= budget, folder
+    assert {module: count for module, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_experiments_import_faces() -> None:
+    """Experiments take the library as its users do: through packages' faces, but for the list above."""
+    inner = {
+        imported
+        for module, path in MODULES.items()
+        if belongs(module, "experiments")
+        for imported in own_imports(path)
+        if not belongs(imported, "experiments") and MODULES[imported].stem != "__init__"
+    }
+    assert inner == INNER_MODULES_OF_EXPERIMENTS
+
+
+def test_private_parts_of_others_are_left_alone() -> None:
+    """Nothing reaches into JAX or trio but at the places above, and each of these has its test."""
+    reaches_in = re.compile(r'\b(jax|trio)(\._(?!_)|, "_)')
+    assert {module for module in MODULES if reaches_in.search(MODULES[module].read_text())} == set(PRIVATE_PARTS)
+    for file, _, test in (name.partition("::") for name in PRIVATE_PARTS.values()):
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text()

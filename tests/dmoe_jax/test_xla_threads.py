@@ -38,6 +38,14 @@ def test_shares(monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, may
     assert share_of_threads(processes, may_call_host=may_call_host) == threads
 
 
+def test_jax_says_whether_it_has_computed() -> None:
+    """JAX's private function is where it was: without it, `connect` takes every process for one that has computed."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    jax.local_devices()
+    assert backends_are_initialized()
+
+
 def _init(key: jax.Array) -> dict[str, jax.Array]:
     return {"w": jax.random.normal(key, (4, 4))}
 
