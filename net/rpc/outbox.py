@@ -1,4 +1,4 @@
-"""What waits to be sent on one connection, and in which order it leaves.
+"""Frames that wait to be sent on one connection, and the order in which they leave.
 
 Theory of operation. Frames without tensors leave at once; then those with small tensors; the rest of each write is
 chunks of large frames, `MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, whatever else
@@ -23,13 +23,13 @@ from net.wire.frame_reader import window_cost
 from net.wire.frames import NUM_STREAMS, EncodedFrame, OutgoingStream, Part, whole_part
 
 MAX_STREAMS = 8
-"""Large frames that take turns. More would all be late together; what waits behind them still holds its place."""
+"""Large frames that take turns. More would all be late together."""
 
 Key = tuple[str, int]
 """Kind of message and call id: names a frame while it waits."""
 
 CALL, PARTIAL, ANSWER = "call", "partial", "answer"
-"""Kinds of message that mean something here: a partial is part of an answer."""
+"""Kinds of message that are treated apart: a partial is part of an answer."""
 
 
 class Outbox:
@@ -78,8 +78,8 @@ class Outbox:
         self._count(key, encoded.body_nbytes)
 
     def discard(self, key: Key) -> bool:
-        """Take a frame back; False if it has left completely, or never came. The rest of one that has left in part is
-        not sent, and the receiver never sees it."""
+        """Take a frame back, also one that has left in part, which the receiver then never sees; False if it has left
+        completely, or never came."""
         if self._plain.pop(key, None) is not None:
             return True
         encoded = self._small.pop(key, None) or self._large.pop(key, None)
@@ -96,8 +96,8 @@ class Outbox:
     def take(self, max_nbytes: int) -> tuple[list[Part], list[Key]]:
         """The next parts to write, in order, and the keys of the frames that they complete.
 
-        Stops after the part with which `max_nbytes` are reached, but takes a chunk of a large frame even if the small
-        ones before it have filled that: a flood of small calls does not stop a large one.
+        Stops after the part with which `max_nbytes` are reached, but takes at least one chunk of a large frame: a flood
+        of small calls does not stop a large one.
         """
         parts, self._resets = self._resets, []
         done: list[Key] = []
@@ -122,7 +122,7 @@ class Outbox:
         return parts, done
 
     def _open_streams(self, parts: list[Part]) -> int:
-        """Let large frames take part in the turns, as far as the window allows; each begins with its header."""
+        """Let large frames take part in the turns, as far as the window allows."""
         nbytes = 0
         for key, encoded in self._startable(self._large, reserve=self._window_bytes // 8):
             stream_bytes = self._stream_bytes + window_cost(encoded.body_nbytes, self._window_bytes)
@@ -139,7 +139,7 @@ class Outbox:
         return nbytes
 
     def _startable(self, queue: OrderedDict[Key, EncodedFrame], *, reserve: int) -> Iterator[tuple[Key, EncodedFrame]]:
-        """The frames of a queue that the window lets start now, one after the other. Calls keep their order."""
+        """The frames of a queue that the window lets start now. Calls keep their order."""
         if not self._window_bytes:
             return
         is_closed_to_calls = False
@@ -151,7 +151,6 @@ class Outbox:
             yield key, encoded
 
     def _take_chunk(self, parts: list[Part], done: list[Key]) -> int:
-        """A chunk of the stream whose turn it is."""
         key, (stream, encoded) = self._streams.popitem(last=False)
         part = stream.next_part()
         if stream.is_done:
@@ -168,7 +167,7 @@ class Outbox:
         return part.nbytes
 
     def _cost(self, key: Key, encoded: EncodedFrame) -> int:
-        """What the frame takes of the receiver's window."""
+        """Bytes that the frame takes of the receiver's window."""
         return window_cost(encoded.body_nbytes, self._window_bytes) if key[0] == CALL else 0
 
     def _count(self, key: Key, nbytes: int) -> None:

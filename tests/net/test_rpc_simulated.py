@@ -12,7 +12,8 @@ from net.errors import CallRefused, ConnectionLost, DialFailed, NetError, PeerTi
 from net.identity import Address, Contact, PeerId
 from net.peer_health import Pause
 from net.rpc.base import Reply, Request
-from net.rpc.connection import CHECK_PERIOD_S, IDLE_S, LEAVE_S, SILENCE_S
+from net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
+from net.rpc.connections import CHECK_PERIOD_S
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, HostUp, Partition
