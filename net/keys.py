@@ -1,10 +1,9 @@
 """Keys and certificates: who we are, who may take part, and how both are proven inside a TLS handshake.
 
-A peer is an Ed25519 key; its `PeerId` is the hash of the public key. Python's `ssl` can demand a certificate of the
-other side only together with verifying its chain. Therefore each process issues itself a *leaf* certificate for its own
-key, signed by a *swarm key* that is derived from the swarm's secret. The handshake then proves two things in both
-directions: the chain, that the peer knows the secret; TLS's CertificateVerify, that it holds the key that it names. In
-a swarm without a secret the swarm key is public knowledge, and the chain proves nothing but the format.
+A peer is an Ed25519 key; its `PeerId` is the hash of the public key. Python's `ssl` demands a certificate only together
+with verifying its chain. Therefore each process issues itself a *leaf* certificate for its own key, signed by a *swarm
+key* that is derived from the swarm's secret: the chain proves that the peer knows the secret, TLS's CertificateVerify
+that it holds the key that it names. In a swarm without a secret the chain proves nothing but the format.
 
 The first certificate of a handshake is the listener's, against which guesses of the secret can be tested offline: no
 derivation makes a guessable secret safe, use a random one (`openssl rand -hex 32`).

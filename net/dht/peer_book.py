@@ -1,8 +1,8 @@
 """The peers that one node knows: those that answer, those that are left alone, and those that got lost.
 
-Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless
-its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among
-the lost, to be tried again later: so a swarm that was split finds itself again. One answer clears everything.
+A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless its bucket is
+full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among the lost, to be
+tried again later: so a swarm that was split finds itself again. One answer clears everything.
 """
 
 import random

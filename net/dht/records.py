@@ -1,14 +1,9 @@
 """The record under a key, and how two copies of it become one.
 
 A record is either one `Entry` (a value with its expiration) or a `Dictionary` of entries under subkeys, each with an
-expiration of its own. Rules of merging, after hivemind's DHT:
-
-- the later expiration wins; a store whose expiration is not later changes nothing and is rejected;
-- storing exactly what is there is accepted, so that a repeated store (a retry, a hand-over) is harmless;
-- a plain value and a dictionary exclude each other; a dictionary's expiration is the latest of its entries; a
-  plain value replaces the whole dictionary, or a subkey replaces the plain value, if it expires later.
-
-Values are what `net.wire.codec` carries: None, bool, int (64 bits), float, str, bytes, lists, maps with string keys.
+expiration of its own. As in hivemind's DHT, the later expiration wins. A store whose expiration is not later is
+rejected, but for one of exactly what is there, so that a retry or a hand-over is harmless. A plain value replaces the
+whole dictionary, or a subkey the plain value, if it expires later.
 """
 
 import math

@@ -1,15 +1,10 @@
 """Bulk: round trips and rates of the paths to peers, and the memory that it may take.
 
-Theory of operation. Whoever keeps bytes under way towards a peer needs bandwidth times round trip of them, or the line
-stands idle until answers come back; more only wait in queues. Both factors are measured on the way, as BBR does
-(Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the rate is the best of recent
-*delivery rates*, each taken over the life of one call (what was answered between its placing and its answer, over that
-time: not more than the line carries, and less whenever too little was under way), the round trip is the shortest
-of recent answers to small calls. A window of `GAIN` times their product grows by that factor in each round trip as long
-as it was too small, and stops by itself when the line is full. Losses, and what is fair to others on the line, are up
-to the transports below: a window that is too large costs memory, and memory is what `MemoryBudget` bounds.
-
-One `BulkTraffic` belongs to each peer of a process, and peers may share one budget.
+A line is full when bandwidth times round trip of bytes are under way; more only wait in queues. Both factors are
+measured as BBR does (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the rate is
+the best of recent *delivery rates*, each taken over the life of one call, the round trip is the shortest of recent
+answers to small calls. A window of `GAIN` times their product grows by that factor in each round trip as long as it was
+too small, and stops by itself when the line is full. One that is too large costs memory, which `MemoryBudget` bounds.
 """
 
 import math

@@ -1,18 +1,13 @@
 """More connections with a peer than one, for bulk over long lines.
 
-Theory of operation. The system's buffers bound what is under way on one TCP connection (Linux lets them grow to 4 to 6
-MiB), so at a round trip of 100 ms one carries 0.3 Gb/s whatever the line. Calls say how many bytes they and their
-answers carry (`bulk_bytes`); from these the path's rate and round trip are measured (`net.rpc.bulk`). Once their
-product comes near what one connection lets through, *lanes* are dialled: further connections with the same peer, about
-one for each `LANE_BYTES` of it. A short line never comes near. Each bulk call takes the lane with the fewest bytes
-under way, and where there are lanes the first connection is left to small calls, which then wait for no bulk on it.
-Either end may use the lanes that the other has dialled; a lane without calls for `LANE_IDLE_S` is closed by either.
+Linux lets 4 to 6 MiB be under way on one TCP connection: at a round trip of 100 ms it carries 0.3 Gb/s whatever the
+line. Once a path's rate times its round trip (`net.rpc.bulk`) comes near that, *lanes* are dialled: further connections
+with the same peer, one for about each `LANE_BYTES`. Each bulk call of either end takes the lane with the fewest bytes
+under way, and the first connection is left to small calls.
 
-A lane is marked in the greeting of who dials it, since an unmarked second connection would replace the first. A peer of
-an earlier version would not understand the mark; therefore each peer is first asked, by the call `rpc.lanes`, how many
-it accepts: to those it is an unknown method, and there are no lanes. That call is also what measures the round trip.
-
-A lane that breaks fails the calls on it, as any connection does.
+The greeting marks a lane, since an unmarked second connection would replace the first. Peers of earlier versions do not
+know the mark: therefore each peer is first asked, by `rpc.lanes`, how many lanes it accepts, and theirs is an unknown
+method. That call also measures the round trip.
 """
 
 import weakref

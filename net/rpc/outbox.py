@@ -1,18 +1,15 @@
 """Frames that wait to be sent on one connection, and the order in which they leave.
 
-Theory of operation. Frames without tensors leave at once; then those with small tensors; the rest of each write is
-chunks of large frames, `MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, whatever else
-is under way, and large ones share what is left fairly.
+Frames without tensors leave at once; then those with small tensors; the rest of each write is chunks of large frames,
+`MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, and large ones share the rest fairly.
 
 The window. The receiver's `Hello` says how many bytes of tensors in calls may be under way or in work at its end. A
 call counts for its body, but at most for half of the window, and for nothing if that is small (`window_cost`); it
 starts when as much is free, and the receiver gives that back (`Credit`) once it has answered. An eighth of the window
 is kept for calls that fit one part, so that large ones never lock them out; and the receiver may hold back up to an
-eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, whatever waits can start in the end.
-
-Answers do not count: whoever placed the calls has chosen how much will come back, and an answer that waited for calls
-to be dealt with could be the one that they wait for. All frames that come in chunks at one time, calls and answers,
-together stay within the window too, so that the receiver's reader can tell a flood.
+eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, every call can start in the end. Answers do not count: one that
+waited for calls to be dealt with could be the one that they wait for. But all chunked frames together stay within the
+window, so that the receiver's reader can tell a flood.
 """
 
 from collections import OrderedDict

@@ -38,17 +38,6 @@ class Method:
     max_concurrent: int = 64
     num_running: int = 0
 
-    async def run(self, request: Request) -> Reply:
-        """Run the handler; its exceptions come out as they are.
-
-        Raises:
-          TypeError: the handler returned something else than a `Reply`.
-        """
-        reply = await self.handler(request)
-        if not isinstance(reply, Reply):
-            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
-        return reply
-
     @contextmanager
     def serving(self, caller: object) -> Iterator[None]:
         """Guard the serving of an admitted call, whose place is free afterwards.
@@ -171,7 +160,7 @@ class Service:
         with trio.CancelScope() as scope, entry.serving("this peer itself"):
             self._own_calls[scope] = None
             try:
-                reply = _received(await entry.run(request))
+                reply = _received(await entry.handler(request))
             finally:
                 del self._own_calls[scope]
             return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))

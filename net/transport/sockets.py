@@ -1,8 +1,8 @@
-"""What plain and encrypted links share: connecting, listening, accepting, and a stream of bytes.
+"""Sockets of plain and encrypted links: connecting, listening, accepting, and a stream of bytes.
 
-Why sockets and not `trio.SocketStream`: it receives by `recv_into` straight into memory of the caller's (measured: 0.72
-of a blocking socket's rate, against 0.37 for `receive_some` and joining), and all that one `recv` brought is used
-before the next one (with coalesced writes, 2.5 times the small calls per second).
+Unlike `trio.SocketStream`, a stream here receives by `recv_into` straight into memory of the caller's (measured: 0.72
+of a blocking socket's rate, against 0.37), and all that one `recv` brought is used before the next one (with coalesced
+writes, 2.5 times the small calls per second).
 """
 
 import errno

@@ -1,11 +1,10 @@
 """Frames over TLS 1.3, both ends proven: the network of a real swarm.
 
-Before a link carries a frame, in either direction:
-- TLS refuses a peer whose certificate the swarm's key has not signed, or whose certificate's key it does not hold;
-- the certificate must be a leaf of our format, and the peer that it names on our allow-list, and not ourselves;
-- a dialled peer must be the one that was asked for.
-A dialling end judges before it shows its own certificate, an accepting one before it sends any data: nobody learns
-more of a swarm than the certificate of the listener that it dials.
+Before a link carries a frame, TLS refuses a peer whose certificate the swarm's key has not signed, or whose
+certificate's key it does not hold; and in either direction the certificate must be a leaf of our format, its peer on
+our allow-list and not ourselves, and a dialled peer the one that was asked for. A dialling end judges before it shows
+its own certificate, an accepting one before it sends any data: nobody learns more of a swarm than the certificate of
+the listener that it dials.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """TLS 1.3 without the network: ciphertext in and out of memory, plaintext in and out of the caller's buffers.
 
-OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 512 KiB of
-ciphertext come in at once, and each record is decrypted into the place where its plaintext belongs.
+OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 512 KiB come in at
+once, and each record is decrypted into the place where its plaintext belongs.
 """
 
 import os
