@@ -2,15 +2,12 @@
 
 From the bottom: `wire` turns messages and tensors into frames, `transport` carries frames over links (plain TCP, TLS
 1.3 with proved identities, or a simulated network in virtual time), `rpc` runs many calls at once over one connection
-for each pair of peers, `dht` finds peers and records, `averaging` averages vectors among them. Beside them: who a peer
-is (`identity`, `keys`, `key_files`), who does not answer (`peer_health`), what can go wrong (`errors`), the time of the
-swarm (`clock`) and repeatable chance (`chance`).
+for each pair of peers, `dht` finds peers and records, `averaging` averages vectors among them.
 
-This package sees bytes, flat arrays and peers; it never imports JAX or anything of `dmoe_jax`. Modules are of two
-kinds. A *core* is pure, synchronous and deterministic: clocks, generators and ids are arguments. A *shell* is async
-and thin: it owns nurseries, sockets and clocks. `tests/test_import_rules.py` holds the list and enforces it.
+Modules are of two kinds. A *core* is pure, synchronous and deterministic: clocks, generators and ids are arguments. A
+*shell* is async and thin: it owns nurseries, sockets and clocks. `tests/test_import_rules.py` holds the list.
 
-What is promised stands in `net.public` and is reached from here; it is loaded when first asked for:
+The promised names stand in `net.public` and are loaded when first asked for:
 
     import net
 

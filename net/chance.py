@@ -1,7 +1,7 @@
-"""Chance that can be repeated: one number in [0, 1) for each key, whatever else happens.
+"""Chance that can be repeated: one number in [0, 1) for each key.
 
-Simulations draw for a message of a link, or a call of a peer, by naming it. So nothing depends on who draws first,
-there is no generator to keep for each of a hundred thousand links, and Python's hash seed has no part in it.
+Simulations draw for a message of a link, or a call of a peer, by naming it: nothing depends on who draws first, and
+there is no generator to keep for each of a hundred thousand links.
 """
 
 import hashlib

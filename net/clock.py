@@ -1,12 +1,10 @@
 """The swarm's common time.
 
-Expirations in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on,
-and machines' own clocks differ. `SwarmClock` starts at the wall clock of the machine, and follows the peers that this
-one joined through, whom its user chose: so a swarm has the time of whoever began it. What strangers say of the time
-moves no clock; `skew_s` and `astray` tell how far their clocks differ.
+Expirations in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on.
+`SwarmClock` starts at the wall clock of the machine, and follows the peers that this one joined through, whom its user
+chose. Strangers move no clock; `skew_s` and `astray` tell how far theirs differ.
 
-In virtual time it is trio's clock, and nothing in a simulation ever reads a wall clock: where all clocks are one, no
-answer can show a difference beyond the time that it took, and so none is ever moved.
+In virtual time it is trio's clock, which is one for all and is never moved.
 """
 
 import logging
@@ -27,17 +25,15 @@ FOLLOWED_S = 1.0
 TOLERABLE_S = 3.0
 """Seconds; clocks that differ by more are told of: announcements end too early or too late by as much."""
 
-_MAX_READINGS = 64
-"""Most clocks of others that are remembered."""
-_READING_LIFE_S = 120.0
-"""Seconds for which another clock's reading counts: a clock that was off may have been set since."""
+_MAX_READINGS = 64  # most clocks of others that are remembered
+_READING_LIFE_S = 120.0  # a clock that was off may have been set since
 
+# Goes on while the machine is suspended, which trio's clock does not on Linux and macOS.
 _UPTIME = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
-"""A clock that goes on while the machine is suspended, which trio's does not on Linux and macOS."""
 
 
 class _Reading(NamedTuple):
-    """Another clock, as an answer showed it: its distance from our ticks, the error of that, and when it was read."""
+    """Another clock: its distance from our ticks, the error of that, and when it was read."""
 
     offset_s: float
     error_s: float
@@ -49,7 +45,7 @@ class SwarmClock:
 
     Args:
       start_s: swarm time now.
-      ticks: seconds that have gone by since some moment.
+      ticks: returns seconds since some moment.
     """
 
     def __init__(self, *, start_s: float, ticks: Callable[[], float] = trio.current_time) -> None:
@@ -59,7 +55,7 @@ class SwarmClock:
 
     @classmethod
     def wall(cls) -> "SwarmClock":
-        """Swarm time for a real node: Unix time now, steady from here on, also while the machine is suspended."""
+        """Swarm time for a real node: Unix time now, and steady from here on."""
         clock_id = _UPTIME
         return cls(
             start_s=time.time(), ticks=trio.current_time if clock_id is None else lambda: time.clock_gettime(clock_id)
@@ -79,12 +75,7 @@ class SwarmClock:
         self._offset_s += seconds
 
     def read(self, peer_id: PeerId, theirs: float, *, asked_at: float) -> None:
-        """Note what time a peer has.
-
-        Args:
-          theirs: its swarm time, as its answer says.
-          asked_at: `ticks()` when it was asked.
-        """
+        """Note the swarm time of a peer's answer; `asked_at` is `ticks()` when it was asked."""
         now = self.ticks()
         self._readings.pop(peer_id, None)
         self._readings[peer_id] = _Reading(theirs - (asked_at + now) / 2, (now - asked_at) / 2, now)
@@ -92,7 +83,7 @@ class SwarmClock:
             del self._readings[next(iter(self._readings))]
 
     def follow(self, guides: Iterable[PeerId]) -> None:
-        """Take over the median time of those of these peers whose clocks were read, if it differs by too much."""
+        """Take over the median time of peers whose clocks were read, if it differs by too much."""
         read = [self._readings[peer_id] for peer_id in guides if peer_id in self._readings]
         if not read:
             return
@@ -109,24 +100,24 @@ class SwarmClock:
 
     @property
     def skew_s(self) -> float | None:
-        """Seconds by which the clocks of the peers that answered of late are ahead of this one (their median), to
-        within half a round trip; None: nobody answered."""
-        oldest = self.ticks() - _READING_LIFE_S
-        ahead = [read.offset_s - self._offset_s for read in self._readings.values() if read.read_at >= oldest]
+        """Median of the seconds by which clocks of peers that answered of late are ahead of this one, to within half a
+        round trip; None: nobody answered."""
+        ahead = [ahead_s for ahead_s, _ in self._recent().values()]
         return statistics.median(ahead) if ahead else None
 
     def astray(self) -> dict[PeerId, float]:
         """Peers whose clocks differ from this one by more than `TOLERABLE_S` -> seconds by which they are ahead."""
+        recent = self._recent().items()
+        return {peer_id: ahead_s for peer_id, (ahead_s, error_s) in recent if abs(ahead_s) - error_s > TOLERABLE_S}
+
+    def _recent(self) -> dict[PeerId, tuple[float, float]]:
+        """Peers that answered of late -> seconds by which their clocks are ahead, and the error of that."""
         oldest = self.ticks() - _READING_LIFE_S
-        return {
-            peer_id: read.offset_s - self._offset_s
-            for peer_id, read in self._readings.items()
-            if read.read_at >= oldest and abs(read.offset_s - self._offset_s) - read.error_s > TOLERABLE_S
-        }
+        recent = ((peer_id, read) for peer_id, read in self._readings.items() if read.read_at >= oldest)
+        return {peer_id: (read.offset_s - self._offset_s, read.error_s) for peer_id, read in recent}
 
     def doubts(self) -> str:
-        """A clause that names the peer whose clock differs most, for a message that something is not found; "" if all
-        clocks agree."""
+        """A clause that names the peer whose clock differs most, for a message; "" if all clocks agree."""
         if not (astray := self.astray()):
             return ""
         peer_id, ahead_s = max(astray.items(), key=lambda each: abs(each[1]))

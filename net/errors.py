@@ -1,7 +1,7 @@
-"""The one error tree of the network.
+"""The one error tree of the network: `NetError` is everything that a peer or a wire can cause.
 
 Foreign errors (`OSError`, `trio.BrokenResourceError`, `cbor2.CBORDecodeError`, ...) are mapped onto it once, where they
-enter, with `raise ... from`. Whoever catches `NetError` has caught everything that a peer or a wire can do.
+enter, with `raise ... from`.
 """
 
 
@@ -22,7 +22,7 @@ class ListenFailed(NetError):
 
 
 class PeerUnavailable(NetError):
-    """The peer did not answer. Another peer may: callers of replicated or redundant things go on without it."""
+    """The peer did not answer. Another peer may."""
 
 
 class DialFailed(PeerUnavailable):
@@ -50,17 +50,14 @@ class CallFailed(NetError):
 
 
 class CallRefused(CallFailed):
-    """The request was wrong (unknown method or expert, wrong shape or dtype). The message says what was expected.
-
-    Handlers raise it to refuse a request; the caller gets it with the same message.
-    """
+    """The request was wrong (unknown method or expert, wrong shape or dtype). The message says what was expected."""
 
 
 class PeerBusy(CallFailed):
     """The peer's bounded queue is full. The call was not carried out; it may be tried again later or elsewhere.
 
     Args:
-      retry_after_s: in how many seconds the peer expects to have room; None if it does not say.
+      retry_after_s: seconds until the peer expects to have room; None if it does not say.
     """
 
     def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Who a peer is, and where it listens.
+"""Peers' names and addresses.
 
-A `PeerId` is 32 bytes: the hash of the peer's public key (`net.keys`), or drawn at random on a network that proves
-nothing. The same 256 bits, read as an integer, are the peer's place in the DHT's key space.
+A `PeerId` is the hash of the peer's public key (`net.keys`), or drawn at random on a network that proves nothing. Read
+as an integer, it is the peer's place in the DHT's key space.
 """
 
 import random
@@ -25,16 +25,12 @@ class PeerId:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
-        """A random id. Pass `random.SystemRandom()` on a real node, a seeded generator in a simulation."""
+        """A random id: from `random.SystemRandom()` on a real node, from a seeded generator in a simulation."""
         return cls(rng.randbytes(PEER_ID_BYTES))
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read 64 hexadecimal digits, the form that `str` prints.
-
-        Raises:
-          ValueError: naming the text, when it is anything else.
-        """
+        """Read 64 hexadecimal digits, the form of `str`; ValueError for anything else."""
         # Not `fromhex` alone, which skips white space.
         if len(text) != 2 * PEER_ID_BYTES or not set(text) <= _HEX_DIGITS:
             raise ValueError(f"expected a peer id of {2 * PEER_ID_BYTES} hexadecimal digits, got {text!r}")
@@ -42,7 +38,7 @@ class PeerId:
 
     @property
     def short(self) -> str:
-        """The first eight hexadecimal digits: enough for a log line, not for trust."""
+        """The first eight hexadecimal digits, for a log line."""
         return self.raw.hex()[:8]
 
     def __str__(self) -> str:
@@ -54,7 +50,7 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Where a peer listens: a host name or IP address, and a port."""
+    """A host name or IP address, and a port."""
 
     host: str
     port: int
@@ -67,11 +63,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `host:port` (`[host]:port` for IPv6), the form that `str` prints and the command line takes.
-
-        Raises:
-          ValueError: naming the text, when it is anything else.
-        """
+        """Read `host:port` (`[host]:port` for IPv6), the form of `str`; ValueError for anything else."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or not port.isascii() or not port.isdigit() or len(port) > 5:
             raise ValueError(f"expected an address as HOST:PORT, got {text!r}")
@@ -87,18 +79,14 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer that can be called: who it is and where it listens."""
+    """A peer that can be called: its name, and where it listens."""
 
     peer_id: PeerId
     address: Address
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `peerid@host:port`, the form of `full`.
-
-        Raises:
-          ValueError: naming the text, when it is anything else.
-        """
+        """Read `peerid@host:port`, the form of `full`; ValueError for anything else."""
         peer_id, at, address = text.strip().partition("@")
         try:
             if not at:
@@ -109,7 +97,7 @@ class Contact:
 
     @property
     def full(self) -> str:
-        """The whole id and the address: what `parse` and the command line take."""
+        """The whole id and the address, as `parse` reads them."""
         return f"{self.peer_id}@{self.address}"
 
     def __str__(self) -> str:
@@ -117,10 +105,10 @@ class Contact:
 
 
 def address_of(target: Contact | Address) -> Address:
-    """Where a contact listens; an address is that itself."""
+    """The address of a contact, or the address itself."""
     return target.address if isinstance(target, Contact) else target
 
 
 def peer_id_of(target: Contact | Address | PeerId) -> PeerId | None:
-    """Who is meant; None: whoever answers at an address."""
+    """The peer that is meant; None for whoever answers at an address."""
     return target.peer_id if isinstance(target, Contact) else target if isinstance(target, PeerId) else None

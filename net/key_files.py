@@ -20,8 +20,7 @@ from net.keys import MIN_SECRET_BYTES, Identity, IdentityError
 if sys.platform != "win32":
     import fcntl
 
-_MAX_FILE_BYTES = 4096
-"""Of a key or a secret: what is longer is some other file."""
+_MAX_FILE_BYTES = 4096  # of a key or a secret
 
 
 def load_identity(path: str | Path) -> Identity:
@@ -35,14 +34,14 @@ def load_identity(path: str | Path) -> Identity:
 
 
 def create_identity(path: str | Path) -> Identity:
-    """Make a new identity and a file for it that only we can read. Atomic: the file is there whole or not at all.
+    """Make a new identity and, atomically, a file for it that only we can read.
 
     Raises:
       IdentityError: something is there already, or the file cannot be written.
     """
     path = Path(path)
     identity = Identity.generate()
-    # Written aside and linked: `path` never shows half a key, and linking, unlike renaming, overwrites nothing.
+    # Linking, unlike renaming, overwrites nothing.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -73,8 +72,8 @@ def load_or_create_identity(path: str | Path) -> Identity:
 
 @contextmanager
 def hold_identity(path: str | Path) -> Iterator[Identity]:
-    """`load_or_create_identity`, and nobody else can hold the same file while the block lasts: two processes that are
-    one peer would take each other's connections. (Windows: nobody is kept out.)
+    """`load_or_create_identity`, and keep other processes from holding the same file while the block lasts: two that
+    are one peer would take each other's connections. (Windows: nobody is kept out.)
 
     Raises:
       IdentityError: as `load_or_create_identity`, or another process holds it.
@@ -93,7 +92,7 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
 
 
 def load_swarm_secret(path: str | Path) -> bytes:
-    """Read a swarm's secret, without a byte order mark, and without white space at both ends: editors add both.
+    """Read a swarm's secret, without the byte order mark and the white space at both ends that editors add.
 
     Raises:
       IdentityError: the file is missing or unreadable, others can read or write it, or it is too short or too long.
@@ -146,8 +145,7 @@ def _create_if_missing(path: Path) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file that is ours alone. All checks are made on the descriptor, so that nothing can change
-    between check and use."""
+    """A descriptor of a file that is ours alone: checked itself, so that nothing can change between check and use."""
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # the first: a pipe must not keep us waiting
     try:
         try:

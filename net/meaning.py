@@ -7,11 +7,7 @@ MAX_MEANING_CHARACTERS = 2000
 
 
 def check_meaning(meaning: str) -> str:
-    """Return the text if it can be a meaning.
-
-    Raises:
-      ValueError: it is no text of at most `MAX_MEANING_CHARACTERS` characters that can be printed.
-    """
+    """Return the text; ValueError if it is no meaning."""
     if not is_meaning(meaning):
         raise ValueError(
             f"a meaning is a text of at most {MAX_MEANING_CHARACTERS} printable characters, got {meaning!r:.80}"

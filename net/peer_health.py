@@ -1,12 +1,9 @@
-"""Who does not answer: one record of failures for everybody in a process who asks.
+"""Failures in a row: one record for everybody in a process who asks.
 
-RPC sees how every call ends and feeds the record; the DHT, the expert directory and the mixtures ask it before they
-call. They share the facts (how often in a row something failed, when, and why) and keep rules of their own: each asks
-with a `Pause` that says how long it leaves alone what has failed n times in a row.
-
-What is recorded is a *target*: an `Address` or a `Contact` that was dialled, a peer's service, one expert. A service is
-`(peer_id, name)`: a peer whose experts hang may still be a good member of the DHT. Pure bookkeeping, `now` is an
-argument, seconds on any one clock.
+RPC feeds it with the end of every call; the DHT, the expert directory and the mixtures ask it before they call, each
+with a `Pause` of its own. A *target* is an `Address` or a `Contact` that was dialled, one expert, or a peer's service
+`(peer_id, name)`: a peer whose experts hang may still be a good member of the DHT. `now` is in seconds on any one
+clock.
 """
 
 from collections import OrderedDict
@@ -14,16 +11,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 MAX_TARGETS = 4096
-"""Those whose last failure is oldest are forgotten beyond it: then they are simply tried again."""
+"""Most targets; beyond it the one whose last failure is oldest is forgotten."""
 
 LATE_LIMIT = 3
-"""Late answers in a row that count as one failure. A hung process refuses no connection, and whoever has enough other
-answers does not wait for its deadline."""
+"""Late answers in a row that count as one failure: a hung process refuses no connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """How long a target is left alone: after the n-th failure in a row that counts, `first_s * 2**(n-1)` seconds."""
+    """Seconds for which a target is left alone: `first_s * 2**(n-1)` after the n-th failure in a row that counts."""
 
     first_s: float
     """The first pause, seconds; 0: nothing is ever left alone."""
@@ -37,7 +33,7 @@ class Pause:
             raise ValueError(f"expected 0 <= first_s <= longest_s and forgiven >= 0, got {self}")
 
     def after(self, failures: int) -> float:
-        """Seconds to wait after so many failures in a row."""
+        """Seconds to wait after this number of failures in a row."""
         counted = failures - self.forgiven
         # min first: 2.0 ** counted would overflow for a target that has been dead for ever.
         return min(self.longest_s, self.first_s * 2.0 ** min(counted - 1, 64)) if counted > 0 else 0.0
@@ -53,18 +49,14 @@ class _Record:
 
 
 class PeerHealth:
-    """Failures in a row by target; of at most `MAX_TARGETS`."""
+    """Failures in a row by target."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[Hashable, _Record] = OrderedDict()
 
     def failed(self, target: Hashable, now: float, reason: str = "", *, together_s: float = 0.0) -> None:
-        """Note that an attempt failed.
-
-        Args:
-          together_s: failures within so many seconds of the last are one with it: calls that were under way together
-            fail together.
-        """
+        """Note that an attempt failed. Failures within `together_s` seconds of the last are one with it: calls that
+        were under way together fail together."""
         record = self._touch(target)
         if record.failures and now < record.failed_at + together_s:
             return
@@ -87,24 +79,24 @@ class PeerHealth:
             self._records.pop(target, None)
 
     def troubled_at(self, target: Hashable) -> float | None:
-        """When it last failed or was late, seconds; None if it has answered since, or never did either."""
+        """Time of its last failure or late answer; None if it has answered since, or never did either."""
         record = self._records.get(target)
         return None if record is None else record.troubled_at
 
     def has_failed(self, target: Hashable) -> bool:
-        """Whether it has failed, and not only been late, and not answered since."""
+        """True if it has failed, and not only been late, and not answered since."""
         record = self._records.get(target)
         return record is not None and record.failures > 0
 
     def why_not(self, target: Hashable, now: float, pause: Pause) -> str | None:
-        """Why it is to be left alone at `now`; None if it may be tried."""
+        """Reason to leave it alone at `now`; None if it may be tried."""
         record = self._records.get(target)
         if record is None or now >= (until := record.failed_at + pause.after(record.failures)):
             return None
         return f"{record.reason} ({record.failures} times in a row; not tried for {until - now:.1f} s)"
 
     def blocks(self, target: Hashable, now: float, pause: Pause) -> bool:
-        """Whether it is to be left alone at `now`."""
+        """True if it is to be left alone at `now`."""
         return self.why_not(target, now, pause) is not None
 
     def blocked(self, now: float, pause: Pause) -> tuple[Hashable, ...]:

@@ -30,7 +30,7 @@ SHELLS = {
     "net.transport.tls_engine",
     "net.rpc.base",
     "net.rpc.connection",
-    "net.rpc.dial",
+    "net.rpc.connections",
     "net.rpc.faults",
     "net.rpc.lanes",
     "net.rpc.liveness",

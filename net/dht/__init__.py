@@ -5,10 +5,9 @@ record lives on the `replicas` peers nearest to its key. Whoever needs a record 
 nearest peers it knows for nearer ones (and for the record) until the nearest `beam_size` have all answered.
 
 Nothing is for ever: each value carries an absolute expiration in swarm time, the later expiration wins, and owners
-declare again while they live. Silence is therefore how a peer leaves, and no garbage outlives its expiration.
+declare again while they live. A peer leaves by falling silent.
 
-Cores: `routing_table` (whom to keep), `records` (what a key holds and how copies merge), `storage` (bounded and
-expiring), `lookup` (the walk as a state machine), `peer_book` (who answers and who does not), `messages` (what goes
-over the wire). Shells: `calls` (outgoing and incoming), `maintenance` (background), `node` (the whole, and its public
-face).
+Cores: `routing_table` (contacts to keep), `records` (a key's values, and how copies merge), `storage` (bounded and
+expiring), `lookup` (the walk as a state machine), `peer_book` (peers that answer or not), `messages` (the form on the
+wire). Shells: `calls` (outgoing and incoming), `maintenance` (background), `node` (the whole, and its public face).
 """

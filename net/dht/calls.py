@@ -1,8 +1,8 @@
 """The calls of a DHT node, outgoing and incoming: send, serve, check what comes, and keep the peer book."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -15,42 +15,59 @@ from net.dht.records import Record, SubkeyEntry, merge_entries
 from net.dht.routing_table import NodeId
 from net.dht.storage import RecordStorage
 from net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
-from net.identity import Address, Contact, PeerId, address_of
+from net.identity import Address, Contact, address_of
 from net.rpc.base import Body, Caller, Handler, Reply, Request
 from net.wire.fields import FLAG, PEER_ID
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
-"""What a peer can do to a call. `LocalProtocolError` is not among them: it would be a bug here and has to surface."""
+"""Errors that a peer can cause. `LocalProtocolError` would be a bug here and has to surface."""
 
 MAX_PAGES = 64
-"""Most pages of one record: 2.5 MiB, more than any record may hold; a peer that says `more` again is broken."""
+"""Most pages of one record: 2.5 MiB, more than any record may hold."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class DhtCalls:
-    """The three calls of `net.dht.messages`, each bounded by `config.rpc_timeout_s`.
+    """The three calls of `net.dht.messages`, in both directions.
 
-    Every answer and every failure goes into the peer book. All methods raise `PEER_ERRORS`; cancelling one abandons
-    the call and changes nothing in the book.
+    Every answer and every failure of a call goes into the peer book. Calls of others raise `PEER_ERRORS` after at most
+    `config.rpc_timeout_s`; cancelling one changes nothing in the book. Requests are refused with a reason if anything
+    is wrong with them.
     """
 
     caller: Caller
-    _: KW_ONLY
     book: PeerBook
+    storage: RecordStorage
     clock: SwarmClock
     config: DhtConfig
     is_client: bool
 
     @property
     def latest_expiration(self) -> float:
-        """The latest expiration that a record may have now."""
+        """Latest expiration that a record may have now, swarm time."""
         return self.clock.now() + self.config.max_lifetime_s
 
     async def ping(self, target: Contact | Address) -> Contact:
-        """Ask who listens there. The answer goes into the book; a failure does not, since nobody is known to fail."""
+        """Ask who listens there. Only an answer goes into the book: of a failure nobody is known."""
         contact = await self._ask_who(target)
         self.book.answered(contact, trio.current_time())
         return contact
+
+    async def ping_all(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
+        """Ping all at once; return those that answered at most `grace_s` after the first, in the order of answers."""
+        answered: list[Contact] = []
+
+        async def ping(target: Contact | Address, scope: trio.CancelScope) -> None:
+            try:
+                answered.append(await self.ping(target))
+            except PEER_ERRORS:
+                return
+            scope.deadline = min(scope.deadline, trio.current_time() + grace_s)
+
+        async with trio.open_nursery() as nursery:
+            for target in targets:
+                nursery.start_soon(ping, target, nursery.cancel_scope)
+        return tuple(answered)
 
     async def check(self, contact: Contact) -> None:
         """Ping a contact; if it does not answer, or another peer does, the contact goes."""
@@ -64,7 +81,7 @@ class DhtCalls:
     async def find(
         self, contact: Contact, target: NodeId, *, record: bool
     ) -> tuple[tuple[Contact, ...], Record | None]:
-        """Contacts near `target` and, if wanted, the peer's copy of the record, read page by page."""
+        """Contacts near `target` and, if wanted, the peer's copy of the record."""
         found: Record | None = None
         after: str | None = None
         contacts: tuple[Contact, ...] = ()
@@ -84,7 +101,7 @@ class DhtCalls:
         return contacts, found
 
     async def store(self, contact: Contact, target: NodeId, entries: Sequence[SubkeyEntry]) -> tuple[bool, ...]:
-        """Store entries at one peer; for each, whether the peer accepted it."""
+        """Store entries at one peer; True for each that the peer accepted."""
         accepted: list[bool] = []
         for batch in messages.batches(entries):
             with self._noting(contact):
@@ -104,7 +121,7 @@ class DhtCalls:
 
     @contextmanager
     def _noting(self, contact: Contact) -> Iterator[None]:
-        """Note in the book how a call of the contact ends."""
+        """Note the end of a call of the contact in the book."""
         try:
             yield
         except PEER_ERRORS as error:
@@ -113,24 +130,14 @@ class DhtCalls:
             raise
         self.book.answered(contact, trio.current_time())
 
-
-@dataclass(eq=False, kw_only=True)
-class DhtService:
-    """Serves ping, find and store from the node's table and storage.
-
-    Requests come from anybody: whatever is wrong with them is refused, with a reason.
-    """
-
-    peer_id: PeerId
-    book: PeerBook
-    storage: RecordStorage
-    clock: SwarmClock
-    config: DhtConfig
-
-    def methods(self) -> dict[str, Handler]:
-        """What to serve, by the method's name."""
-        served = {messages.PING: self._ping, messages.FIND: self._find, messages.STORE: self._store}
-        return {method: partial(self._serve, answer) for method, answer in served.items()}
+    def handlers(self) -> dict[str, Handler]:
+        """Handlers of others' calls, by the method's name; none in client mode."""
+        served = {
+            messages.PING: self._answer_ping,
+            messages.FIND: self._answer_find,
+            messages.STORE: self._answer_store,
+        }
+        return {} if self.is_client else {method: partial(self._serve, answer) for method, answer in served.items()}
 
     async def _serve(self, answer: Callable[[Request], Body], request: Request) -> Reply:
         try:
@@ -140,12 +147,12 @@ class DhtService:
             raise CallRefused(str(error)) from error
         if not is_client and request.peer_address is not None:
             self.book.heard_from(Contact(request.peer_id, request.peer_address), trio.current_time())
-        return Reply(body={**body, "peer_id": self.peer_id.raw, "now": self.clock.now()})
+        return Reply(body={**body, "peer_id": self.caller.peer_id.raw, "now": self.clock.now()})
 
-    def _ping(self, _: Request) -> Body:
+    def _answer_ping(self, _: Request) -> Body:
         return {}
 
-    def _find(self, request: Request) -> Body:
+    def _answer_find(self, request: Request) -> Body:
         target, wants_record, after = messages.parse_find_untrusted(request.body)
         # One more than is answered, since the caller itself may be among them and knows itself already.
         nearest = self.book.table.nearest(target, self.config.bucket_size + 1)
@@ -154,31 +161,7 @@ class DhtService:
         reply = messages.FindReply(tuple(contacts[: self.config.bucket_size]), *messages.page(record, after))
         return messages.find_reply_body(reply)
 
-    def _store(self, request: Request) -> Body:
-        now = self.clock.now()
-        latest = now + self.config.max_lifetime_s
-        target, entries = messages.parse_store_untrusted(request.body, latest_expiration=latest)
-        return {"accepted": list(self.storage.store(target, entries, now))}
-
-
-async def first_answers(
-    calls: DhtCalls, targets: Sequence[Contact | Address], *, grace_s: float
-) -> tuple[Contact, ...]:
-    """Ping contacts or addresses all at once; wait for every answer, but only `grace_s` after the first.
-
-    Returns:
-      who answered, in the order of answers; empty if nobody did.
-    """
-    answered: list[Contact] = []
-
-    async def ping(target: Contact | Address, scope: trio.CancelScope) -> None:
-        try:
-            answered.append(await calls.ping(target))
-        except PEER_ERRORS:
-            return
-        scope.deadline = min(scope.deadline, trio.current_time() + grace_s)
-
-    async with trio.open_nursery() as nursery:
-        for target in targets:
-            nursery.start_soon(ping, target, nursery.cancel_scope)
-    return tuple(answered)
+    def _answer_store(self, request: Request) -> Body:
+        body, latest = request.body, self.latest_expiration
+        target, entries = messages.parse_store_untrusted(body, latest_expiration=latest)
+        return {"accepted": list(self.storage.store(target, entries, self.clock.now()))}

@@ -23,13 +23,12 @@ class DhtConfig:
     lookup_timeout_s: float = 30.0
     """Longest lookup, seconds; what was found by then is the result."""
     bootstrap_grace_s: float = 0.5
-    """How long to wait for the other initial peers after the first has answered, seconds."""
+    """Seconds to wait for the other initial peers after the first has answered."""
     pause: Pause = Pause(first_s=5.0, longest_s=120.0)  # noqa: RUF009 (frozen)
-    """How long a peer that does not answer is left alone. The longest also bounds how long two halves of a healed swarm
-    can ignore each other."""
+    """Pause of a peer that does not answer. Two halves of a healed swarm ignore each other for the longest at most."""
     max_lifetime_s: float = 300.0
-    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it: a living peer
-    renews its records, and records of a dead one must not stand in the way of others."""
+    """Latest expiration of a record: now plus this, seconds. Later ones are brought down to it: a living peer renews
+    its records."""
     max_keys: int = 65_536
     """Most records kept for others."""
     max_storage_bytes: int = 64 * 1024 * 1024
@@ -37,15 +36,15 @@ class DhtConfig:
     max_concurrent_operations: int = 16
     """Most lookups of one `store_many` or `get_many` at once."""
     refresh_period_s: float = 300.0
-    """A bucket that no lookup went to for so long is looked up, seconds."""
+    """Seconds without a lookup after which a bucket is looked up."""
     rejoin_period_s: float = 60.0
-    """How often peers that got lost, and the initial peers, are tried again, seconds."""
+    """Seconds between tries of the initial peers and of lost ones."""
     lonely_rejoin_period_s: float = 5.0
     """The same while the node knows nobody at all, seconds."""
     sweep_period_s: float = 10.0
-    """How often ended records are dropped, seconds."""
+    """Seconds between sweeps of ended records."""
     check_after_s: float = 60.0
-    """A contact seen so recently is not pinged to make room for a newcomer, seconds."""
+    """Seconds since a contact was seen after which it is pinged to make room for a newcomer."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.bucket_size <= 32:  # 32 contacts with the longest host names take 10 KB of a 64 KiB header

@@ -1,17 +1,15 @@
-"""What a DHT node does on its own: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
+"""The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import enum
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import trio
 
-from net.dht.calls import PEER_ERRORS, DhtCalls, first_answers
+from net.dht.calls import PEER_ERRORS, DhtCalls
 from net.dht.records import as_updates
 from net.dht.routing_table import NodeId
-from net.dht.storage import RecordStorage
 from net.errors import DialFailed
 from net.identity import Address, Contact, PeerId, address_of
 
@@ -21,18 +19,13 @@ MAX_JOBS = 256
 WORKERS = 4
 """Jobs under way. With silent peers (3 s each) it is 80 checks a minute, far more than a swarm at rest needs."""
 
-MAX_STALE_BUCKETS = 16
-"""Most lookups of one refresh; the stalest buckets come first and the others wait for the next round."""
-
-LOST_DRAWS = 8
-"""Lost peers tried in one round."""
+MAX_STALE_BUCKETS = 16  # looked up in one refresh, the stalest first
+LOST_DRAWS = 8  # lost peers tried in one round
 
 
 class _Job(enum.Enum):
     CHECK = enum.auto()
-    """Ping the contact: a caller that may be new, or an old contact in whose place a newcomer could stand."""
     HAND_OVER = enum.auto()
-    """Send the contact the records that it should hold now."""
 
 
 class JobQueue:
@@ -41,7 +34,7 @@ class JobQueue:
     def __init__(self) -> None:
         self._send, self.waiting = trio.open_memory_channel[tuple[_Job, Contact]](MAX_JOBS)
         self.checking: set[PeerId] = set()
-        """At most MAX_JOBS + WORKERS: one check of a peer at a time is enough."""
+        """Peers whose check waits or is under way: one at a time is enough."""
         self.dropped = 0
         """Jobs dropped because the queue was full."""
 
@@ -63,7 +56,6 @@ class JobQueue:
         return True
 
 
-@dataclass(eq=False, kw_only=True)
 class Maintenance:
     """The background of one node; `run` never returns by itself and never fails because of a peer.
 
@@ -71,24 +63,25 @@ class Maintenance:
       lookup: walks towards an id and thereby fills the table.
     """
 
-    own_address: Address | None
-    initial_peers: tuple[Contact | Address, ...]
-    storage: RecordStorage
-    jobs: JobQueue
-    calls: DhtCalls
-    lookup: Callable[[NodeId], Awaitable[object]]
-    rng: random.Random
-
-    def __post_init__(self) -> None:
-        others = (peer for peer in self.initial_peers if address_of(peer) != self.own_address)
+    def __init__(
+        self,
+        *,
+        initial_peers: Sequence[Contact | Address],
+        jobs: JobQueue,
+        calls: DhtCalls,
+        lookup: Callable[[NodeId], Awaitable[object]],
+        rng: random.Random,
+    ) -> None:
+        others = (peer for peer in initial_peers if address_of(peer) != calls.caller.address)
         self.initial_peers = tuple(dict.fromkeys(others))
-        self.book, self.config = self.calls.book, self.calls.config
-        # A stream of its own for each task: what one draws does not depend on when the others run.
-        streams = (random.Random(self.rng.getrandbits(64)) for _ in range(3))
+        self.jobs, self.calls, self.lookup = jobs, calls, lookup
+        self.book, self.storage, self.config = calls.book, calls.storage, calls.config
+        # A stream of its own for each task: the draws of one do not depend on when the others run.
+        streams = (random.Random(rng.getrandbits(64)) for _ in range(3))
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
     async def join(self) -> None:
-        """Meet the swarm through the initial peers (without this node).
+        """Meet the swarm through the initial peers.
 
         Raises:
           DialFailed: there are some, and none of them answered.
@@ -120,12 +113,12 @@ class Maintenance:
 
     async def _hand_over(self, newcomer: Contact) -> None:
         for key, record in list(self.storage.items(self.calls.clock.now())):
-            await trio.lowlevel.checkpoint()  # a full storage takes a while to look through
+            await trio.lowlevel.checkpoint()  # a full storage takes a while
             if self.book.owes(newcomer, key, replicas=self.config.replicas):
                 await self.calls.store(newcomer, key, as_updates(record))
 
     async def _refresh(self) -> None:
-        """Kademlia, section 2.3: a bucket without lookups is looked up, or it would fill with the dead."""
+        """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""
         period_s = self.config.refresh_period_s
         while True:
             await trio.sleep(_jitter(period_s, self._refresh_rng))
@@ -134,7 +127,7 @@ class Maintenance:
                 await self.lookup(target)
 
     async def _rejoin(self) -> None:
-        """Try the initial peers and some lost ones: so a split swarm becomes one again, and clocks stay together."""
+        """Try the initial peers and some lost ones: a split swarm becomes one again, and clocks stay together."""
         due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
         while True:
             await trio.sleep(_jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
@@ -148,8 +141,8 @@ class Maintenance:
                 await self.lookup(self.book.table.local_id)
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
-        """Ping these peers, and follow the clocks of the initial ones among them; returns those that answered."""
-        answered = await first_answers(self.calls, tuple(targets), grace_s=grace_s)
+        """Ping peers, follow the clocks of the initial ones among them, and return those that answered."""
+        answered = await self.calls.ping_all(targets, grace_s=grace_s)
         guides = {address_of(peer) for peer in self.initial_peers}
         self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
         return answered

@@ -1,18 +1,15 @@
-"""What DHT nodes say to each other: three calls, each a small CBOR map.
+"""The messages of DHT nodes: three calls, each a small CBOR map.
 
     dht.ping   {client}                          -> {peer_id, now}
     dht.find   {client, target, record, after?}  -> {peer_id, now, contacts, entries?, more?}
     dht.store  {client, target, entries}         -> {peer_id, now, accepted}
 
-`client` true says: do not put me into your table. `peer_id` in each answer tells who answered at an address, and lets
-the caller notice that another peer now listens at a remembered one; `now` is the answerer's swarm time. Ids travel as
-32 bytes, contacts as `[id, host, port]`, entries as `[subkey or None, value, expiration]` (a plain value is the single
-entry under None).
+`client` true says: do not put me into your table. `peer_id` in each answer tells who answered at an address, `now` is
+the answerer's swarm time; `net.dht.calls` writes and reads these three. Ids travel as 32 bytes, contacts as `[id, host,
+port]`, entries as `[subkey or None, value, expiration]` (a plain value is the single entry under None).
 
 A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that subkeys
 follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
-
-What all calls have in common, `client`, `peer_id` and `now`, is written and read by `net.dht.calls`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +28,7 @@ PAGE_BYTES = 40 * 1024
 """Most bytes of entries in one message. With 32 contacts of the longest names (10 KB) a header stays below 64 KiB."""
 
 MAX_CONTACTS = 32
-"""Most contacts of one answer; more is a broken peer."""
+"""Most contacts of one answer."""
 
 _LATEST_S = 2.0**63
 SECONDS: Field[float] = Field(
@@ -54,11 +51,11 @@ class FindReply(NamedTuple):
     """An answer to `dht.find`."""
 
     contacts: tuple[Contact, ...]
-    """The contacts nearest to the target that the answerer knows."""
+    """Contacts nearest to the target that the answerer knows."""
     entries: tuple[SubkeyEntry, ...] = ()
     """A page of the record, empty if there is none."""
     more: bool = False
-    """Whether further subkeys follow."""
+    """True if further subkeys follow."""
 
 
 def find_body(target: NodeId, *, record: bool, after: str | None = None) -> Body:
@@ -79,7 +76,7 @@ def find_reply_body(reply: FindReply) -> Body:
 
 
 def batches(entries: Iterable[SubkeyEntry]) -> Iterator[tuple[SubkeyEntry, ...]]:
-    """Cut entries into those that fit one message each."""
+    """Cut entries into batches that fit one message each."""
     batch: list[SubkeyEntry] = []
     used = 0
     for subkey, entry in entries:
@@ -94,7 +91,7 @@ def batches(entries: Iterable[SubkeyEntry]) -> Iterator[tuple[SubkeyEntry, ...]]
 
 
 def page(record: Record | None, after: str | None) -> tuple[tuple[SubkeyEntry, ...], bool]:
-    """The entries of one message whose subkeys follow `after`, in the order of subkeys, and whether more follow."""
+    """(entries of one message whose subkeys follow `after`, in the order of subkeys; True if more follow)."""
     rest = [
         (subkey, entry)
         for subkey, entry in (() if record is None else as_updates(record))
@@ -106,7 +103,7 @@ def page(record: Record | None, after: str | None) -> tuple[tuple[SubkeyEntry, .
 
 
 def parse_find_untrusted(body: Body) -> tuple[NodeId, bool, str | None]:
-    """A request of `dht.find`: target, whether the record is wanted, and the subkey after which to go on."""
+    """A request of `dht.find`: target, True if the record is wanted, and the subkey after which to go on."""
     return (
         _TARGET.of_untrusted(body, "target"),
         FLAG.of_untrusted(body, "record"),
@@ -130,7 +127,7 @@ def parse_find_reply_untrusted(body: Body, *, latest_expiration: float) -> FindR
 
 
 def parse_store_reply_untrusted(body: Body, *, count: int) -> tuple[bool, ...]:
-    """An answer to `dht.store` of `count` entries: which of them were accepted."""
+    """An answer to `dht.store` of `count` entries: True for each that was accepted."""
     accepted = several(FLAG, count).of_untrusted(body, "accepted")
     if len(accepted) != count:
         raise RemoteProtocolError(f"accepted must have {count} booleans, got {len(accepted)}")
@@ -157,10 +154,10 @@ def parse_entries_untrusted(raw: object, latest_expiration: float) -> tuple[Subk
 
 
 def parse_contact_untrusted(item: object) -> Contact:
-    """A contact from `[peer id, host, port]`.
+    """Read a contact as `[peer id, host, port]`.
 
     Raises:
-      RemoteProtocolError: if it is anything else.
+      RemoteProtocolError: it is anything else.
     """
     peer_id, host, port = row_untrusted(item, "a contact", id=PEER_ID, host=HOST, port=PORT)
     return Contact(peer_id, Address(host, port))

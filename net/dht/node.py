@@ -13,21 +13,12 @@ from dataclasses import dataclass, replace
 import trio
 
 from net.clock import SwarmClock
-from net.dht.calls import PEER_ERRORS, DhtCalls, DhtService
+from net.dht.calls import PEER_ERRORS, DhtCalls
 from net.dht.config import DhtConfig
 from net.dht.lookup import Lookup
 from net.dht.maintenance import JobQueue, Maintenance
 from net.dht.peer_book import PeerBook
-from net.dht.records import (
-    MAX_KEY_BYTES,
-    Record,
-    SubkeyEntry,
-    Value,
-    check_subkey,
-    live,
-    make_entry,
-    merge,
-)
+from net.dht.records import MAX_KEY_BYTES, Record, SubkeyEntry, Value, check_subkey, live, make_entry, merge
 from net.dht.routing_table import NodeId, key_id, node_id
 from net.dht.storage import RecordStorage
 from net.identity import Address, Contact, PeerId
@@ -38,16 +29,16 @@ from net.wire.codec import decode_untrusted, encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreItem:
-    """One thing to store. `ValueError` names what is wrong with it when it is stored."""
+    """One thing to store."""
 
     key: str
     """Name of the record, at most 512 bytes."""
     value: Value
-    """What `net.dht.records` allows."""
+    """A value as `net.dht.records` allows it."""
     expiration: float
     """Absolute swarm time, seconds; brought down to now plus `DhtConfig.max_lifetime_s`."""
     subkey: str | None = None
-    """Where in the key's dictionary; None for the key's plain value."""
+    """Name in the key's dictionary; None for the key's plain value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +55,6 @@ class DhtStatistics:
     """Their encoded size (an upper bound)."""
     blacklisted: tuple[PeerId, ...]
     """Peers left alone now."""
-    lost_peers: int
-    """Peers remembered to be tried again."""
     lookups: int
     """Lookups finished."""
     queries: int
@@ -73,14 +62,13 @@ class DhtStatistics:
     dropped_jobs: int
     """Follow-ups dropped because their queue was full."""
     clock_skew_s: float | None
-    """Swarm time of the peers that answered of late minus the own, seconds, see `SwarmClock.skew_s`."""
+    """See `SwarmClock.skew_s`."""
 
 
 class DhtNode:
     """One peer's part of the DHT. Made by `open_dht_node`; every method may be cancelled at any time.
 
-    No method raises because of what other peers do: a store that reached nobody is False, a get that found nothing
-    None.
+    No method raises because of other peers: a store that reached nobody is False, a get that found nothing None.
     """
 
     def __init__(
@@ -98,7 +86,6 @@ class DhtNode:
         self.clock = clock
         self.config = config
         self.health = caller.health
-        """Who does not answer, as this process's calls found."""
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
         self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
         self._jobs = JobQueue()
@@ -110,27 +97,25 @@ class DhtNode:
             check=self._jobs.check,
             hand_over=self._jobs.hand_over,
         )
-        self._calls = DhtCalls(caller, book=self._book, clock=clock, config=config, is_client=self.is_client)
-        self._service = DhtService(
-            peer_id=self.peer_id, book=self._book, storage=self._storage, clock=clock, config=config
+        self._calls = DhtCalls(
+            caller=caller,
+            book=self._book,
+            storage=self._storage,
+            clock=clock,
+            config=config,
+            is_client=self.is_client,
         )
         self._maintenance = Maintenance(
-            own_address=self.address,
-            initial_peers=tuple(initial_peers),
-            storage=self._storage,
-            jobs=self._jobs,
-            calls=self._calls,
-            lookup=self.find_nearest,
-            rng=rng,
+            initial_peers=initial_peers, jobs=self._jobs, calls=self._calls, lookup=self.find_nearest, rng=rng
         )
-        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
+        # Of thousands of keys not all may be looked up at once: each is some twenty calls and their memory.
         self._operations = trio.CapacityLimiter(config.max_concurrent_operations)
         self._lookups = 0
         self._queries = 0
 
     @property
     def is_client(self) -> bool:
-        """Whether the node only asks: it serves nothing, keeps nothing for others, and is in nobody's table."""
+        """True if the node only asks: it serves nothing, keeps nothing for others, and is in nobody's table."""
         return self._own_contact is None
 
     async def store(self, key: str, value: Value, *, expiration: float, subkey: str | None = None) -> bool:
@@ -145,11 +130,11 @@ class DhtNode:
         the stores may or may not have happened.
 
         Returns:
-          for each item whether most of the replicas that answered accepted it. False: they hold something that
-          expires later (or, at the same time, differs), the item has expired, or nobody answered.
+          for each item True if most of the replicas that answered accepted it. They do not if they hold something that
+          expires later (or, at the same time, differs), or if the item has expired.
 
         Raises:
-          ValueError: if a key, subkey, value or expiration is not allowed; nothing has been stored then.
+          ValueError: a key, subkey, value or expiration is not allowed; nothing has been stored then.
         """
         items = list(items)
         latest = self._calls.latest_expiration
@@ -158,7 +143,7 @@ class DhtNode:
         for index, item in enumerate(items):
             by_key.setdefault(_check_key(item.key), []).append(index)
             entry = make_entry(item.value, min(item.expiration, latest))
-            # A copy, so that what the caller does to a list afterwards does not change a record.
+            # A copy: the caller may change a list afterwards.
             entry = replace(entry, value=decode_untrusted(encode(entry.value)))
             updates.append((check_subkey(item.subkey), entry))
         results = [False] * len(items)
@@ -178,10 +163,10 @@ class DhtNode:
         """Look a key up: ask all of the nearest peers and merge their copies; later expirations win.
 
         Returns:
-          what has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
+          the part that has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
 
         Raises:
-          ValueError: if the key is not a string of at most 512 bytes.
+          ValueError: the key is not a string of at most 512 bytes.
         """
         target = key_id(_check_key(key))
         lookup = await self._walk(target, record=True)
@@ -217,7 +202,6 @@ class DhtNode:
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
             blacklisted=self._book.left_alone(trio.current_time()),
-            lost_peers=self._book.lost_count,
             lookups=self._lookups,
             queries=self._queries,
             dropped_jobs=self._jobs.dropped,
@@ -233,7 +217,7 @@ class DhtNode:
         verdicts: list[tuple[bool, ...]] = []
 
         async def fill_one_replica() -> None:
-            for contact in remaining:  # shared by the replicas: each takes the nearest that nobody has tried
+            for contact in remaining:  # shared: each takes the nearest that has not been tried
                 if contact == self._own_contact:
                     verdicts.append(self._storage.store(target, updates, self.clock.now()))
                     return
@@ -250,7 +234,6 @@ class DhtNode:
 
     async def _walk(self, target: NodeId, *, record: bool) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
-        # The lookup's and the book's time is trio's, not the swarm's: deadlines are then compared without rounding.
         now = trio.current_time()
         seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
         lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup)
@@ -297,15 +280,13 @@ async def open_dht_node(
     client_mode: bool = False,
     config: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[DhtNode]:
-    """Join the DHT, and stay in it until the block ends.
-
-    All initial peers are tried at once; without any, the node is the first of a new swarm. On exit the background
-    stops and the methods are unknown again; what the node held for others is not handed on (owners declare again,
-    replicas remain).
+    """Join the DHT, and stay in it until the block ends. Records held for others are not handed on then: owners declare
+    again, replicas remain.
 
     Args:
       caller: places and serves the calls; one DHT node at a time serves on it.
-      initial_peers: through whom to join; a contact must be who it says, an address may be anybody.
+      initial_peers: peers to join through, tried all at once; a contact must be who it says, an address may be anybody.
+        Without any, the node is the first of a new swarm.
       client_mode: only ask, never serve; implied when `caller` listens nowhere.
 
     Raises:
@@ -314,7 +295,7 @@ async def open_dht_node(
     """
     is_client = client_mode or caller.address is None
     node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
-    with handlers(caller, {} if is_client else node._service.methods()):
+    with handlers(caller, node._calls.handlers()):
         await node._maintenance.join()
         async with background_nursery() as nursery:
             nursery.start_soon(node._maintenance.run)

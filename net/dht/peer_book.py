@@ -1,8 +1,8 @@
-"""Who answers and who does not: the routing table, who is left alone, and the peers that got lost.
+"""The peers that one node knows: those that answer, those that are left alone, and those that got lost.
 
-Three rules. A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless
-its bucket is full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among
-the lost, to be tried again later: so a swarm that was split finds itself again. One answer clears everything.
+A peer enters the table when it has *answered* (a claim in a request is checked by a ping first, unless its bucket is
+full). A peer that does not answer leaves the table, is left alone for a while, and is remembered among the lost, to be
+tried again later: so a swarm that was split finds itself again. One answer clears everything.
 """
 
 import random
@@ -14,20 +14,20 @@ from net.identity import Contact, PeerId
 from net.peer_health import PeerHealth
 
 ANSWERS = "dht.answers"
-"""What the health of `(peer_id, ANSWERS)` tells: whether a peer answers as one of the DHT does. It is stricter than
-`(peer_id, "dht")`, which RPC feeds: to RPC any answer is a success, nonsense and refusals included."""
+"""`(peer_id, ANSWERS)` is healthy if the peer answers as one of the DHT does; to RPC, which feeds `(peer_id, "dht")`,
+nonsense and refusals are answers, too."""
 
 MAX_LOST = 256
-"""Most lost peers remembered; the longest lost is forgotten first. Enough to find one survivor of the other half."""
+"""Most lost peers remembered: enough to find one survivor of the other half."""
 
 
 class PeerBook:
-    """What one node knows of its peers. Every `now` is a time of one clock, that of `health`.
+    """Every `now` is a time of the clock of `health`.
 
     Args:
-      check: told of each contact to be pinged: a caller that may be new, or a contact that was not seen for long and in
-        whose place a newcomer could stand.
-      hand_over: told of each newcomer to the table, to which records may have to be handed over.
+      check: called with each contact to be pinged: a caller that may be new, or a contact that was not seen for long
+        and in whose place a newcomer could stand.
+      hand_over: called with each newcomer to the table, to which records may have to be handed over.
     """
 
     def __init__(
@@ -47,11 +47,6 @@ class PeerBook:
         self._check = check
         self._hand_over = hand_over
         self._lost: dict[PeerId, Contact] = {}  # from longest to most recently lost
-
-    @property
-    def lost_count(self) -> int:
-        """How many lost peers are remembered."""
-        return len(self._lost)
 
     def answered(self, contact: Contact, now: float) -> None:
         """Note that the peer answered a call at this address."""
@@ -80,9 +75,8 @@ class PeerBook:
         if self.table.has_room(contact.peer_id) if seen is None else seen.contact != contact:
             self._check(contact)
         else:
-            # It is known; or it is one of the many callers in a large swarm that fall into full buckets. To ping each
-            # of them would double the traffic, so they only wait among the replacements, and are found out when they
-            # are first asked something.
+            # It is known; or it is one of the many callers in a large swarm that fall into full buckets. To ping them
+            # all would double the traffic: they wait among the replacements until they are first asked something.
             self._add(contact, now)
 
     def _add(self, contact: Contact, now: float) -> None:
@@ -91,7 +85,7 @@ class PeerBook:
             self._check(oldest.contact)
 
     def usable(self, contacts: Iterable[Contact], now: float) -> tuple[Contact, ...]:
-        """The contacts that are not being left alone."""
+        """The contacts that are not left alone."""
         return tuple(
             contact for contact in contacts if not self._health.blocks((contact.peer_id, ANSWERS), now, self._pause)
         )
@@ -107,11 +101,8 @@ class PeerBook:
         )
 
     def owes(self, newcomer: Contact, key: NodeId, *, replicas: int) -> bool:
-        """Whether a record under `key` is to be handed over to a peer that has just been met.
-
-        It is when the newcomer belongs to the `replicas` nearest and this node is the nearest of the others: so of
-        all holders one hands over, and in a swarm at rest nobody does.
-        """
+        """True if this node has to hand the record under `key` over to a peer that has just been met: the newcomer is
+        among the `replicas` nearest, and this node is the nearest of the others."""
         others = (c for c in self.table.nearest(key, replicas + 1) if c.peer_id != newcomer.peer_id)
         own = self.table.local_id ^ key
         distances = sorted([own, *(node_id(contact.peer_id) ^ key for contact in others)])[:replicas]
@@ -120,5 +111,5 @@ class PeerBook:
         return len(distances) < replicas or node_id(newcomer.peer_id) ^ key < distances[-1]
 
     def draw_lost(self, count: int, rng: random.Random) -> tuple[Contact, ...]:
-        """Up to `count` lost peers, drawn at random. They are tried whether or not they are being left alone."""
+        """Up to `count` lost peers, drawn at random, also those that are left alone."""
         return tuple(rng.sample(list(self._lost.values()), min(count, len(self._lost))))

@@ -1,14 +1,9 @@
-"""What a key holds, and how two copies of it become one.
+"""The record under a key, and how two copies of it become one.
 
 A record is either one `Entry` (a value with its expiration) or a `Dictionary` of entries under subkeys, each with an
-expiration of its own. Rules of merging, after hivemind's DHT:
-
-- the later expiration wins; a store whose expiration is not later changes nothing and is rejected;
-- storing exactly what is there is accepted, so that a repeated store (a retry, a hand-over) is harmless;
-- a plain value and a dictionary exclude each other; a dictionary's expiration is the latest of its entries; a
-  plain value replaces the whole dictionary, or a subkey replaces the plain value, if it expires later.
-
-Values are what `net.wire.codec` carries: None, bool, int (64 bits), float, str, bytes, lists, maps with string keys.
+expiration of its own. As in hivemind's DHT, the later expiration wins. A store whose expiration is not later is
+rejected, but for one of exactly what is there, so that a retry or a hand-over is harmless. A plain value replaces the
+whole dictionary, or a subkey the plain value, if it expires later.
 """
 
 import math
@@ -25,20 +20,18 @@ Value = Any
 read-only once stored."""
 
 MAX_VALUE_BYTES = 16 * 1024
-"""Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer, not here."""
+"""Largest encoded value. Records are small facts (who serves what); tensors go from peer to peer."""
 
 MAX_SUBKEY_BYTES = 256
 MAX_SUBKEYS = 4096
-"""Entries of one dictionary. A row of an expert grid has at most some hundreds, a swarm's node list some
-thousands."""
+"""Most entries of one dictionary. A row of an expert grid has some hundreds, a swarm's node list some thousands."""
 
 MAX_DICTIONARY_BYTES = 1024 * 1024
-"""Encoded size of one dictionary: 4096 entries of 256 bytes. It bounds what a reader holds for one key."""
+"""Largest encoded dictionary: 4096 entries of 256 bytes."""
 
 MAX_KEY_BYTES = 512
 
-_ENTRY_OVERHEAD_BYTES = 16
-"""Framing of an entry on the wire: array head, expiration (9 bytes), string head."""
+_ENTRY_OVERHEAD_BYTES = 16  # framing of an entry on the wire: array head, expiration (9 bytes), string head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +41,9 @@ class Entry:
     value: Value
     """The value; None is a value like any other (it serves as a tombstone)."""
     expiration: float
-    """Absolute swarm time in seconds from which the entry no longer exists."""
+    """Swarm time in seconds from which the entry no longer exists."""
     size_bytes: int
-    """Upper bound of the encoded size of value and framing, without the subkey."""
+    """Upper bound of the encoded size, without the subkey."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +83,10 @@ def make_entry(value: Value, expiration: float, *, latest: float = math.inf) -> 
 
 
 def check_subkey(subkey: str | None) -> str | None:
-    """The subkey itself.
+    """Return the subkey.
 
     Raises:
-      ValueError: if it is neither None nor a string of at most `MAX_SUBKEY_BYTES`.
+      ValueError: it is neither None nor a string of at most `MAX_SUBKEY_BYTES`.
     """
     if subkey is not None and (not isinstance(subkey, str) or len(subkey.encode()) > MAX_SUBKEY_BYTES):
         raise ValueError(f"a subkey is None or a string of at most {MAX_SUBKEY_BYTES} bytes, got {subkey!r:.80}")
@@ -118,13 +111,9 @@ def live(record: Record | None, now: float) -> Record | None:
 
 
 def merge_entries(record: Record | None, updates: Sequence[SubkeyEntry]) -> tuple[Record | None, tuple[bool, ...]]:
-    """Apply stores in order. `record` itself is not changed.
-
-    Returns:
-      the record afterwards, and for each update whether it was accepted.
-    """
+    """Apply stores in order; return the record afterwards (`record` is not changed), and True for each accepted one."""
     accepted: list[bool] = []
-    owned = False  # whether record.entries is a copy made here, which may be written to
+    owned = False  # True if record.entries is a copy made here, which may be written to
     for subkey, entry in updates:
         is_table = isinstance(record, Dictionary)
         current = record.entries.get(subkey) if subkey is not None and isinstance(record, Dictionary) else record
@@ -150,8 +139,7 @@ def merge_entries(record: Record | None, updates: Sequence[SubkeyEntry]) -> tupl
 
 
 def merge(left: Record | None, right: Record | None) -> Record | None:
-    """One record of two copies: dictionaries are joined subkey by subkey; otherwise the later expiration wins
-    whole."""
+    """One record of two copies."""
     if left is None or right is None:
         return right if left is None else left
     if isinstance(left, Dictionary) and isinstance(right, Dictionary):

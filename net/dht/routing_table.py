@@ -1,8 +1,8 @@
-"""Kademlia's routing table: which contacts to keep, and who is nearest to a target.
+"""Kademlia's routing table: the contacts to keep, and those nearest to a target.
 
 Maymounkov and Mazieres, "Kademlia: A Peer-to-peer Information System Based on the XOR Metric" (2002), sections
-2.2-2.4 and 4.2. The table never sends anything. When a bucket is full, `add` returns its least recently seen contact:
-the caller pings it and then either refreshes it by another `add` or calls `remove`, which promotes a replacement.
+2.2-2.4 and 4.2. When a bucket is full, `add` returns its least recently seen contact: the caller pings it and then
+either refreshes it by another `add` or calls `remove`, which promotes a replacement.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ ID_BITS = 8 * PEER_ID_BYTES
 
 
 def node_id(peer_id: PeerId) -> NodeId:
-    """Where a peer sits in the key space."""
+    """The place of a peer in the key space."""
     return int.from_bytes(peer_id.raw, "big")
 
 
 def key_id(key: str) -> NodeId:
-    """Where a key sits in the key space: SHA-256 of its UTF-8 text."""
+    """The place of a key in the key space: SHA-256 of its UTF-8 text."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A contact and when it last proved to be alive (seconds of the table's clock)."""
+    """A contact, and the last time at which it proved to be alive (seconds of the table's clock)."""
 
     contact: Contact
     last_seen: float
@@ -56,16 +56,13 @@ class _Bucket:
 
 class RoutingTable:
     """Contacts in k-buckets that split where the own id lies, and elsewhere down to the next multiple of
-    `depth_modulo`.
-
-    Bounded by construction: at most `ID_BITS * 2**(depth_modulo - 1)` buckets of `bucket_size` contacts and as many
-    replacements, and in practice some ten times `log2(peers)` contacts.
+    `depth_modulo`: at most `ID_BITS * 2**(depth_modulo - 1)` buckets, in practice some `10 * log2(peers)` contacts.
 
     Args:
       local_id: the own place; it is never a contact.
-      bucket_size: k of the paper.
+      bucket_size: k of the paper; a bucket has as many replacements.
       depth_modulo: b of section 4.2, "accelerated lookups": 1 splits only around the own id.
-      now: when the table begins; buckets count as looked up then.
+      now: seconds; buckets count as looked up then.
     """
 
     def __init__(self, local_id: NodeId, *, bucket_size: int = 20, depth_modulo: int = 5, now: float = 0.0) -> None:
@@ -84,15 +81,15 @@ class RoutingTable:
 
     @property
     def bucket_count(self) -> int:
-        """How many buckets there are now."""
+        """Number of buckets."""
         return len(self._buckets)
 
     def contacts(self) -> tuple[Contact, ...]:
-        """Every contact, in the order of ids' buckets."""
+        """Every contact, in the order of buckets."""
         return tuple(seen.contact for bucket in self._buckets for seen in bucket.contacts.values())
 
     def get(self, peer_id: PeerId) -> Seen | None:
-        """What the table holds about a peer, or None."""
+        """The entry of a peer, or None."""
         node = node_id(peer_id)
         return self._bucket_of(node).contacts.get(node)
 
@@ -100,9 +97,8 @@ class RoutingTable:
         """Take in a contact that has just proved to be alive, or refresh it.
 
         Returns:
-          None when the contact is in the table now (or is this node itself). Otherwise its bucket is full: the
-          contact waits among the replacements, and the bucket's least recently seen contact is returned, to be
-          pinged.
+          None if it is in the table now (or is this node itself). Otherwise its bucket is full: it waits among the
+          replacements, and the bucket's least recently seen contact is returned, to be pinged.
         """
         node = node_id(contact.peer_id)
         if node == self.local_id:
@@ -119,12 +115,12 @@ class RoutingTable:
                 continue
             bucket.replacements.pop(node, None)
             bucket.replacements[node] = Seen(contact=contact, last_seen=now)
-            if len(bucket.replacements) > self._bucket_size:  # as many spares as places: more could never all be used
+            if len(bucket.replacements) > self._bucket_size:  # more than there are places could never all be used
                 del bucket.replacements[next(iter(bucket.replacements))]
             return next(iter(bucket.contacts.values()))
 
     def has_room(self, peer_id: PeerId) -> bool:
-        """Whether `add` would put a newcomer into the table rather than among the replacements."""
+        """True if `add` would put a newcomer into the table rather than among the replacements."""
         bucket = self._bucket_of(node_id(peer_id))
         return len(bucket.contacts) < self._bucket_size or self._may_split(bucket)
 
@@ -141,8 +137,8 @@ class RoutingTable:
 
     def nearest(self, target: NodeId, count: int) -> tuple[Contact, ...]:
         """The `count` contacts nearest to `target`, nearest first (fewer if the table holds fewer)."""
-        # The buckets are aligned ranges, so their distances to the target are ranges that do not overlap: whole
-        # buckets can be taken in the order of their nearest end until there are enough contacts.
+        # Buckets are aligned ranges, so their distances to the target are ranges that do not overlap: whole buckets
+        # are taken in the order of their nearest end.
         ordered = sorted(self._buckets, key=lambda bucket: (bucket.lower ^ target) & ~(bucket.width - 1))
         found: list[NodeId] = []
         known: dict[NodeId, Seen] = {}

@@ -1,8 +1,7 @@
-"""The records that one node keeps: bounded, expiring, and never reading a clock.
+"""The records that one node keeps, bounded and expiring.
 
-The bounds make a flood of stores cost its sender and not this process's memory: when they are passed, the records
-that would have ended first go first. A long-lived record could therefore crowd out others, which is why the lifetime
-of whatever comes from the network is capped before it gets here.
+Beyond the bounds the records that would have ended first go first. A long-lived record could therefore crowd out
+others, which is why the lifetime of all that comes from the network is capped before it gets here.
 """
 
 import heapq
@@ -13,12 +12,7 @@ from net.dht.routing_table import NodeId
 
 
 class RecordStorage:
-    """Records by key id.
-
-    Args:
-      max_keys: most keys held; a live node of a swarm of thousands holds some hundreds.
-      max_bytes: most encoded bytes held, over all keys.
-    """
+    """Records by key id: at most `max_keys`, of at most `max_bytes` encoded bytes in all."""
 
     def __init__(self, *, max_keys: int, max_bytes: int) -> None:
         self._max_keys = max_keys
@@ -26,8 +20,8 @@ class RecordStorage:
         self._records: dict[NodeId, Record] = {}
         self._sizes: dict[NodeId, int] = {}
         self._bytes = 0
-        # Keys by expiration. A pair is void unless it states the record's present expiration, so a record that
-        # changes pushes a new pair and leaves the old one to be skipped; a rejected store pushes nothing.
+        # Keys by expiration. A pair is void unless it states the record's present expiration: a record that changes
+        # pushes a new pair and leaves the old one to be skipped.
         self._by_expiration: list[tuple[float, NodeId]] = []
 
     def __len__(self) -> int:
@@ -35,7 +29,7 @@ class RecordStorage:
 
     @property
     def bytes_held(self) -> int:
-        """Encoded size of everything held (an upper bound)."""
+        """Encoded size of all records (an upper bound)."""
         return self._bytes
 
     def get(self, key: NodeId, now: float) -> Record | None:
@@ -49,11 +43,7 @@ class RecordStorage:
                 yield key, alive
 
     def store(self, key: NodeId, updates: Sequence[SubkeyEntry], now: float) -> tuple[bool, ...]:
-        """Merge stores into a record.
-
-        Returns:
-          for each update whether it was accepted; an expired one, and one for which there is no room, is not.
-        """
+        """Merge stores into a record; True for each that was accepted: not expired, and there was room for it."""
         fresh = [update for update in updates if update[1].expiration > now]
         after, accepted = merge_entries(self.get(key, now), fresh)
         self._put(key, after)
@@ -65,7 +55,7 @@ class RecordStorage:
         return tuple(entry.expiration > now and next(verdicts) and key in self._records for _, entry in updates)
 
     def sweep(self, now: float) -> int:
-        """Forget the records that have ended. Returns how many."""
+        """Forget the records that have ended; return their number."""
         before = len(self._records)
         while self._by_expiration and self._by_expiration[0][0] <= now:
             self._drop_first()

@@ -1,15 +1,10 @@
-"""What a process knows and allows of bulk: how far peers are, how fast calls to them go, how much memory it may take.
+"""Bulk: round trips and rates of the paths to peers, and the memory that it may take.
 
-Theory of operation. Whoever keeps bytes under way towards a peer needs bandwidth times round trip of them, or the line
-stands idle until answers come back; more only wait in queues. Both factors are measured on the way, as BBR does
-(Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the rate is the best of recent
-*delivery rates*, each taken over the life of one call (what was answered between its placing and its answer, over that
-time: not more than the line carries, and less whenever too little was under way), the round trip is the shortest
-of recent answers to small calls. A window of `GAIN` times their product grows by that factor in each round trip as long
-as it was too small, and stops by itself when the line is full. Losses, and what is fair to others on the line, are up
-to the transports below: a window that is too large costs memory, and memory is what `MemoryBudget` bounds.
-
-One `BulkTraffic` belongs to each peer of a process, and peers may share one budget.
+A line is full when bandwidth times round trip of bytes are under way; more only wait in queues. Both factors are
+measured as BBR does (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the rate is
+the best of recent *delivery rates*, each taken over the life of one call, the round trip is the shortest of recent
+answers to small calls. A window of `GAIN` times their product grows by that factor in each round trip as long as it was
+too small, and stops by itself when the line is full. One that is too large costs memory, which `MemoryBudget` bounds.
 """
 
 import math
@@ -37,21 +32,16 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]i?B|B|)", re.ASCII)
 
 _RATE_PERIOD_S = 10.0
-"""A delivery rate counts for one to two such periods: some ten round trips of a long line, as in BBR, or more. That of
-a line that has become slower counts for too long, which costs memory and nothing else."""
+"""A delivery rate counts for one to two of these periods: some ten round trips of a long line, as in BBR, or more."""
 
 _ROUND_TRIP_PERIOD_S = 60.0
 """Likewise for round trips. A route seldom changes, and a queue that makes one look long is gone by then."""
 
-_MAX_PATHS = 1024
-"""Peers whose paths are remembered. Of one that was forgotten, windows grow afresh."""
+_MAX_PATHS = 1024  # peers whose paths are remembered
 
 
 def bytes_of(size: int | str) -> int:
-    """A number of bytes, as people write it.
-
-    Args:
-      size: of bytes, or a text such as "256MiB", "1.5 GiB", "500 MB" (of 1000 kB each) or "1048576".
+    """Read a number of bytes, or a text such as "256MiB", "1.5 GiB", "500 MB" (of 1000 kB each) or "1048576".
 
     Raises:
       ValueError: it is anything else.
@@ -67,16 +57,16 @@ def bytes_of(size: int | str) -> int:
 
 
 class MemoryBudget:
-    """How many bytes may be held for bulk, by all exchanges and downloads that share it.
+    """Bytes that may be held for bulk, by all exchanges and downloads that share it.
 
-    It bounds what goes beyond the small windows that each of them begins with, so that all go on when it is used up,
-    only slower. Nobody waits here: what is not to be had now is asked for again when something has come back.
+    It bounds the growth of their windows, so that all go on when it is used up, only slower. Nobody waits here:
+    bytes that were refused are asked for again when something has come back.
 
     Args:
-      max_bytes: the bound, as `bytes_of` reads it.
+      max_bytes: the bound, at least 1 MiB, as `bytes_of` reads it.
 
     Raises:
-      ValueError: `max_bytes` is below 1 MiB, or no size.
+      ValueError: `max_bytes` is anything else.
     """
 
     def __init__(self, max_bytes: int | str = DEFAULT_BUDGET_BYTES) -> None:
@@ -85,12 +75,12 @@ class MemoryBudget:
             raise ValueError(f"a memory budget has at least {MIN_BUDGET_BYTES} bytes (1 MiB), got {max_bytes}")
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        """What is reserved now."""
+        """Bytes reserved now."""
         self.peak_bytes = 0
-        """The most that ever was."""
+        """Most bytes that were ever reserved."""
 
     def reserve(self, nbytes: int) -> bool:
-        """Take so many bytes, all or none; False if they are not to be had. `release` gives them back."""
+        """Take `nbytes` bytes, all or none; False if they are not to be had. `release` gives them back."""
         if self.used_bytes + nbytes > self.max_bytes:
             return False
         self.used_bytes += nbytes
@@ -129,19 +119,19 @@ class _Recent:
 
 
 class Placed(NamedTuple):
-    """A call under way, and how things stood on its path when it was placed."""
+    """A call under way, and the state of its path when it was placed."""
 
     at: float
     answered_bytes: int
-    """Of all calls so far."""
+    """Bytes of all calls answered by then."""
     answered_at: float
-    """When the last of them was answered,"""
+    """When the last of them was answered."""
     answered_placed_at: float
-    """and when that one had been placed."""
+    """When that last one had been placed."""
 
 
 class Path:
-    """The way to one peer and back, as calls have found it. Pure bookkeeping; `now` is in seconds of any one clock."""
+    """The way to one peer and back, as calls have found it. `now` is in seconds of any one clock."""
 
     def __init__(self) -> None:
         self._num_under_way = 0
@@ -152,7 +142,7 @@ class Path:
 
     @property
     def round_trip_s(self) -> float | None:
-        """The shortest of late, seconds; None: not known yet."""
+        """The shortest of late, seconds; None before the first."""
         return self._round_trips.value
 
     @property
@@ -166,17 +156,17 @@ class Path:
         return self.rate * (self.round_trip_s or 0.0)
 
     def placed(self, now: float) -> Placed:
-        """A bulk call leaves."""
+        """Note that a bulk call leaves."""
         if not self._num_under_way:  # what was before an idle time says nothing about the line
             self._answered_at = self._answered_placed_at = now
         self._num_under_way += 1
         return Placed(now, self._answered_bytes, self._answered_at, self._answered_placed_at)
 
     def answered(self, call: Placed, nbytes: int, now: float) -> None:
-        """It was answered; `nbytes` is the larger of what it and its answer carried.
+        """Note that a call was answered; `nbytes` is the larger of what it and its answer carried.
 
-        The delivery rate is what was answered since the call was placed over the time in which that was answered, or
-        was placed, whichever is longer: answers that somebody has held back come together and faster than the line
+        The delivery rate is the bytes answered since the call was placed, over the time in which they were answered or
+        placed, whichever is longer: answers that somebody has held back come together and faster than the line
         carries (draft-cheng-iccrg-delivery-rate-estimation-02, section 3).
         """
         self._num_under_way -= 1
@@ -187,20 +177,16 @@ class Path:
             self._rates.note((self._answered_bytes - call.answered_bytes) / elapsed_s, now)
 
     def failed(self) -> None:
-        """A call that was placed comes to nothing."""
+        """Note that a call that was placed comes to nothing."""
         self._num_under_way -= 1
 
     def note_round_trip(self, seconds: float, now: float) -> None:
-        """A small call was answered after so long."""
+        """Note the seconds after which a small call was answered."""
         self._round_trips.note(seconds, now)
 
 
 class BulkTraffic:
-    """Paths by peer, and the budget.
-
-    Args:
-      budget: None: one of the default size, shared with nobody.
-    """
+    """Paths by peer, and the budget; None for one of the default size."""
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.budget = MemoryBudget() if budget is None else budget
@@ -209,7 +195,7 @@ class BulkTraffic:
         self._paths: OrderedDict[PeerId, Path] = OrderedDict()
 
     def path(self, peer_id: PeerId) -> Path:
-        """What is known of the way to this peer."""
+        """The way to this peer."""
         path = self._paths.pop(peer_id, None) or Path()
         self._paths[peer_id] = path
         if len(self._paths) > _MAX_PATHS:
@@ -217,6 +203,6 @@ class BulkTraffic:
         return path
 
     def note_round_trip(self, peer_id: PeerId, seconds: float, now: float) -> None:
-        """A small call to this peer was answered after so long; noted only if there has been bulk."""
+        """Note the seconds after which a small call to this peer was answered, if there has been bulk."""
         if (path := self._paths.get(peer_id)) is not None:
             path.note_round_trip(seconds, now)

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +12,9 @@ import trio
 from net.errors import CallFailed, ConnectionLost, NetError, RemoteProtocolError, VersionMismatch
 from net.identity import Address
 from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
-from net.rpc.faults import FaultInjector, misbehave
+from net.rpc.faults import misbehave
 from net.rpc.service import Method, Service
-from net.rpc.session import Action, RpcSession
+from net.rpc.session import RpcSession
 from net.transport.base import Link
 from net.wire.frames import Frame, Part
 from net.wire.messages import CallCancel, CallError, CallPartial, CallReply, CallStart, Hello
@@ -23,72 +24,53 @@ from net.wire.tensors import Outgoing, Tensor, plain
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-"""A connection whose peer does not say who it is does not keep its place for longer."""
+"""Seconds for which a connection whose peer does not say who it is keeps its place."""
 
 _CLOSE_TIMEOUT_S = 1.0
-"""How long the transport may take to say farewell; then the link is aborted."""
+"""Seconds that the transport may take to say farewell; then the link is aborted."""
 
 _LONGEST_SILENCE_S = 1.0
-"""Wait for the greeting of a peer that was dialled, before it is greeted all the same."""
+"""Seconds after which a peer that was dialled is greeted although it has not spoken yet."""
 
 _WRITE_BYTES = 512 * 1024
-"""Parts written in one go, at least. Small calls placed meanwhile leave together; larger batches gain nothing and make
-small calls wait."""
+"""Parts written in one go, at least. Larger batches gain nothing and make small calls wait."""
 
 _READ_FRAMES = 8
-"""Frames read before others get a turn. Answers to the first calls of a batch then leave while the rest of it is read,
-and both ends work at the same time instead of by turns."""
+"""Frames read before others get a turn: answers to the first calls of a batch leave while the rest of it is read."""
 
 SILENCE_S = 30.0
-"""A peer that is silent for so long while calls are under way is pinged, and after as long again it is taken for gone.
+"""Seconds of silence, while calls are under way, after which a peer is pinged, and after as long again taken for gone.
 TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
 
-CHECK_PERIOD_S = 5.0
-"""How often all connections are looked at: one timer for each peer, not for each connection."""
-
 IDLE_S = 120.0
-"""The first connection with a peer is closed after so long without calls. Trainers call every few seconds, DHT peers
-every minute or so."""
+"""Seconds without calls after which the first connection with a peer is closed. Trainers call every few seconds, DHT
+peers every minute or so."""
 
 LEAVE_S = 10.0
-"""How long the other end's goodbye is waited for once nothing else is under way."""
+"""Seconds to wait for the other end's goodbye once nothing else is under way."""
 
 _MIN_TIMEOUT_S = 0.001
-"""What a call says on the wire when its caller's deadline is here already."""
+"""Timeout on the wire of a call whose caller's deadline is here already."""
 
 
 class _PendingCall:
-    """A caller waiting: `answer` stays None if the connection ends first."""
+    """Messages for a caller that waits: parts of the answer, then the answer, or None if the connection ends first."""
 
-    __slots__ = ("answer", "is_done", "news", "partials")
+    __slots__ = ("_arrived", "_news")
 
     def __init__(self) -> None:
-        self.partials: list[CallPartial] = []  # that the caller has not seen yet
-        self.answer: CallReply | CallError | None = None
-        self.is_done = False
-        self.news = trio.Event()
+        self._arrived: deque[CallPartial | CallReply | CallError | None] = deque()
+        self._news = trio.Event()
 
-    def end(self, answer: CallReply | CallError | None = None) -> None:
-        self.answer, self.is_done = answer, True
-        self.news.set()
+    def put(self, message: CallPartial | CallReply | CallError | None) -> None:
+        self._arrived.append(message)
+        self._news.set()
 
-    def add(self, partial: CallPartial) -> None:
-        self.partials.append(partial)
-        self.news.set()
-
-    async def wait(self, on_partial: Callable[[Reply], None] | None) -> None:
-        """Return when it is done; show the caller what comes before."""
-        while True:
-            await self.news.wait()
-            if self.is_done and not self.partials:
-                return
-            self.news = trio.Event()
-            partials, self.partials = self.partials, []
-            for each in partials:
-                assert on_partial is not None  # the session lets none through otherwise
-                on_partial(Reply(body=each.body, tensors=each.tensors))
-            if self.is_done:
-                return
+    async def get(self) -> CallPartial | CallReply | CallError | None:
+        if not self._arrived:
+            self._news = trio.Event()
+            await self._news.wait()
+        return self._arrived.popleft()
 
 
 class Connection:
@@ -96,41 +78,36 @@ class Connection:
 
     Args:
       link: fresh from a transport; the connection closes it.
-      is_outgoing: whether we dialled it.
-      hello: who we are and where we listen, for the peer.
-      service: what the other end may call.
+      service: our end: our greeting, and what the other end may call.
       on_hello: called once, when the other end has said who it is; may raise an error that ends the connection.
-      faults: what is to go wrong with our answers; None for nothing.
-      is_lane: we dialled it as one; of one that the other end dialled the greeting says so.
+      is_outgoing: True if we dialled it.
+      is_lane: True if we dialled it as a lane; of one that the other end dialled, its greeting says so.
     """
 
     def __init__(
         self,
         link: Link,
-        *,
-        is_outgoing: bool,
-        hello: Hello,
         service: Service,
         on_hello: Callable[["Connection", Hello], None],
-        faults: FaultInjector | None = None,
+        *,
+        is_outgoing: bool,
         is_lane: bool = False,
     ) -> None:
         self.link = link
         self.is_outgoing = is_outgoing
-        self.session = RpcSession(hello)
+        self.session = RpcSession(replace(service.hello, lane=True) if is_lane else service.hello)
         self.cause: NetError | None = None
         """Why it ended; None while it lives."""
         self.is_lane = is_lane
-        """It is a further one beside the first with this peer; see `net.rpc.lanes`."""
+        """True if it is a further one beside the first with this peer; see `net.rpc.lanes`."""
         self.bulk_bytes = 0
-        """Of calls that are under way."""
+        """Bytes of the bulk calls under way."""
         self.idle_s = IDLE_S
-        """Without calls for so long it is closed."""
+        """Seconds without calls after which it is closed."""
         self.last_heard = self.last_used = trio.current_time()
         """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
         self._service = service
         self._on_hello = on_hello
-        self._faults = faults
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
         self._scope = trio.CancelScope()
@@ -144,19 +121,19 @@ class Connection:
 
     @property
     def remote(self) -> Hello | None:
-        """Who is at the other end; None until it has said so."""
+        """The other end's greeting; None until it has come."""
         return self.session.remote
 
     @property
     def peer_address(self) -> Address | None:
-        """Address at which the other end listens; None: it listens nowhere, or has not said so yet."""
+        """Address at which the other end listens; None if nowhere, or not known yet."""
         if self.remote is None or self.remote.port is None:
             return None
         return Address(self.remote.host or self.link.remote_address.host, self.remote.port)
 
     @property
     def takes_calls(self) -> bool:
-        """Whether calls can be placed."""
+        """True if calls can be placed."""
         return self.cause is None and not self.session.is_leaving
 
     def end(self, cause: NetError) -> None:
@@ -166,7 +143,7 @@ class Connection:
         self.cause = cause
         self._scope.cancel()
         for pending in self._pending.values():
-            pending.end()
+            pending.put(None)
 
     def leave(self) -> None:
         """Place no more calls here; the connection ends when both sides are done with theirs. Idempotent."""
@@ -175,9 +152,8 @@ class Connection:
             self._wake.set()
 
     def check(self, now: float) -> None:
-        """Part from a peer without calls, ping a silent one, give up a dead one. To be called every few seconds."""
-        if self.link.num_moved != self._num_moved:
-            # Not only frames: a large one takes its time on a slow line, in either direction.
+        """Part from a peer without calls, ping a silent one, give up a dead one."""
+        if self.link.num_moved != self._num_moved:  # bytes and not frames: a large one takes its time on a slow line
             self._num_moved, self.last_heard = self.link.num_moved, now
         if self.session.is_idle and self.session.is_leaving:
             self._leaving_since = min(self._leaving_since, now)
@@ -198,10 +174,8 @@ class Connection:
     async def run(self) -> None:
         """Serve until the connection ends, for whatever reason; then nothing is left open or running.
 
-        Does not raise (besides `trio.Cancelled`): a connection's trouble is its own. Its end cancels the handlers
-        that serve it and fails the calls that wait on it.
+        Raises nothing besides `trio.Cancelled`. The end cancels the handlers and fails the calls that wait.
         """
-        # For the handshake and the greeting; whoever does not say who it is keeps no place for longer.
         self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
         where = self.link.remote_address
         try:
@@ -234,25 +208,24 @@ class Connection:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Call the peer and wait. If cancelled, the call is taken back or called off; nobody waits for that.
+        """Call the peer and wait, see `Caller.call`. If cancelled, the call is taken back or called off.
 
         Args:
-          deadline: the caller's, seconds of trio's clock. It is sent along; enforcing it here is the caller's
-            part.
-          on_partial, into: see `net.rpc.base.Caller.call`.
+          deadline: seconds of trio's clock, sent along; the caller enforces it here.
         """
         if self.cause is not None:
             raise self._lost()
         self.last_used = trio.current_time()
         timeout_s = max(deadline - self.last_used, _MIN_TIMEOUT_S)
-        takes_partials = on_partial is not None
-        call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s, partials=takes_partials)
+        call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s, partials=on_partial is not None)
         pending = self._pending[call_id] = _PendingCall()
         self._wake.set()
         try:
             if into is not None:
                 self.link.sinks.offer(call_id, into)
-            await pending.wait(on_partial)
+            while isinstance(message := await pending.get(), CallPartial):
+                assert on_partial is not None  # the session lets none through otherwise
+                on_partial(Reply(body=message.body, tensors=message.tensors))
         finally:
             if into is not None:
                 self.link.sinks.withdraw(call_id)
@@ -260,13 +233,12 @@ class Connection:
             if self._pending.pop(call_id, None) is not None:
                 self.session.abandon_call(call_id)
                 self._wake.set()
-        match pending.answer:
-            case None:
-                raise self._lost()
-            case CallError(kind=kind, message=message):
-                raise CALL_ERRORS[kind](message)
-            case CallReply(body=body, tensors=tensors):
-                return Reply(body=body, tensors=tuple(tensors) if into is None else put_into(into, tensors))
+        if message is None:
+            raise self._lost()
+        if isinstance(message, CallError):
+            raise CALL_ERRORS[message.kind](message.message)
+        received = message.tensors
+        return Reply(body=message.body, tensors=tuple(received) if into is None else put_into(into, received))
 
     def _lost(self) -> NetError:
         """A fresh error for each caller, since raising one object in several tasks would mix their tracebacks."""
@@ -279,9 +251,9 @@ class Connection:
         """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""
         try:
             if self.is_outgoing:
-                # Whoever is dialled speaks first: an older peer that got our hello at once would drop us for our
-                # version and not say its own. It costs no time: no call leaves before the other end's hello. Who stays
-                # silent may be a peer over TLS that is dialled in plain, which closes the connection when it hears us.
+                # The end that was dialled speaks first: an older peer that got our hello at once would drop us for our
+                # version and not say its own. It costs no time: no call leaves before the other end's hello. A silent
+                # end may be a peer over TLS that is dialled in plain, which closes the connection when it hears us.
                 with trio.move_on_after(_LONGEST_SILENCE_S):
                     await self._was_greeted.wait()
             while True:
@@ -328,29 +300,25 @@ class Connection:
             self._scope.deadline = math.inf
             self._was_greeted.set()
             self._on_hello(self, self.session.remote)
-        if action is not None:
-            self._carry_out(action, nursery)
-        if self.session.wants_to_write:
-            self._wake.set()
-
-    def _carry_out(self, action: Action, nursery: trio.Nursery) -> None:
         match action:
             case CallReply() | CallError():
-                self._pending.pop(action.call_id).end(action)
+                self._pending.pop(action.call_id).put(action)
             case CallPartial():
-                self._pending[action.call_id].add(action)
+                self._pending[action.call_id].put(action)
             case CallCancel():
                 self._handler_scopes[action.call_id].cancel()
             case CallStart():
                 self.last_used = self.last_heard
                 self._start(action, nursery)
+        if self.session.wants_to_write:
+            self._wake.set()
 
     def _start(self, start: CallStart, nursery: trio.Nursery) -> None:
         """Serve a call that has come in, if it is admitted."""
         try:
             method = self._service.admit(start.method)
         except CallFailed as exc:
-            self._fail(start.call_id, exc)
+            self.session.fail(start.call_id, kind_of(exc), str(exc))
             return
         scope = trio.CancelScope(deadline=self.last_heard + start.timeout_s)
         self._handler_scopes[start.call_id] = scope
@@ -365,7 +333,7 @@ class Connection:
                         reply = await self._reply(start, method)
                         self.session.reply(start.call_id, reply.body, reply.tensors)
                 except CallFailed as exc:
-                    self._fail(start.call_id, exc)
+                    self.session.fail(start.call_id, kind_of(exc), str(exc))
             if scope.cancelled_caught:
                 self.session.forget(start.call_id)
         finally:
@@ -373,12 +341,21 @@ class Connection:
             self._wake.set()
 
     async def _reply(self, start: CallStart, method: Method) -> Reply:
-        request = self._request(start)
-        fate = None if self._faults is None else self._faults.draw(request.peer_id, request.method)
+        remote, faults = self.session.remote, self._service.faults
+        assert remote is not None  # the session lets no call through before Hello
+        fate = None if faults is None else faults.draw(remote.peer_id, start.method)
+        sends_partials = start.partials and fate is None  # a fault strikes all of the answer
+        request = Request(
+            method=start.method,
+            body=start.body,
+            tensors=tuple(plain(tensor) for tensor in start.tensors),
+            peer_id=remote.peer_id,
+            peer_address=self.peer_address,
+            send_partial=partial(self._send_partial, start.call_id) if sends_partials else None,
+        )
         if fate is None:
-            return await method.run(request)
-        whole = replace(request, send_partial=None)  # a fault strikes all of the answer
-        return await misbehave(*fate, lambda: method.run(whole), self._send_last)
+            return await method.handler(request)
+        return await misbehave(*fate, lambda: method.handler(request), self._send_last)
 
     def _send_partial(self, call_id: int, reply: Reply) -> bool:
         is_queued = self.session.reply_partly(call_id, reply.body, reply.tensors)
@@ -389,31 +366,3 @@ class Connection:
         """Send one more part, whatever else waits, and end the connection: a fault on purpose."""
         self._last_part = part
         self._wake.set()
-
-    def _fail(self, call_id: int, error: CallFailed) -> None:
-        self.session.fail(call_id, kind_of(error), str(error))
-
-    def _request(self, start: CallStart) -> Request:
-        remote = self.session.remote
-        assert remote is not None  # the session lets no call through before Hello
-        return Request(
-            method=start.method,
-            body=start.body,
-            tensors=tuple(plain(tensor) for tensor in start.tensors),
-            peer_id=remote.peer_id,
-            peer_address=self.peer_address,
-            send_partial=partial(self._send_partial, start.call_id) if start.partials else None,
-        )
-
-
-async def look_after(connections: Iterable[Connection]) -> None:
-    """Close idle connections and notice dead ones, for ever.
-
-    Args:
-      connections: looked at again each time.
-    """
-    while True:
-        await trio.sleep(CHECK_PERIOD_S)
-        now = trio.current_time()
-        for connection in connections:
-            connection.check(now)

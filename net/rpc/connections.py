@@ -2,14 +2,17 @@
 
 One connection for each pair of peers, whoever dialled it. If both dial at the same moment there are two; both ends
 prefer the one that the smaller peer id dialled, and part from the other once it is idle. A peer that was started again
-(another `instance`) replaces its old connection at once: nobody is at the other end of that one any more. Two processes
-with copies of one key look like a peer that is started again and again; an instance that comes back gives them away.
+(another `instance`) replaces its old connection at once. Two processes with copies of one key look like a peer that is
+started again and again; an instance that comes back gives them away.
 
 Beside it there may be *lanes* (`net.rpc.lanes`), further connections for bulk, which come and go without it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+import trio
 
 from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address, Contact, PeerId
@@ -17,39 +20,51 @@ from net.rpc.connection import Connection
 from net.rpc.service import MAX_LANES
 from net.wire.messages import Hello
 
-_MAX_RESTARTED = 1024
-"""Peers whose last instance is remembered."""
+_log = logging.getLogger(__name__)
+
+CHECK_PERIOD_S = 5.0
+"""Seconds between two looks at all connections."""
 
 LANE_IDLE_S = 15.0
-"""A lane without calls for so long is closed."""
+"""Seconds without calls after which a lane is closed."""
+
+_MAX_RESTARTED = 1024
+"""Peers whose last instance is remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RpcStatistics:
-    """A snapshot of a peer's connections, and of what has come and gone over all that it ever had."""
+    """A snapshot of a peer's connections, and of the traffic since it was opened."""
 
     outgoing: int
     """Open connections that this peer dialled, lanes too."""
     incoming: int
-    """Open connections that others dialled, those too that have not said who they are."""
+    """Open connections that others dialled."""
     received_bytes: int
-    """As they came over the network, with all that encryption and framing add; since this peer was opened."""
+    """Bytes as they came over the network, with all that encryption and framing add."""
     sent_bytes: int
-    """As the network took them over."""
+    """Bytes as the network took them over."""
     calls_placed: int
     """Calls of this peer to others that wait for their answer now."""
     calls_served: int
     """Calls of others that are being served now."""
     turned_away: Mapping[str, int]
-    """Calls of others that were not admitted since this peer was opened, by reason: "busy" (as many calls of the method
-    as may run were running) or "unknown method"."""
+    """Calls of others that were not admitted, by reason: "busy" (too many of the method ran) or "unknown method"."""
 
 
 class ConnectionTable:
-    """The live connections of the peer `peer_id`; `warn` is called with a sentence that its user should read."""
+    """The live connections of one peer.
 
-    def __init__(self, peer_id: PeerId, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+    Args:
+      peer_id: who we are.
+      max_outgoing, max_incoming: most connections that we dialled, and that others did.
+    """
+
+    def __init__(self, peer_id: PeerId, *, max_outgoing: int, max_incoming: int) -> None:
+        self.max_outgoing = max_outgoing
+        self.news = trio.Event()
+        """Set, and replaced by another, when a first connection has said who it is, and when any has ended."""
+        self._max_incoming = max_incoming
         self._peer_id = peer_id
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
@@ -81,24 +96,44 @@ class ConnectionTable:
 
     @property
     def has_strangers(self) -> bool:
-        """Whether somebody has dialled us and not said yet who it is."""
+        """True if somebody has dialled us and not said yet who it is."""
         return any(each.remote is None and each.cause is None and not each.is_outgoing for each in self._all)
 
     def add(self, connection: Connection) -> None:
         """Take in a new connection, whose other end is not known yet."""
         self._all[connection] = None
 
+    async def run(self, connection: Connection) -> None:
+        """Run a connection for its whole life, and then forget it, but for its traffic."""
+        try:
+            await connection.run()
+        finally:
+            self._remove(connection)
+            self._tell_news()
+
+    async def look_after(self) -> None:
+        """Close idle connections and notice dead ones, for ever: one timer for each peer."""
+        while True:
+            await trio.sleep(CHECK_PERIOD_S)
+            now = trio.current_time()
+            for connection in self:
+                connection.check(now)
+
     def greeted_untrusted(self, connection: Connection, remote: Hello) -> None:
         """Note that the other end of `connection` has said who it is, and keep one connection with it.
 
         Raises:
-          RemoteProtocolError: it is this peer itself, by its key.
+          RemoteProtocolError: it has the key of this peer.
         """
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself, or another process with a copy of its key")
         if connection.is_lane or remote.lane:
             self._add_lane(connection, remote)
-            return
+        else:
+            self._add_first(connection, remote)
+            self._tell_news()
+
+    def _add_first(self, connection: Connection, remote: Hello) -> None:
         if connection.is_outgoing:
             self._peer_at[connection.link.remote_address] = remote.peer_id
         known = self.find(remote.peer_id)
@@ -116,14 +151,16 @@ class ConnectionTable:
         self._by_peer[remote.peer_id] = connection
 
     def _note_restart(self, old: Connection, new: Connection, remote: Hello) -> None:
-        """Warn, once, of two processes with one key: an instance that was replaced does not come back by itself."""
+        """Warn, once, of two processes with one key: only then an instance that was replaced comes back."""
         assert old.remote is not None
         peer_id, before = remote.peer_id, self._replaced.pop(remote.peer_id, None)
         if before == remote.instance:
             places = " and ".join(str(each.peer_address or each.link.remote_address) for each in (old, new))
-            self._warn(
-                f"two processes have the same identity {peer_id.short}: at {places}. Each takes the other's "
-                "connections, so that calls reach the wrong one; give each a key of its own (--identity)"
+            _log.warning(
+                "two processes have the same identity %s: at %s. Each takes the other's connections, so that calls "
+                "reach the wrong one; give each a key of its own (--identity)",
+                peer_id.short,
+                places,
             )
         self._replaced[peer_id] = b"" if before in (b"", remote.instance) else old.remote.instance
         if len(self._replaced) > _MAX_RESTARTED:
@@ -140,11 +177,10 @@ class ConnectionTable:
             or first.remote is None
             or first.remote.instance != remote.instance
         ):
-            lane.leave()  # also one with nobody we know: whoever wants to talk to us comes with a first connection
+            lane.leave()  # also one of a peer that has no first connection with us
         lanes.append(lane)
 
-    def remove(self, connection: Connection) -> None:
-        """Forget a connection that has ended, but for what went over it."""
+    def _remove(self, connection: Connection) -> None:
         self._all.pop(connection, None)
         self._received_bytes += connection.link.num_received
         self._sent_bytes += connection.link.num_sent
@@ -159,14 +195,14 @@ class ConnectionTable:
             return
         if self._by_peer.get(remote.peer_id) is connection:
             del self._by_peer[remote.peer_id]
-        # What an address leads to is remembered as long as there is a connection with who answered there: it may be
-        # another one, if both had dialled.
+        # An address is remembered as long as there is a connection with the peer that answered there: it may be
+        # another connection, if both had dialled.
         if remote.peer_id not in self._by_peer:
             for address in [address for address, peer_id in self._peer_at.items() if peer_id == remote.peer_id]:
                 del self._peer_at[address]
 
     def statistics(self, *, turned_away: Mapping[str, int]) -> RpcStatistics:
-        """A snapshot, with the calls that were not admitted."""
+        """A snapshot."""
         outgoing = sum(each.is_outgoing for each in self._all)
         return RpcStatistics(
             outgoing=outgoing,
@@ -178,14 +214,20 @@ class ConnectionTable:
             turned_away=dict(turned_away),
         )
 
-    def make_room(self, *, outgoing: bool, most: int) -> bool:
-        """Whether there is room for another of at most `most` open connections that we dialled, or that others did.
+    def has_room_for_a_lane(self) -> bool:
+        """True if we may dial another lane: half of the places are for first connections."""
+        return 2 * sum(each.is_outgoing for each in self._all) < self.max_outgoing
 
-        If not, the one without calls that was used least recently makes room; False means that all are in use.
-        Incoming ones whose other end has not said who it is go first: strangers do not take the places of peers. Then
-        go lanes.
-        Outgoing ones of that kind stay, for somebody waits for them.
+    def make_room(self, *, outgoing: bool, num_dials: int = 0) -> bool:
+        """Make room for one more connection that we dial, or that others do; False if all are in use.
+
+        The one without calls that was used least recently is ended: incoming ones of strangers first, then lanes.
+        Outgoing ones that have not been greeted stay, for somebody waits for them.
+
+        Args:
+          num_dials: connections that are being dialled, which take places too.
         """
+        most = self.max_outgoing - num_dials if outgoing else self._max_incoming
         open_ones = [each for each in self._all if each.is_outgoing == outgoing and each.cause is None]
         if len(open_ones) < most:
             return True
@@ -198,3 +240,7 @@ class ConnectionTable:
     def _is_preferred(self, connection: Connection, remote: PeerId) -> bool:
         dialler = self._peer_id if connection.is_outgoing else remote
         return dialler == min(self._peer_id, remote)
+
+    def _tell_news(self) -> None:
+        self.news.set()
+        self.news = trio.Event()

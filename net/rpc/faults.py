@@ -1,8 +1,7 @@
 """Peers that misbehave on purpose: which faults there are, when they strike, and what happens then.
 
-The same vocabulary serves simulations and real nodes: `open_rpc_peer(..., faults=FaultInjector(plan))` makes a peer
-whose answers go wrong, on whatever network it is. Chance is repeatable: the n-th call of a caller meets the same fate
-in every run with the same seed.
+`open_rpc_peer(..., faults=FaultInjector(plan))` makes a peer whose answers go wrong, on whatever network it is. Chance
+is repeatable: the n-th call of a caller meets the same fate in every run with the same seed.
 
     fault        what the peer does               what its caller gets
     refuse       answers that it will not         CallRefused
@@ -29,17 +28,17 @@ from net.wire.frames import MAGIC, PREAMBLE, VERSION, Frame, Part, PartKind
 from net.wire.tensors import plain
 
 MAX_CALLERS = 4096
-"""Callers whose calls are counted. Beyond it the counting starts afresh, which costs repeatability and nothing else."""
+"""Callers whose calls are counted. Beyond it the counting starts afresh, which costs repeatability."""
 
 _GARBAGE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
 _HEAD = PREAMBLE.pack(MAGIC, VERSION, PartKind.WHOLE, 100, 0)  # of a header of 100 bytes, which never come
 _CUT_SHORT = Part(pieces=(_HEAD,), nbytes=len(_HEAD), frame=None)
+# The frame, which is no message, is for a simulated link, which carries no bytes.
 _NO_FRAME = Part(pieces=(_GARBAGE,), nbytes=len(_GARBAGE), frame=Frame(header={"type": "garbage"}))
-"""The frame is for a simulated link, which carries no bytes: one that is no message."""
 
 
 class Fault(enum.StrEnum):
-    """What can go wrong with an answer; the table is at the head of this file."""
+    """Faults of an answer; the table is at the head of this file."""
 
     REFUSE = "refuse"
     HANG = "hang"
@@ -51,14 +50,14 @@ class Fault(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPlan:
-    """How often which fault strikes."""
+    """Rates of the faults."""
 
     rates: Mapping[Fault, float] = field(default_factory=dict)
     """Share of the calls that meet each fault; together at most 1."""
     late_mean_s: float = 1.0
     """Mean of the exponentially distributed delay of a late answer, seconds (Learning@home, section 4.2)."""
     methods: tuple[str, ...] | None = None
-    """The methods concerned, by name or by prefix with a dot at its end ("expert."); None for all."""
+    """Methods that faults strike, by name or by prefix with a dot at its end ("expert."); None for all."""
     seed: int = 0
     """Seed of the draws."""
 
@@ -98,9 +97,9 @@ class FaultInjector:
     """Decides the fate of each call that a peer serves.
 
     Args:
-      plan: how often, and what.
-      server: whose calls these are. Peers under one plan have fates of their own: if the n-th calls of a caller met the
-        same fate everywhere, all experts that it asks at once would fail together. None: of no peer yet, see `of`.
+      plan: the rates of faults.
+      server: the peer, or None: of no peer yet, see `of`. Peers under one plan have fates of their own; otherwise all
+        experts that a caller asks at once would fail together.
     """
 
     def __init__(self, plan: FaultPlan, server: PeerId | None = None) -> None:
@@ -109,7 +108,7 @@ class FaultInjector:
         self._num_calls: dict[PeerId, int] = {}
 
     def of(self, server: PeerId) -> "FaultInjector":
-        """An injector for this peer under the same plan, which has not counted any call yet."""
+        """A fresh injector for this peer under the same plan."""
         return FaultInjector(self._plan, server)
 
     def draw(self, caller: PeerId, method: str) -> tuple[Fault, float] | None:

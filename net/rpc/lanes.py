@@ -1,72 +1,68 @@
 """More connections with a peer than one, for bulk over long lines.
 
-Theory of operation. The system's buffers bound what is under way on one TCP connection (Linux lets them grow to 4 to 6
-MiB), so at a round trip of 100 ms one carries 0.3 Gb/s whatever the line. Calls say how many bytes they and their
-answers carry (`bulk_bytes`); from these the path's rate and round trip are measured (`net.rpc.bulk`). Once their
-product comes near what one connection lets through, *lanes* are dialled: further connections with the same peer, about
-one for each `LANE_BYTES` of it. A short line never comes near. Each bulk call takes the lane with the fewest bytes
-under way, and where there are lanes the first connection is left to small calls, which then wait for no bulk on it.
-Either end may use the lanes that the other has dialled; a lane without calls for `LANE_IDLE_S` is closed by either.
+Linux lets 4 to 6 MiB be under way on one TCP connection: at a round trip of 100 ms it carries 0.3 Gb/s whatever the
+line. Once a path's rate times its round trip (`net.rpc.bulk`) comes near that, *lanes* are dialled: further connections
+with the same peer, one for about each `LANE_BYTES`. Each bulk call of either end takes the lane with the fewest bytes
+under way, and the first connection is left to small calls.
 
-A lane is marked in the greeting of who dials it, since an unmarked second connection would replace the first. A peer of
-an earlier version would not understand the mark; therefore each peer is first asked, by the call `rpc.lanes`, how many
-it accepts: to those it is an unknown method, and there are no lanes. That call is also what measures the round trip.
-
-A lane that breaks fails the calls on it, as any connection does.
+The greeting marks a lane, since an unmarked second connection would replace the first. Peers of earlier versions do not
+know the mark: therefore each peer is first asked, by `rpc.lanes`, how many lanes it accepts, and theirs is an unknown
+method. That call also measures the round trip.
 """
 
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import trio
 
-from net.errors import CallFailed, DialFailed, NetError
+from net.errors import CallFailed, DialFailed, HandshakeFailed, NetError
 from net.identity import Address, PeerId
 from net.rpc.base import Body, Reply
 from net.rpc.bulk import BulkTraffic
-from net.rpc.connection import Connection
+from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable
-from net.rpc.service import LANES, MAX_LANES
+from net.rpc.service import LANES, MAX_LANES, Service
+from net.transport.base import Link, Transport
 from net.wire.fields import integer
+from net.wire.messages import Hello
 from net.wire.tensors import Outgoing, Tensor
 
 LANE_BYTES = 3 * 2**19
-"""Under way in one direction, as measured by the calls of one end, for which there is a lane: less than half of a
-connection's 4 MiB, because the calls of the other end may need as much, and because otherwise a connection that is full
-would not show that another one is wanted."""
+"""Bytes under way in one direction for which there is a lane: less than half of a connection's 4 MiB, because the
+calls of the other end may need as much, and because a full connection would not show that another one is wanted."""
 
 MIN_ROUND_TRIP_S = 0.005
-"""Below it there are no lanes: one connection carries 6.7 Gb/s there, more than one process of Python does. A busy
-process on the same machine may take some milliseconds to answer, too."""
+"""Below it there are no lanes: one connection carries 6.7 Gb/s there, more than one process of Python does."""
 
 _PROBE_PERIODS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Between measurements of the round trip, while there are bulk calls: often at first, since a busy process answers late
-and the shortest is what counts."""
+"""Seconds between measurements of the round trip, while there are bulk calls. The shortest counts, since a busy process
+answers late; hence many at first."""
 
 _PROBE_TIMEOUT_S = 10.0
 _FIRST_PROBE_S = 1.0
-"""How long the first bulk calls wait for the first probe. Behind them it would see their queue and not the line."""
+"""Seconds that bulk calls wait for the first probe. Behind them it would see their queue and not the line."""
 
 _PAUSE_S = 60.0
-"""After a lane could not be dialled: the peer may sit behind a router that lets only its own connections pass."""
+"""Seconds without dialling after a lane has failed: a router before the peer may let only its own connections pass."""
 
 _DIAL_ROUND_TRIPS = 4
-"""That it takes until a lane is there at both ends: for TCP, TLS and the greeting."""
+"""Round trips until a lane is there at both ends: for TCP, TLS and the greeting."""
 
 _MOST = integer(0, 2**16)
 
 
 @dataclass(slots=True)
 class _State:
-    """What is known of a peer, as long as the first connection with it lives."""
+    """Facts about a peer, as long as the first connection with it lives."""
 
     most: int = 0
-    """Lanes that it accepts."""
+    """Lanes that the peer accepts."""
     num_probes: int = 0
     next_probe_at: float = 0.0
     is_probed: trio.Event = field(default_factory=trio.Event)
-    """The first probe has come to an end."""
+    """Set when the first probe has come to an end."""
     num_opening: int = 0
     not_before: float = 0.0
     """When lanes may be dialled again."""
@@ -76,28 +72,26 @@ class Lanes:
     """Places the bulk calls of one peer, and opens lanes.
 
     Args:
+      transport: dials lanes.
+      service: our end of them.
       connections: the peer's table.
-      bulk: where what is measured goes.
-      nursery: in which probes and lanes live.
-      open_lane: dials a lane to a peer at an address and runs it to its end; calls the function that it is given once
-        the lane is there. Raises NetError if it comes to nothing.
-      may_open: whether there are places left for another outgoing connection.
+      bulk: records rates and round trips.
+      nursery: holds probes and lanes.
     """
 
     def __init__(
         self,
+        transport: Transport,
+        service: Service,
         connections: ConnectionTable,
         bulk: BulkTraffic,
         nursery: trio.Nursery,
-        *,
-        open_lane: Callable[[PeerId, Address, Callable[[], None]], Awaitable[None]],
-        may_open: Callable[[], bool],
     ) -> None:
+        self._transport = transport
+        self._service = service
         self._connections = connections
         self._bulk = bulk
         self._nursery = nursery
-        self._open_lane = open_lane
-        self._may_open = may_open
         self._states: weakref.WeakKeyDictionary[Connection, _State] = weakref.WeakKeyDictionary()
 
     async def call(
@@ -113,12 +107,11 @@ class Lanes:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """`Connection.call` on the best connection with the peer at the other end of `first`.
+        """`Connection.call` on the best connection with the peer at the other end of `first`, which small calls take.
 
         Args:
-          first: the connection that small calls take.
           address: where the peer can be dialled.
-          bulk_bytes: the larger of what the call and its answer carry.
+          bulk_bytes: bytes of the call or of its answer, whichever is more.
         """
         assert first.remote is not None  # it would not take calls before the greeting
         state = self._states.setdefault(first, _State())
@@ -156,7 +149,7 @@ class Lanes:
         return reply
 
     async def _probe(self, first: Connection, state: _State) -> None:
-        """Ask how many lanes the peer accepts, and see how long that takes."""
+        """Ask how many lanes the peer accepts, and time the answer."""
         assert first.remote is not None
         began = trio.current_time()
         try:
@@ -194,23 +187,30 @@ class Lanes:
         # Half of them, and then none until they are there: the other end sees the same need and dials, too.
         state.not_before = trio.current_time() + _DIAL_ROUND_TRIPS * (path.round_trip_s or 0.0)
         for _ in range(-(-missing // 2)):
-            if not self._may_open():
+            if not self._connections.has_room_for_a_lane():
                 return
             state.num_opening += 1
             self._nursery.start_soon(self._open, peer_id, address, state)
 
     async def _open(self, peer_id: PeerId, address: Address, state: _State) -> None:
+        """Dial a lane and run it for its whole life."""
+        link: Link | None = None
         is_open = False
 
-        def opened() -> None:
+        def on_hello(lane: Connection, remote: Hello) -> None:
             nonlocal is_open
+            if remote.peer_id != peer_id:
+                raise HandshakeFailed(f"{remote.peer_id.short} answers at {address}, not {peer_id}")
+            self._connections.greeted_untrusted(lane, remote)
             is_open = True
             state.num_opening -= 1
 
-        try:
-            await self._open_lane(peer_id, address, opened)
-        except NetError:
+        with suppress(NetError), trio.move_on_after(HELLO_TIMEOUT_S):
+            link = await self._transport.dial(address, peer_id=peer_id)
+        if link is not None:
+            lane = Connection(link, self._service, on_hello, is_outgoing=True, is_lane=True)
+            self._connections.add(lane)
+            await self._connections.run(lane)
+        if not is_open:
+            state.num_opening -= 1
             state.not_before = trio.current_time() + _PAUSE_S
-        finally:
-            if not is_open:
-                state.num_opening -= 1

@@ -1,7 +1,7 @@
 """Waiting for an answer as long as the peer gives signs of life.
 
-A call's time tells nothing of its peer where lines are slow or busy: an answer waits behind everything else that the
-peer sends. What tells is that bytes move, in either direction and of whatever call (`Caller.moved_bytes`).
+Where lines are slow or busy, an answer waits behind everything else that the peer sends. The sign of life is that bytes
+move, in either direction and of whatever call (`Caller.moved_bytes`).
 """
 
 import trio
@@ -12,17 +12,15 @@ from net.nursery import background_nursery
 from net.rpc.base import Body, Caller, Reply
 from net.rpc.service import PING
 
-_LOOKS = 4
-"""Times that the bytes are looked at within the silence that is too long."""
+_LOOKS = 4  # at the bytes, within the silence that is too long
+_LONGEST_PING_S = 600.0
 
 
 async def call_living(
     caller: Caller, target: Contact | PeerId, method: str, body: Body, *, silence_s: float, timeout_s: float
 ) -> Reply:
-    """Call, and wait for the answer until nothing has moved between us and the peer for `silence_s`.
-
-    Args:
-      timeout_s: longest in any case.
+    """Call, and wait for the answer until nothing has moved between us and the peer for `silence_s`, but for at most
+    `timeout_s`.
 
     Raises:
       PeerTimeout: silence, or the time is over. And as of `Caller.call`.
@@ -53,7 +51,4 @@ async def ping(caller: Caller, target: Contact | PeerId, *, silence_s: float) ->
     Raises:
       PeerUnavailable: it does not. CallFailed, RemoteProtocolError: it does, in its way.
     """
-    await call_living(caller, target, PING, {}, silence_s=silence_s, timeout_s=_LONGEST_S)
-
-
-_LONGEST_S = 600.0
+    await call_living(caller, target, PING, {}, silence_s=silence_s, timeout_s=_LONGEST_PING_S)

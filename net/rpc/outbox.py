@@ -1,18 +1,15 @@
-"""What waits to be sent on one connection, and in which order it leaves.
+"""Frames that wait to be sent on one connection, and the order in which they leave.
 
-Theory of operation. Frames without tensors leave at once; then those with small tensors; the rest of each write is
-chunks of large frames, `MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, whatever else
-is under way, and large ones share what is left fairly.
+Frames without tensors leave at once; then those with small tensors; the rest of each write is chunks of large frames,
+`MAX_STREAMS` of which take turns. So a small call waits for at most one chunk, and large ones share the rest fairly.
 
 The window. The receiver's `Hello` says how many bytes of tensors in calls may be under way or in work at its end. A
 call counts for its body, but at most for half of the window, and for nothing if that is small (`window_cost`); it
 starts when as much is free, and the receiver gives that back (`Credit`) once it has answered. An eighth of the window
 is kept for calls that fit one part, so that large ones never lock them out; and the receiver may hold back up to an
-eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, whatever waits can start in the end.
-
-Answers do not count: whoever placed the calls has chosen how much will come back, and an answer that waited for calls
-to be dealt with could be the one that they wait for. All frames that come in chunks at one time, calls and answers,
-together stay within the window too, so that the receiver's reader can tell a flood.
+eighth before it says so. Since 1/2 + 1/8 + 1/8 < 1, every call can start in the end. Answers do not count: one that
+waited for calls to be dealt with could be the one that they wait for. But all chunked frames together stay within the
+window, so that the receiver's reader can tell a flood.
 """
 
 from collections import OrderedDict
@@ -23,13 +20,13 @@ from net.wire.frame_reader import window_cost
 from net.wire.frames import NUM_STREAMS, EncodedFrame, OutgoingStream, Part, whole_part
 
 MAX_STREAMS = 8
-"""Large frames that take turns. More would all be late together; what waits behind them still holds its place."""
+"""Large frames that take turns. More would all be late together."""
 
 Key = tuple[str, int]
 """Kind of message and call id: names a frame while it waits."""
 
 CALL, PARTIAL, ANSWER = "call", "partial", "answer"
-"""Kinds of message that mean something here: a partial is part of an answer."""
+"""Kinds of message that are treated apart: a partial is part of an answer."""
 
 
 class Outbox:
@@ -78,8 +75,8 @@ class Outbox:
         self._count(key, encoded.body_nbytes)
 
     def discard(self, key: Key) -> bool:
-        """Take a frame back; False if it has left completely, or never came. The rest of one that has left in part is
-        not sent, and the receiver never sees it."""
+        """Take a frame back, also one that has left in part, which the receiver then never sees; False if it has left
+        completely, or never came."""
         if self._plain.pop(key, None) is not None:
             return True
         encoded = self._small.pop(key, None) or self._large.pop(key, None)
@@ -96,8 +93,8 @@ class Outbox:
     def take(self, max_nbytes: int) -> tuple[list[Part], list[Key]]:
         """The next parts to write, in order, and the keys of the frames that they complete.
 
-        Stops after the part with which `max_nbytes` are reached, but takes a chunk of a large frame even if the small
-        ones before it have filled that: a flood of small calls does not stop a large one.
+        Stops after the part with which `max_nbytes` are reached, but takes at least one chunk of a large frame: a flood
+        of small calls does not stop a large one.
         """
         parts, self._resets = self._resets, []
         done: list[Key] = []
@@ -122,7 +119,7 @@ class Outbox:
         return parts, done
 
     def _open_streams(self, parts: list[Part]) -> int:
-        """Let large frames take part in the turns, as far as the window allows; each begins with its header."""
+        """Let large frames take part in the turns, as far as the window allows."""
         nbytes = 0
         for key, encoded in self._startable(self._large, reserve=self._window_bytes // 8):
             stream_bytes = self._stream_bytes + window_cost(encoded.body_nbytes, self._window_bytes)
@@ -139,7 +136,7 @@ class Outbox:
         return nbytes
 
     def _startable(self, queue: OrderedDict[Key, EncodedFrame], *, reserve: int) -> Iterator[tuple[Key, EncodedFrame]]:
-        """The frames of a queue that the window lets start now, one after the other. Calls keep their order."""
+        """The frames of a queue that the window lets start now. Calls keep their order."""
         if not self._window_bytes:
             return
         is_closed_to_calls = False
@@ -151,7 +148,6 @@ class Outbox:
             yield key, encoded
 
     def _take_chunk(self, parts: list[Part], done: list[Key]) -> int:
-        """A chunk of the stream whose turn it is."""
         key, (stream, encoded) = self._streams.popitem(last=False)
         part = stream.next_part()
         if stream.is_done:
@@ -168,7 +164,7 @@ class Outbox:
         return part.nbytes
 
     def _cost(self, key: Key, encoded: EncodedFrame) -> int:
-        """What the frame takes of the receiver's window."""
+        """Bytes that the frame takes of the receiver's window."""
         return window_cost(encoded.body_nbytes, self._window_bytes) if key[0] == CALL else 0
 
     def _count(self, key: Key, nbytes: int) -> None:

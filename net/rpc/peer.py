@@ -4,7 +4,6 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import trio
@@ -25,9 +24,8 @@ from net.nursery import background_nursery
 from net.peer_health import Pause, PeerHealth
 from net.rpc.base import Body, Handler, Reply
 from net.rpc.bulk import BulkTraffic, MemoryBudget
-from net.rpc.connection import HELLO_TIMEOUT_S, Connection, look_after
+from net.rpc.connection import HELLO_TIMEOUT_S, Connection
 from net.rpc.connections import ConnectionTable, RpcStatistics
-from net.rpc.dial import Dial
 from net.rpc.faults import FaultInjector
 from net.rpc.lanes import Lanes
 from net.rpc.service import Service
@@ -49,8 +47,8 @@ _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
 
 DIAL_PAUSE = Pause(first_s=0.2, longest_s=30.0, forgiven=1)
-"""How long a target is left alone after failed dials. The first costs nothing: a process that was just restarted, or
-one that gave a connection up the moment we used it, answers the next call."""
+"""Pause of a target after failed dials. The first costs nothing: a process that was just restarted, or one that gave a
+connection up the moment we used it, answers the next call."""
 
 
 @asynccontextmanager
@@ -78,8 +76,8 @@ async def open_rpc_peer(
       announce: the host under which others reach this peer, if it is not the one that it listens on.
       faults: what is to go wrong with this peer's answers, on purpose.
       max_outgoing_connections, max_incoming_connections: see `MAX_INCOMING_CONNECTIONS`.
-      memory_budget: what all averaging and downloads of this peer may hold; peers of one process may share one. None:
-        one of the default size for this peer.
+      memory_budget: bounds averaging and downloads of this peer; peers of one process may share one. None: one of the
+        default size.
 
     Raises:
       ListenFailed: on entry.
@@ -90,22 +88,24 @@ async def open_rpc_peer(
     if transport.peer_id not in (None, peer_id):
         raise ValueError(f"the transport proves us to be {transport.peer_id}, not {peer_id}")
     listener = None if listen is None else await transport.listen(listen)
+    address = None if listener is None else Address(announce or listener.address.host, listener.address.port)
+    hello = Hello(
+        peer_id=peer_id,
+        # Chance that changes nothing, not even in a simulation: it is only compared with another.
+        instance=secrets.token_bytes(INSTANCE_BYTES),
+        port=None if address is None else address.port,
+        host=announce,
+        window_bytes=WINDOW_BYTES,
+        compressions=tuple(COMPRESSIONS),
+    )
+    service = Service(hello, address, None if faults is None else faults.of(peer_id))
+    connections = ConnectionTable(peer_id, max_outgoing=max_outgoing_connections, max_incoming=max_incoming_connections)
     try:
         async with background_nursery() as nursery:
-            peer = RpcPeer(
-                transport,
-                nursery,
-                peer_id=peer_id,
-                address=None if listener is None else listener.address,
-                announced_host=announce,
-                faults=faults,
-                max_outgoing_connections=max_outgoing_connections,
-                max_incoming_connections=max_incoming_connections,
-                bulk=BulkTraffic(memory_budget),
-            )
+            peer = RpcPeer(transport, service, connections, BulkTraffic(memory_budget), nursery)
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
-            nursery.start_soon(look_after, peer._connections)
+            nursery.start_soon(connections.look_after)
             try:
                 yield peer
             finally:
@@ -114,6 +114,20 @@ async def open_rpc_peer(
         if listener is not None:
             with trio.CancelScope(shield=True):
                 await listener.aclose()
+
+
+class _Dial:
+    """A connection being made to `target`, for all who wait for it."""
+
+    def __init__(self, target: Contact | Address) -> None:
+        self.target = target
+        self.expected = peer_id_of(target)
+        self.scope = trio.CancelScope()
+        self.done = trio.Event()
+        self.num_waiting = 0
+        self.is_connected = False
+        self.connection: Connection | None = None
+        self.error: DialFailed | None = None
 
 
 class RpcPeer:
@@ -127,70 +141,39 @@ class RpcPeer:
     def __init__(
         self,
         transport: Transport,
-        nursery: trio.Nursery,
-        *,
-        peer_id: PeerId,
-        address: Address | None,
-        announced_host: str | None,
-        faults: FaultInjector | None,
-        max_outgoing_connections: int,
-        max_incoming_connections: int,
+        service: Service,
+        connections: ConnectionTable,
         bulk: BulkTraffic,
+        nursery: trio.Nursery,
     ) -> None:
-        if address is not None and announced_host is not None:
-            address = Address(announced_host, address.port)
-        self._transport = transport
-        self._nursery = nursery
-        self.peer_id = peer_id
-        self.address = address
+        self.peer_id = service.hello.peer_id
+        self.address = service.address
         self.health = PeerHealth()
-        """Every dial and every call's end goes into it."""
         self.bulk = bulk
-        """Every bulk call goes into it."""
-        self._itself = (peer_id,) if address is None else (peer_id, address, Contact(peer_id, address))
-        self._faults = None if faults is None else faults.of(peer_id)
-        self._max_outgoing = max_outgoing_connections
-        self._max_incoming = max_incoming_connections
-        # The instance is chance that changes nothing, not even in a simulation: it is only compared with another.
-        self._hello = Hello(
-            peer_id=peer_id,
-            instance=secrets.token_bytes(INSTANCE_BYTES),
-            port=None if address is None else address.port,
-            host=announced_host,
-            window_bytes=WINDOW_BYTES,
-            compressions=tuple(COMPRESSIONS),
-        )
-        self._service = Service(peer_id, address)
-        self._dials: dict[Contact | Address, Dial] = {}
-        self._connections = ConnectionTable(peer_id, warn=_log.warning)
-        self._lanes = Lanes(
-            self._connections, bulk, nursery, open_lane=self._run_lane, may_open=self._has_room_for_a_lane
-        )
-        self._news = trio.Event()
+        self._transport = transport
+        self._service = service
+        self._connections = connections
+        self._nursery = nursery
+        contact = () if self.address is None else (self.address, Contact(self.peer_id, self.address))
+        self._itself = (self.peer_id, *contact)
+        self._dials: dict[Contact | Address, _Dial] = {}
+        self._lanes = Lanes(transport, service, connections, bulk, nursery)
         self._is_closed = False
 
     def moved_bytes(self, peer_id: PeerId) -> int:
-        """What has moved between us and a peer, see `Caller.moved_bytes`."""
+        """Bytes that have moved between us and a peer, see `Caller.moved_bytes`."""
         return sum(each.link.num_moved for each in self._connections.all_with(peer_id))
 
     def statistics(self) -> RpcStatistics:
-        """A snapshot of its connections and what goes over them."""
+        """A snapshot of the connections and their traffic."""
         return self._connections.statistics(turned_away=self._service.turned_away)
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
-        """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards.
-
-        Raises:
-          ValueError: the method has a handler already, or an argument is out of range.
-        """
+        """Serve `method`, see `Caller.add_handler`. The tensors of its replies must not be written to afterwards."""
         self._service.add(method, handler, max_concurrent=max_concurrent)
 
     def remove_handler(self, method: str) -> None:
-        """Serve `method` no more, see `Caller.remove_handler`.
-
-        Raises:
-          ValueError: the method has no handler.
-        """
+        """Serve `method` no more, see `Caller.remove_handler`."""
         self._service.remove(method)
 
     async def call(
@@ -205,17 +188,8 @@ class RpcPeer:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Call `method` at `target`, see `Caller.call`.
-
-        The tensors are sent from where they lie: until this returns, and a moment longer if it is cancelled, nobody
-        may write to them.
-
-        `timeout_s` covers dialling too; if it runs out there, the error is `DialFailed`, for the peer cannot have
-        carried out the call.
-
-        Raises:
-          ValueError: `timeout_s` is not a number or above `MAX_TIMEOUT_S` (a day), or `into` cannot be received into.
-        """
+        """Call `method` at `target`, see `Caller.call`. If the time runs out while dialling, the error is `DialFailed`:
+        the peer cannot have carried out the call."""
         if into is not None:
             check_sink(into)
         if not timeout_s <= MAX_TIMEOUT_S:
@@ -228,7 +202,7 @@ class RpcPeer:
         is_own = target in self._itself
         peer_id = self.peer_id if is_own else peer_id_of(target)
         way = None if is_own else self._way_to(target)  # whoever is not even tried has not failed again
-        dialled = isinstance(way, Dial)
+        dialled = isinstance(way, _Dial)
         started = trio.current_time()
         try:
             with trio.move_on_after(timeout_s) as scope:
@@ -243,7 +217,7 @@ class RpcPeer:
                     reply = await place(
                         method, body, tensors, deadline=scope.deadline, on_partial=on_partial, into=into
                     )
-            if scope.cancelled_caught and isinstance(way, Dial):
+            if scope.cancelled_caught and isinstance(way, _Dial):
                 raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
             if scope.cancelled_caught:
                 raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
@@ -266,12 +240,12 @@ class RpcPeer:
             self.health.failed(service, now, str(error), together_s=now - started)
 
     def _close(self) -> None:
-        """Place no more calls; end those of this peer to itself, which no connection ends."""
+        """Place no more calls, and end those of this peer to itself."""
         self._is_closed = True
         self._service.close()
 
-    def _way_to(self, target: Contact | Address | PeerId) -> "Connection | Dial":
-        """The open connection, or the dial that all who call the target meanwhile wait for; await it at once.
+    def _way_to(self, target: Contact | Address | PeerId) -> Connection | _Dial:
+        """The open connection, or the dial that all callers of the target wait for; await it at once.
 
         Raises:
           DialFailed: this peer may not dial it now, or cannot.
@@ -289,13 +263,13 @@ class RpcPeer:
             if (why_not := self.health.why_not(dialled, trio.current_time(), DIAL_PAUSE)) is not None:
                 raise DialFailed(why_not)
         num_dials = sum(not dial.is_connected for dial in self._dials.values())
-        if not self._connections.make_room(outgoing=True, most=self._max_outgoing - num_dials):
-            raise DialFailed(f"all {self._max_outgoing} connections of this peer are in use")
-        dial = self._dials[target] = Dial(target)
+        if not self._connections.make_room(outgoing=True, num_dials=num_dials):
+            raise DialFailed(f"all {self._connections.max_outgoing} connections of this peer are in use")
+        dial = self._dials[target] = _Dial(target)
         self._nursery.start_soon(self._dial, dial)
         return dial
 
-    async def _dialled(self, dial: Dial) -> Connection:
+    async def _dialled(self, dial: _Dial) -> Connection:
         """The connection that comes of the dial, or that the other end prefers to it."""
         dial.num_waiting += 1
         try:
@@ -320,14 +294,14 @@ class RpcPeer:
             while (other := self._connections.find(connection.remote.peer_id)) is None:
                 if not self._connections.has_strangers:
                     break
-                await self._news.wait()
+                await self._connections.news.wait()
             if other is not None:
                 return other
         why = f"{dial.target} parted as soon as it had said hello"
         self.health.failed(dial.target, trio.current_time(), why)
         raise DialFailed(why)
 
-    async def _dial(self, dial: Dial) -> None:
+    async def _dial(self, dial: _Dial) -> None:
         """Connect for all who wait, then run the connection for its whole life."""
         where, started = address_of(dial.target), trio.current_time()
         try:
@@ -336,7 +310,7 @@ class RpcPeer:
                 dial.is_connected = True
             if dial.is_connected:
                 connection = self._connection(link, dial)
-                await self._run(connection)
+                await self._connections.run(connection)
                 is_refusal = isinstance(connection.cause, HandshakeFailed)
                 why = str(connection.cause) if is_refusal else f"cannot connect to {dial.target}: {connection.cause}"
                 raise DialFailed(why) from connection.cause
@@ -351,7 +325,7 @@ class RpcPeer:
         finally:
             self._end_dial(dial)
 
-    def _end_dial(self, dial: Dial) -> None:
+    def _end_dial(self, dial: _Dial) -> None:
         if self._dials.get(dial.target) is dial:
             del self._dials[dial.target]
         dial.done.set()
@@ -359,61 +333,13 @@ class RpcPeer:
     async def _accept(self, listener: Listener) -> None:
         while True:
             link = await listener.accept()
-            if self._connections.make_room(outgoing=False, most=self._max_incoming):
-                self._nursery.start_soon(self._run, self._connection(link))
+            if self._connections.make_room(outgoing=False):
+                self._nursery.start_soon(self._connections.run, self._connection(link))
             else:
                 _log.warning("turning %s away: all places are in use", link.remote_address)
                 link.abort()
 
-    async def _run(self, connection: Connection) -> None:
-        try:
-            await connection.run()
-        finally:
-            self._connections.remove(connection)
-            self._tell_news()
-
-    def _tell_news(self) -> None:
-        """A connection has said who it is, or has ended."""
-        self._news.set()
-        self._news = trio.Event()
-
-    def _has_room_for_a_lane(self) -> bool:
-        """Half of the places are for first connections, whatever bulk would like."""
-        return 2 * sum(each.is_outgoing for each in self._connections) < self._max_outgoing
-
-    async def _run_lane(self, peer_id: PeerId, address: Address, opened: Callable[[], None]) -> None:
-        """Dial a further connection with a peer and run it for its whole life.
-
-        Raises:
-          PeerUnavailable: there is none, or the other end did not want it.
-        """
-        link: Link | None = None
-        with trio.move_on_after(HELLO_TIMEOUT_S):
-            link = await self._transport.dial(address, peer_id=peer_id)
-        if link is None:
-            raise DialFailed(f"no lane to {address} within {HELLO_TIMEOUT_S:g} s")
-
-        def on_hello(lane: Connection, remote: Hello) -> None:
-            if remote.peer_id != peer_id:
-                raise HandshakeFailed(f"{remote.peer_id.short} answers at {address}, not {peer_id}")
-            self._connections.greeted_untrusted(lane, remote)
-            opened()
-
-        lane = Connection(
-            link,
-            is_outgoing=True,
-            hello=replace(self._hello, lane=True),
-            service=self._service,
-            on_hello=on_hello,
-            faults=self._faults,
-            is_lane=True,
-        )
-        self._connections.add(lane)
-        await self._run(lane)
-        if lane.remote is None:
-            raise DialFailed(f"no lane to {address}: {lane.cause}") from lane.cause
-
-    def _connection(self, link: Link, dial: Dial | None = None) -> Connection:
+    def _connection(self, link: Link, dial: _Dial | None = None) -> Connection:
         """A connection over a link that came in, or that the dial has brought."""
 
         def on_hello(connection: Connection, remote: Hello) -> None:
@@ -422,7 +348,6 @@ class RpcPeer:
             if dial is not None and dial.expected not in (None, remote.peer_id):
                 raise HandshakeFailed(f"{remote.peer_id.short} answers at {link.remote_address}, not {dial.expected}")
             self._connections.greeted_untrusted(connection, remote)
-            self._tell_news()
             port = remote.port if dial is None else link.remote_address.port
             if port is not None:
                 address = Address(link.remote_address.host, port)
@@ -432,13 +357,6 @@ class RpcPeer:
                 dial.connection = connection
                 self._end_dial(dial)
 
-        connection = Connection(
-            link,
-            is_outgoing=dial is not None,
-            hello=self._hello,
-            service=self._service,
-            on_hello=on_hello,
-            faults=self._faults,
-        )
+        connection = Connection(link, self._service, on_hello, is_outgoing=dial is not None)
         self._connections.add(connection)
         return connection

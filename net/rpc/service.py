@@ -1,4 +1,4 @@
-"""The methods that a peer serves: handlers by name, and how many calls of each may run at once."""
+"""One peer's end of its connections: its greeting, and handlers by name, with bounds on the calls that run at once."""
 
 import logging
 from collections import Counter
@@ -9,23 +9,24 @@ from dataclasses import dataclass, replace
 import trio
 
 from net.errors import CallFailed, CallRefused, ConnectionLost, PeerBusy, RemoteFailure
-from net.identity import Address, PeerId
+from net.identity import Address
 from net.rpc.base import Body, Handler, Reply, Request
+from net.rpc.faults import FaultInjector
 from net.wire.codec import decode_untrusted, encode
-from net.wire.messages import MAX_METHOD_CHARACTERS
+from net.wire.messages import MAX_METHOD_CHARACTERS, Hello
 from net.wire.sinks import put_into
 from net.wire.tensors import Outgoing, Tensor, as_received
 
 _log = logging.getLogger(__name__)
 
 PING = "rpc.ping"
-"""Served by every peer: answers `{}` to anything. It tells whether a peer lives, and how far it is."""
+"""Method of every peer: answers `{}` to anything."""
 
 LANES = "rpc.lanes"
-"""Served by every peer: answers `{"most": number}`, how many lanes it accepts (`net.rpc.lanes`)."""
+"""Method of every peer: answers `{"most": number}`, the lanes that it accepts (`net.rpc.lanes`)."""
 
 MAX_LANES = 16
-"""That a peer accepts from one other: 10 Gb/s at 100 ms need about as many, of 4 MiB each way. Both ends may dial."""
+"""Lanes that a peer accepts from one other: 10 Gb/s at 100 ms need about as many, of 4 MiB each way."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,24 +38,12 @@ class Method:
     max_concurrent: int = 64
     num_running: int = 0
 
-    async def run(self, request: Request) -> Reply:
-        """Run the handler; its exceptions come out as they are.
-
-        Raises:
-          TypeError: the handler returned something else than a `Reply`.
-        """
-        reply = await self.handler(request)
-        if not isinstance(reply, Reply):
-            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
-        return reply
-
     @contextmanager
     def serving(self, caller: object) -> Iterator[None]:
-        """Guard the serving of an admitted call. Its place is free afterwards. What the handler raises goes into our
-        log, and the caller only learns that it failed.
+        """Guard the serving of an admitted call, whose place is free afterwards.
 
         Raises:
-          CallFailed: the handler's own words for its caller as they are, or `RemoteFailure` for anything else.
+          CallFailed: as the handler raised it, or `RemoteFailure` for anything else, which goes into our log.
         """
         failure = f"the handler of {self.name!r} failed; the log of the peer says why"
         try:
@@ -65,7 +54,7 @@ class Method:
             _log.exception("serving %r to %s failed", self.name, caller)
             raise RemoteFailure(failure) from exc
         except BaseExceptionGroup as group:
-            # The handler failed while it was being cancelled: its trouble is logged here, the rest goes on its way.
+            # The handler failed while it was being cancelled.
             cancelled, failed = group.split(trio.Cancelled)
             if failed is not None:
                 _log.exception("serving %r to %s failed", self.name, caller)
@@ -85,15 +74,18 @@ async def _lanes(_: Request) -> Reply:
 
 
 class Service:
-    """Handlers by method name, with their bounds. One for each peer, shared by all its connections.
+    """One for each peer, shared by all its connections.
 
     Args:
-      peer_id, address: who serves, and calls itself.
+      hello: our greeting.
+      address: where we listen; None in client mode.
+      faults: what is to go wrong with our answers; None for nothing.
     """
 
-    def __init__(self, peer_id: PeerId, address: Address | None) -> None:
-        self._peer_id = peer_id
-        self._address = address
+    def __init__(self, hello: Hello, address: Address | None, faults: FaultInjector | None) -> None:
+        self.hello = hello
+        self.address = address
+        self.faults = faults
         self._methods = {
             PING: Method(name=PING, handler=_ping),
             LANES: Method(name=LANES, handler=_lanes),
@@ -103,7 +95,7 @@ class Service:
         """Calls that were not admitted, by reason: "busy" or "unknown method"."""
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
-        """Serve `method` with `handler`, see `RpcPeer.add_handler`."""
+        """Serve `method` with `handler`, see `Caller.add_handler`."""
         if not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
             raise ValueError(f"a method's name has 1 to {MAX_METHOD_CHARACTERS} characters, got {method!r}")
         if method in self._methods:
@@ -113,13 +105,13 @@ class Service:
         self._methods[method] = Method(name=method, handler=handler, max_concurrent=max_concurrent)
 
     def remove(self, method: str) -> None:
-        """Serve `method` no more, see `RpcPeer.remove_handler`."""
+        """Serve `method` no more, see `Caller.remove_handler`."""
         if method not in self._methods or method in (PING, LANES):
             raise ValueError(f"method {method!r} has no handler to remove")
         del self._methods[method]
 
     def admit(self, method: str) -> Method:
-        """Take one of the method's places, before a task is started for the call; `Method.serving` gives it back.
+        """Take one of the method's places for a call; `Method.serving` gives it back.
 
         Raises:
           CallRefused: there is no such method.
@@ -143,8 +135,8 @@ class Service:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. There
-        is no connection, and yet nothing in the request or the reply is shared between both ends.
+        """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. Nothing
+        in the request or the reply is shared between both ends.
 
         Raises:
           CallFailed: as a caller elsewhere would get it.
@@ -160,22 +152,22 @@ class Service:
             method=method,
             body=_copied(body),
             tensors=tuple(map(as_received, tensors)),
-            peer_id=self._peer_id,
-            peer_address=self._address,
+            peer_id=self.hello.peer_id,
+            peer_address=self.address,
             send_partial=None if on_partial is None else send_partial,
         )
         entry = self.admit(method)
         with trio.CancelScope() as scope, entry.serving("this peer itself"):
             self._own_calls[scope] = None
             try:
-                reply = _received(await entry.run(request))
+                reply = _received(await entry.handler(request))
             finally:
                 del self._own_calls[scope]
             return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))
         raise ConnectionLost("this peer was closed")
 
     def close(self) -> None:
-        """End the calls of this peer to itself that run: there is no connection that would."""
+        """End the calls of this peer to itself, which no connection ends."""
         for scope in self._own_calls:
             scope.cancel()
 

@@ -1,4 +1,4 @@
-"""What every network offers: links that carry frames, listeners that accept links, a transport that makes both.
+"""The interface of every network: links that carry frames, listeners that accept links, a transport that makes both.
 
 Nothing above this module knows which network it runs on. All methods that are async are trio checkpoints unless they
 say otherwise, and raise only errors of `net.errors` (besides `trio.Cancelled`).
@@ -16,41 +16,38 @@ class Link(Protocol):
 
     @property
     def remote_address(self) -> Address:
-        """The address dialled, or for an accepted link where it comes from (its port is not where the peer
-        listens)."""
+        """The address dialled, or for an accepted link its origin (at whose port the peer does not listen)."""
         ...
 
     @property
     def remote_peer_id(self) -> PeerId | None:
-        """Who is at the other end, as the handshake proved it; None before that, and on a network that proves
-        nothing (plain TCP)."""
+        """The peer at the other end, as the handshake proved it; None before that, and on plain TCP."""
         ...
 
     @property
     def num_moved(self) -> int:
-        """Bytes received so far, and sent as far as that shows that the other end takes them: while it grows, the
-        other end lives."""
+        """Bytes received, and bytes sent as far as they show that the other end takes them: while it grows, that end
+        lives."""
         ...
 
     @property
     def num_received(self) -> int:
-        """Bytes received so far, as they came over the network: with encryption, headers and all."""
+        """Bytes received, with encryption and headers."""
         ...
 
     @property
     def num_sent(self) -> int:
-        """Bytes sent so far, as the network took them over."""
+        """Bytes sent, as the network took them over."""
         ...
 
     @property
     def sinks(self) -> Sinks:
-        """Where callers offer memory for the tensors of the answers that come over this link. It may be received there,
-        and need not."""
+        """Memory that callers offer for the tensors of answers. The link may receive them there, and need not."""
         ...
 
     async def handshake(self) -> None:
-        """Finish the handshake of an accepted link, before anything else is done with it. On a dialled link, and on a
-        network without a handshake, nothing is left to do. If cancelled, `abort` the link.
+        """Finish the handshake of an accepted link, before anything else is done with it; a dialled one has finished
+        it. If cancelled, `abort` the link.
 
         Raises:
           ConnectionLost: the link went down meanwhile.
@@ -61,27 +58,24 @@ class Link(Protocol):
     async def send(self, *parts: Part) -> None:
         """Send parts of frames in order, in as few writes as the network allows.
 
-        Returns once the network took them over, not once they arrived; waits while it takes no more (back-pressure).
-        May return without a checkpoint when it takes them at once.
-        The frames' tensors must not change before. If cancelled, a part may have left incompletely: nothing more
-        can be sent, and `abort` is the only sensible thing left to do.
+        Returns once the network took them over, without a checkpoint if it takes them at once; waits while it takes no
+        more. The frames' tensors must not change before. If cancelled, a part may have left incompletely: nothing more
+        can be sent, and only `abort` is left to do.
 
         Raises:
           ConnectionLost: the link is down.
+          trio.BusyResourceError: another task is sending, or has failed or was cancelled while it did.
         """
         ...
 
     async def receive(self) -> Frame | None:
-        """The next frame, or None once the peer has closed the link between two frames.
-
-        May return without a checkpoint when a frame is at hand already. If cancelled, nothing is lost: the next call
-        goes on.
+        """The next frame, or None once the peer has closed the link between two frames. Without a checkpoint if a frame
+        is at hand already. If cancelled, nothing is lost.
 
         Raises:
           ConnectionLost: the link went down, or ended inside a frame.
-          HandshakeFailed: nothing has come yet, and the end that was dialled refuses us: a dialling end learns that no
-            sooner in TLS 1.3.
-          RemoteProtocolError: what arrived is not made of frames; the link is of no further use.
+          HandshakeFailed: the end that was dialled refuses us; in TLS 1.3 nothing tells us sooner.
+          RemoteProtocolError: the bytes are not made of frames; the link is of no further use.
         """
         ...
 
@@ -95,11 +89,11 @@ class Link(Protocol):
 
 
 class Listener(Protocol):
-    """Where links come in."""
+    """The accepting side."""
 
     @property
     def address(self) -> Address:
-        """The address that peers dial, with the port that the system chose if port 0 was asked for."""
+        """The address that peers dial, with the port that the system chose for port 0."""
         ...
 
     async def accept(self) -> Link:
@@ -121,14 +115,14 @@ class Transport(Protocol):
 
     @property
     def peer_id(self) -> PeerId | None:
-        """Whom this network proves us to be; None where it proves nothing (plain TCP)."""
+        """The peer that this network proves us to be; None where it proves nothing (plain TCP)."""
         ...
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> Link:
         """Connect. Waits as long as the caller lets it; if cancelled, nothing is left open.
 
         Args:
-          peer_id: who must be there, on a network that can tell; None takes whoever answers.
+          peer_id: the peer that must answer, on a network that can tell; None for anybody.
 
         Raises:
           DialFailed: nobody listens there, it cannot be reached, somebody else answers, or the handshake failed; the

@@ -1,8 +1,8 @@
-"""What plain and encrypted links share: connecting, listening, accepting, and a stream of bytes.
+"""Sockets of plain and encrypted links: connecting, listening, accepting, and a stream of bytes.
 
-Why sockets and not `trio.SocketStream`: it receives by `recv_into` straight into memory of the caller's (measured: 0.72
-of a blocking socket's rate, against 0.37 for `receive_some` and joining), and all that one `recv` brought is used
-before the next one (with coalesced writes, 2.5 times the small calls per second).
+Unlike `trio.SocketStream`, a stream here receives by `recv_into` straight into memory of the caller's (measured: 0.72
+of a blocking socket's rate, against 0.37), and all that one `recv` brought is used before the next one (with coalesced
+writes, 2.5 times the small calls per second).
 """
 
 import errno
@@ -24,24 +24,22 @@ from net.wire.frames import Part
 _log = logging.getLogger(__name__)
 
 BATCH_BYTES = 512 * 1024
-"""What is handed to the network in one go, about: the system call then costs little beside the copy or the cipher, and
-it is what an encrypted link holds in memory while the socket takes no more. It is also what the system may hold of
-what it has not sent, where it can be told so: the rest waits here, where a small call overtakes it."""
+"""Handed to the network in one go, about: the system call then costs little beside the copy or the cipher. It is also
+the most that the system may hold unsent, where it can be told so: the rest waits here, where a small call overtakes
+it."""
 
 _JOIN_BYTES = 16 * 1024
-"""Neighbouring pieces below this are copied together; larger ones are sent from where they lie. Such a copy costs less
-than a microsecond, about as much as one more piece, and it is the most that one TLS record holds."""
+"""Neighbouring pieces below this are copied together, which costs about as much as one more piece; larger ones are
+sent from where they lie. One TLS record holds no more."""
 
 _TURN_BYTES = 2**20
 """Received from one connection, or sent on it, before other tasks get a turn: up to a millisecond's work. With a
-quarter of it an all-reduce over plain TCP took 6 % more processor time, in turns of the event loop."""
+quarter of it an all-reduce over plain TCP took 6 % more processor time."""
 
 MAX_PIECES = 64
-"""In one system call: well below every system's limit (POSIX promises 16, all that matter have 1024), which only
-pieces from 16 KiB on count towards."""
+"""Pieces in one system call: well below every system's limit (POSIX promises 16, all that matter have 1024)."""
 
-_BACKLOG = 128
-"""Connections that the kernel holds until they are accepted: Linux's own long-standing default bound."""
+_BACKLOG = 128  # connections that the kernel holds until they are accepted: Linux's own long-standing default
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """`accept` failed for want of descriptors or memory: wait for some, as `trio.serve_listeners` does."""
@@ -60,7 +58,7 @@ class ByteStream:
     """
 
     def __init__(self, sock: trio.socket.SocketType, remote_address: Address) -> None:
-        # Writes are gathered above; what is written should leave at once.
+        # Writes are gathered in `batches`; each should leave at once.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
@@ -69,7 +67,8 @@ class ByteStream:
         # between, and that is why all links of a transport can share one buffer for what they receive encrypted.
         self._sock = socket.socket(fileno=sock.detach())
         self._sock.setblocking(False)
-        self._is_sending = False
+        self.is_sending = False
+        """True while a task sends, and for ever once one has failed or was cancelled: part of it may have left."""
         self._turn_bytes = self._sent_turn_bytes = 0  # received and sent since others had a turn
         self.num_moved = 0
         """Bytes received so far, and sent after the system's buffer had been full."""
@@ -82,33 +81,22 @@ class ByteStream:
         """Closed on this side."""
         return self._sock.fileno() < 0
 
-    @property
-    def is_sending(self) -> bool:
-        """A task sends, or was cancelled or failed while it did: nothing can be sent any more."""
-        return self._is_sending
-
-    def begin_sending(self) -> None:
-        """Claim the sending side until `end_sending`. Whoever fails or is cancelled in between leaves it claimed: what
-        was to be sent may have left in part.
+    async def send(self, batches: Iterable[Sequence[bytes | memoryview]]) -> None:
+        """Send batches of pieces, none of which is empty, in as few system calls as it takes. No checkpoint while the
+        system takes them at once, but one for every `_TURN_BYTES` at least.
 
         Raises:
-          trio.BusyResourceError: it is claimed already.
-        """
-        if self._is_sending:
-            raise trio.BusyResourceError("another task sends on this link, or was cancelled while it did")
-        self._is_sending = True
-
-    def end_sending(self) -> None:
-        """All has been sent."""
-        self._is_sending = False
-
-    async def send_all(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Send the pieces, one after the other, in as few system calls as it takes. None of them is empty. No
-        checkpoint while the system takes them at once, but one for every `_TURN_BYTES` at least.
-
-        Raises:
+          trio.BusyResourceError: `is_sending`.
           ConnectionLost: the connection is down or closed.
         """
+        if self.is_sending:
+            raise trio.BusyResourceError("another task sends on this link, or was cancelled while it did")
+        self.is_sending = True
+        for batch in batches:
+            await self._send_all(batch)
+        self.is_sending = False
+
+    async def _send_all(self, pieces: Sequence[bytes | memoryview]) -> None:
         left = pieces if _CAN_GATHER else [b"".join(pieces)]
         was_full = False  # the system's buffer; then there is room again only if the other end takes something
         try:
@@ -132,21 +120,21 @@ class ByteStream:
             raise self._lost(exc) from exc
 
     def send_now(self, data: bytes) -> None:
-        """Send what the socket takes at once: for a last word to a peer that is not worth waiting for."""
+        """Send as much as the socket takes at once: a last word to a peer that is not worth waiting for."""
         with suppress(OSError):
             self.num_sent += self._sock.send(data)
 
     async def receive_into(self, buffers: Callable[[], tuple[memoryview, ...]]) -> int:
-        """Fill buffers, one after the other, with what is there, or with what comes first.
+        """Fill buffers, one after the other, with the bytes that are there, or that come first.
 
         No checkpoint while there is something to read, but one for every `_TURN_BYTES` at least.
 
         Args:
-          buffers: asked for them when there may be something to read. No other task runs between that and the return:
-            memory that is withdrawn while this waits is not written to.
+          buffers: called when there may be something to read. No other task runs between that and the return: memory
+            that is withdrawn while this waits is not written to.
 
         Returns:
-          how many bytes; 0 once the peer has ended its side of the connection.
+          the number of bytes; 0 once the peer has ended its side of the connection.
 
         Raises:
           ConnectionLost: the connection is down, or was closed, perhaps meanwhile.
@@ -195,8 +183,7 @@ class ByteStream:
 
 
 def batches(parts: Iterable[Part]) -> Iterator[list[bytes | memoryview]]:
-    """The parts' bytes, about `BATCH_BYTES` at a time (at most twice that): runs of small pieces joined, so that small
-    messages make one piece, large pieces as they are or cut."""
+    """The parts' bytes, about `BATCH_BYTES` at a time (at most twice that): small pieces joined, large ones cut."""
     batch: list[bytes | memoryview] = []
     small: list[bytes | memoryview] = []
     nbytes = 0
@@ -226,10 +213,8 @@ def batches(parts: Iterable[Part]) -> Iterator[list[bytes | memoryview]]:
 
 
 async def connect(address: Address) -> ByteStream:
-    """Connect to the first of a host name's addresses that answers. If cancelled, nothing is left open.
-
-    An address that has not answered within a quarter of a second is no longer waited for alone: the next one is tried
-    beside it (RFC 8305).
+    """Connect to the first of a host name's addresses that answers; the next is tried beside an address that has not
+    answered within a quarter of a second (RFC 8305). If cancelled, nothing is left open.
 
     Raises:
       DialFailed: none does; one line says why.
@@ -244,8 +229,8 @@ async def connect(address: Address) -> ByteStream:
         raise DialFailed(f"cannot connect to {address}: {'; '.join(dict.fromkeys(map(reason, causes)))}") from exc
 
 
-async def listen(address: Address) -> trio.socket.SocketType:
-    """A listening socket. A host name means the first of its addresses.
+async def listen(address: Address, make_link: Callable[[ByteStream], Link]) -> "SocketListener":
+    """Listen at an address, or at the first of a host name's addresses.
 
     Raises:
       ListenFailed: the address is taken, not ours, or no address.
@@ -269,49 +254,40 @@ async def listen(address: Address) -> trio.socket.SocketType:
     except BaseException:
         sock.close()
         raise
-    return sock
+    return SocketListener(sock, Address(address.host, sock.getsockname()[1]), make_link)
 
 
 class SocketListener:
-    """A listening socket as a `net.transport.base.Listener`, whose links are what `make_link` makes of connections."""
+    """A listening socket as a `net.transport.base.Listener`; `make_link` makes a link of each connection."""
 
     def __init__(self, sock: trio.socket.SocketType, address: Address, make_link: Callable[[ByteStream], Link]) -> None:
         self._sock = sock
-        self._address = address
+        self.address = address
         self._make_link = make_link
 
-    @property
-    def address(self) -> Address:
-        """The address that peers dial."""
-        return self._address
-
     async def accept(self) -> Link:
-        """The next link. If cancelled, none is lost."""
-        return self._make_link(await _accept(self._sock, self._address))
+        while True:
+            try:
+                accepted, remote = await self._sock.accept()
+            except trio.ClosedResourceError as exc:
+                raise ListenFailed(f"no longer listening at {self.address}") from exc
+            except OSError as exc:
+                if exc.errno in _OUT_OF_RESOURCES:
+                    _log.error("cannot accept at %s: %s; trying again", self.address, reason(exc))
+                    await trio.sleep(_ACCEPT_RETRY_S)
+                elif exc.errno != errno.ECONNABORTED:  # that one: the peer gave up in the queue
+                    raise ListenFailed(f"cannot accept at {self.address}: {reason(exc)}") from exc
+                continue
+            try:
+                stream = ByteStream(accepted, Address(_plain_host(remote[0]), remote[1]))
+            except OSError:  # reset between accept and setsockopt: not the listener's trouble
+                accepted.close()
+            else:
+                return self._make_link(stream)
 
     async def aclose(self) -> None:
-        """Stop listening."""
         self._sock.close()
         await trio.lowlevel.checkpoint()
-
-
-async def _accept(sock: trio.socket.SocketType, address: Address) -> ByteStream:
-    while True:
-        try:
-            accepted, remote = await sock.accept()
-        except trio.ClosedResourceError as exc:
-            raise ListenFailed(f"no longer listening at {address}") from exc
-        except OSError as exc:
-            if exc.errno in _OUT_OF_RESOURCES:
-                _log.error("cannot accept at %s: %s; trying again", address, reason(exc))
-                await trio.sleep(_ACCEPT_RETRY_S)
-            elif exc.errno != errno.ECONNABORTED:  # that one: the peer gave up in the queue
-                raise ListenFailed(f"cannot accept at {address}: {reason(exc)}") from exc
-            continue
-        try:
-            return ByteStream(accepted, Address(_plain_host(remote[0]), remote[1]))
-        except OSError:  # reset between accept and setsockopt: not the listener's trouble
-            accepted.close()
 
 
 def reason(exc: BaseException) -> str:

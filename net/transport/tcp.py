@@ -19,19 +19,13 @@ from net.wire.sinks import Sinks
 class TcpLink:
     """A stream of bytes as a `net.transport.base.Link`."""
 
+    remote_peer_id: PeerId | None = None  # nothing is proven here
+
     def __init__(self, stream: ByteStream, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._stream = stream
+        self.remote_address = stream.remote_address
         self.sinks = Sinks()
         self._reader = FrameReader(max_body_bytes=max_body_bytes, sinks=self.sinks)
-
-    @property
-    def remote_address(self) -> Address:
-        return self._stream.remote_address
-
-    @property
-    def remote_peer_id(self) -> PeerId | None:
-        """None: nothing is proven here."""
-        return None
 
     @property
     def num_moved(self) -> int:
@@ -46,23 +40,12 @@ class TcpLink:
         return self._stream.num_sent
 
     async def handshake(self) -> None:
-        """A checkpoint: there is no handshake."""
         await trio.lowlevel.checkpoint()
 
     async def send(self, *parts: Part) -> None:
-        """Send the parts. After a failed or cancelled send nothing more can be sent.
-
-        Raises:
-          trio.BusyResourceError: another task is sending, or nothing more can be sent.
-        """
-        stream = self._stream
-        stream.begin_sending()
-        if len(parts) == 1 and len(parts[0].pieces) <= MAX_PIECES:  # a chunk of a large frame: nothing to join or cut
-            await stream.send_all(parts[0].pieces)
-        else:
-            for batch in batches(parts):
-                await stream.send_all(batch)
-        stream.end_sending()
+        # A chunk of a large frame: there is nothing to join or cut.
+        is_chunk = len(parts) == 1 and len(parts[0].pieces) <= MAX_PIECES
+        await self._stream.send([parts[0].pieces] if is_chunk else batches(parts))
 
     async def receive(self) -> Frame | None:
         while True:
@@ -91,13 +74,10 @@ class TcpTransport:
       max_body_bytes: frames with larger bodies are refused from the network.
     """
 
+    peer_id: PeerId | None = None  # nothing is proven here
+
     def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._max_body_bytes = max_body_bytes
-
-    @property
-    def peer_id(self) -> PeerId | None:
-        """None: nothing is proven here."""
-        return None
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TcpLink:
         """Connect to whoever answers, at the first of a host name's addresses that does."""
@@ -106,9 +86,7 @@ class TcpTransport:
 
     async def listen(self, address: Address) -> SocketListener:
         """Listen at a loopback address; `localhost` means 127.0.0.1."""
-        host = _loopback_host(address)
-        sock = await listen(Address(host, address.port))
-        return SocketListener(sock, Address(host, sock.getsockname()[1]), self._link)
+        return await listen(Address(_loopback_host(address), address.port), self._link)
 
     def _link(self, stream: ByteStream) -> TcpLink:
         return TcpLink(stream, max_body_bytes=self._max_body_bytes)

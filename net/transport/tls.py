@@ -1,11 +1,10 @@
 """Frames over TLS 1.3, both ends proven: the network of a real swarm.
 
-What a link has been through before it carries a frame, in either direction:
-- TLS refuses a peer whose certificate the swarm's key has not signed, or whose certificate's key it does not hold;
-- the certificate must be a leaf of our format, and the peer that it names on our allow-list, and not ourselves;
-- a dialled peer must be the one that was asked for.
-A dialling end judges before it shows its own certificate, an accepting one before it sends any data: nobody learns
-more of a swarm than the certificate of the listener that it dials.
+Before a link carries a frame, TLS refuses a peer whose certificate the swarm's key has not signed, or whose
+certificate's key it does not hold; and in either direction the certificate must be a leaf of our format, its peer on
+our allow-list and not ourselves, and a dialled peer the one that was asked for. A dialling end judges before it shows
+its own certificate, an accepting one before it sends any data: nobody learns more of a swarm than the certificate of
+the listener that it dials.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +22,12 @@ from net.wire.frames import MAX_BODY_BYTES, Frame, Part
 from net.wire.sinks import Sinks
 
 _MAX_HANDSHAKE_BYTES = 64 * 1024
-"""What a peer may send before it is known. Ours send less than 2 KiB; a first frame may come along with the rest."""
+"""Most bytes of a peer that is not known yet. Ours send less than 2 KiB; a first frame may come along."""
 
 _HANDSHAKE_RECEIVE_BYTES = 16 * 1024
 
 _ENCRYPT_BYTES = 256 * 1024
-"""Encrypted in one go. OpenSSL's buffer never shrinks: this bounds what each link keeps of what it sends, half of what
-leaves at once."""
+"""Encrypted in one go. OpenSSL's buffer never shrinks: this bounds what each link keeps of what it sends."""
 
 
 class TlsLink:
@@ -56,17 +54,10 @@ class TlsLink:
         self._engine = engine
         self._admit = admit
         self._scratch = scratch
+        self.remote_address = stream.remote_address
+        self.remote_peer_id: PeerId | None = None  # until the peer is proven and admitted
         self.sinks = Sinks()
         self._reader = FrameReader(max_body_bytes=max_body_bytes, sinks=self.sinks)
-        self._remote_peer_id: PeerId | None = None  # set only once the peer is proven and admitted
-
-    @property
-    def remote_address(self) -> Address:
-        return self._stream.remote_address
-
-    @property
-    def remote_peer_id(self) -> PeerId | None:
-        return self._remote_peer_id
 
     @property
     def num_moved(self) -> int:
@@ -82,7 +73,7 @@ class TlsLink:
 
     async def handshake(self) -> None:
         """Prove both ends. After a failure the link is closed."""
-        if self._remote_peer_id is not None:
+        if self.remote_peer_id is not None:
             await trio.lowlevel.checkpoint()
             return
         try:
@@ -97,7 +88,7 @@ class TlsLink:
         except (HandshakeFailed, ConnectionLost):
             self._stream.reset()
             raise
-        self._remote_peer_id = peer_id
+        self.remote_peer_id = peer_id
 
     async def _negotiate(self) -> None:
         received = 0
@@ -120,21 +111,12 @@ class TlsLink:
             self._engine.feed(self._scratch[:nbytes])
 
     async def _flush(self) -> None:
-        ciphertext = self._engine.take_ciphertext()
-        if ciphertext:
-            await self._stream.send_all([ciphertext])
+        if ciphertext := self._engine.take_ciphertext():
+            await self._stream.send([[ciphertext]])
 
     async def send(self, *parts: Part) -> None:
-        """Encrypt and send. After a failed or cancelled send nothing more can be sent.
-
-        Raises:
-          trio.BusyResourceError: another task is sending, or nothing more can be sent.
-        """
         self._check_usable()
-        self._stream.begin_sending()
-        for batch in batches(parts):
-            await self._stream.send_all(list(self._encrypted(batch)))
-        self._stream.end_sending()
+        await self._stream.send(list(self._encrypted(batch)) for batch in batches(parts))
 
     def _encrypted(self, batch: Sequence[bytes | memoryview]) -> Iterator[bytes]:
         for piece in batch:
@@ -146,11 +128,6 @@ class TlsLink:
             yield self._engine.take_ciphertext()
 
     async def receive(self) -> Frame | None:
-        """The next frame, or None at the end.
-
-        Raises:
-          HandshakeFailed: the peer that was dialled does not admit us, which it could not say before.
-        """
         self._check_usable()
         while True:
             frame = self._reader.next_frame_untrusted()
@@ -168,7 +145,7 @@ class TlsLink:
 
     async def _receive_ciphertext(self) -> None:
         try:
-            nbytes = await self._stream.receive_into(self._whole_scratch)
+            nbytes = await self._stream.receive_into(lambda: (self._scratch,))
             if nbytes == 0:  # anybody on the way can forge this end, and cut off what should have come before it
                 raise ConnectionLost(f"connection to {self.remote_address} lost: it ended without a farewell")
         except ConnectionLost as exc:
@@ -177,28 +154,23 @@ class TlsLink:
             raise
         self._engine.feed(self._scratch[:nbytes])
 
-    def _whole_scratch(self) -> tuple[memoryview]:
-        return (self._scratch,)
-
     def _check_usable(self) -> None:
         if self._stream.is_closed:
             raise ConnectionLost(f"connection to {self.remote_address} lost: it was closed on this side")
         # OpenSSL would finish the handshake by itself, and nobody would look at who it is.
-        if self._remote_peer_id is None:
+        if self.remote_peer_id is None:
             raise LocalProtocolError(f"the link with {self.remote_address} needs its handshake first")
 
     async def aclose(self) -> None:
         """Say farewell (close_notify), do not wait for the peer's, and close."""
         try:
             # Inside a record, or of somebody unknown, there is no farewell.
-            if self._remote_peer_id is None or self._stream.is_sending or self._stream.is_closed:
+            if self.remote_peer_id is None or self._stream.is_sending or self._stream.is_closed:
                 await trio.lowlevel.checkpoint()
             else:
                 self._engine.close()
                 with suppress(ConnectionLost):
-                    self._stream.begin_sending()
                     await self._flush()
-                    self._stream.end_sending()
         finally:
             self._stream.close()
 
@@ -218,7 +190,7 @@ class TlsTransport:
     def __init__(
         self, identity: Identity, *, membership: Membership | None = None, max_body_bytes: int = MAX_BODY_BYTES
     ) -> None:
-        self._peer_id = identity.peer_id
+        self.peer_id: PeerId | None = identity.peer_id
         self._membership = Membership() if membership is None else membership
         self._max_body_bytes = max_body_bytes
         chain = certificate_chain(identity, self._membership)
@@ -227,15 +199,11 @@ class TlsTransport:
         # Shared by all links: each moves what it received here to its engine before another task runs.
         self._scratch = memoryview(bytearray(BATCH_BYTES))
 
-    @property
-    def peer_id(self) -> PeerId | None:
-        return self._peer_id
-
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> TlsLink:
         """Connect and prove both ends. The first of a host name's addresses that answers is taken."""
 
         def admit(remote: PeerId) -> None:
-            if remote == self._peer_id:
+            if remote == self.peer_id:
                 raise HandshakeFailed(f"{address}: that is this peer itself")
             if peer_id is not None and remote != peer_id:
                 raise HandshakeFailed(f"{address} is peer {remote}, expected {peer_id}")
@@ -255,8 +223,7 @@ class TlsTransport:
 
     async def listen(self, address: Address) -> SocketListener:
         """Listen at any address of this machine; a host name means the first of its addresses."""
-        sock = await listen(address)
-        return SocketListener(sock, Address(address.host, sock.getsockname()[1]), self._accepted_link)
+        return await listen(address, self._accepted_link)
 
     def _accepted_link(self, stream: ByteStream) -> TlsLink:
         return self._link(stream, TlsEngine(self._server_context, remote=str(stream.remote_address)), self._admit)
@@ -265,7 +232,7 @@ class TlsTransport:
         return TlsLink(stream, engine, admit=admit, scratch=self._scratch, max_body_bytes=self._max_body_bytes)
 
     def _admit(self, remote: PeerId) -> None:
-        if remote == self._peer_id:
+        if remote == self.peer_id:
             raise HandshakeFailed(f"{remote} has our own identity: is its file in use twice?")
         if not self._membership.admits(remote):
             raise HandshakeFailed(f"{remote} is not on our allow-list")

@@ -1,7 +1,7 @@
 """TLS 1.3 without the network: ciphertext in and out of memory, plaintext in and out of the caller's buffers.
 
-OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 512 KiB of
-ciphertext come in at once, and each record is decrypted into the place where its plaintext belongs.
+OpenSSL works in records of 16 KiB. Fed through a socket, each costs two system calls to read; here 512 KiB come in at
+once, and each record is decrypted into the place where its plaintext belongs.
 """
 
 import os
@@ -14,24 +14,22 @@ from net.errors import ConnectionLost, HandshakeFailed, RemoteProtocolError
 from net.keys import CertificateChain
 
 _MAX_REPLY_BYTES = 16 * 1024
-"""What OpenSSL may put into the outgoing buffer on account of what it reads: answers to requests for new keys, some 30
-bytes each, for which no honest peer asks more than once in millions of records. They leave with the next data. A peer
-that asks on and on would fill our memory."""
+"""Bound of OpenSSL's own answers, which leave with our next data: some 30 bytes for each request for new keys. No
+honest peer asks more than once in millions of records; one that asks on and on would fill our memory."""
 
 REFUSED = "refused us: another swarm secret, or we are not on its allow-list"
 
 
 def server_context(chain: CertificateChain) -> ssl.SSLContext:
-    """What the listening sides of a process's connections share."""
+    """The context of all connections that a process accepts."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, chain)
-    # Nothing is resumed: every connection proves both ends anew. And so a listener sends nothing of its own accord
-    # before it has judged the other end.
+    # Nothing is resumed: every connection proves both ends anew, and a listener says nothing before it has judged.
     context.num_tickets = 0
     return context
 
 
 def client_context(chain: CertificateChain) -> ssl.SSLContext:
-    """What the dialling sides of a process's connections share."""
+    """The context of all connections that a process dials."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, chain)
 
 
@@ -91,15 +89,13 @@ class TlsEngine:
 
     @property
     def awaits_verdict(self) -> bool:
-        """We dialled and have not heard anything yet. A TLS 1.3 client finishes its handshake before the server has
-        judged it, so the connection may still end because the server does not admit us."""
+        """True if we dialled and have heard nothing yet: a TLS 1.3 client finishes its handshake before the server has
+        judged it."""
         return self._is_client and not self._has_decrypted
 
     def handshake(self) -> bool:
-        """Take the handshake as far as it goes. There may be ciphertext to send, after an error too.
-
-        Returns:
-          whether it is finished; otherwise more must be fed.
+        """Take the handshake as far as it goes; True once it is finished, otherwise more must be fed. There may be
+        ciphertext to send, after an error too.
 
         Raises:
           HandshakeFailed: the other end is not of our swarm, or does not speak TLS 1.3.
@@ -116,13 +112,13 @@ class TlsEngine:
         return True
 
     def peer_certificate(self) -> bytes:
-        """The other end's leaf, DER, once the handshake is finished: it has proven to hold its key."""
+        """The other end's leaf (DER), once the handshake has proven that it holds the key."""
         certificate = self._ssl.getpeercert(binary_form=True)
         assert certificate is not None  # CERT_REQUIRED
         return certificate
 
     def feed(self, ciphertext: memoryview) -> None:
-        """Take in what arrived. The caller bounds it, and reads until `decrypt_into` returns 0 before it feeds more."""
+        """Take in what arrived. The caller bounds it, and calls `decrypt_into` until that returns 0 before the next."""
         self._incoming.write(ciphertext)
 
     @property
@@ -146,15 +142,13 @@ class TlsEngine:
             raise ConnectionLost(f"connection to {self._remote} lost: {exc.reason}") from exc
 
     def decrypt_into(self, buffer: memoryview) -> int:
-        """Decrypt what has been fed into the front of `buffer`, as much as there is and fits.
-
-        Returns:
-          how many bytes; 0 when more must be fed, or never if `is_closed_by_peer`.
+        """Decrypt into the front of `buffer`, as much as there is and fits; return the number of bytes, 0 when more
+        must be fed (or never, if `is_closed_by_peer`).
 
         Raises:
-          HandshakeFailed: the server, having judged us, does not admit us.
+          HandshakeFailed: the server does not admit us.
           ConnectionLost: the peer has given up for another reason.
-          RemoteProtocolError: what arrived is no TLS, or was tampered with.
+          RemoteProtocolError: it is no TLS, or was tampered with.
         """
         if self._is_broken:
             raise ConnectionLost(f"connection to {self._remote} lost: its encryption has failed before")
@@ -184,7 +178,7 @@ class TlsEngine:
         return filled
 
     def close(self) -> None:
-        """Tell the peer that we send no more (close_notify). Does not wait for it to say the same."""
+        """Tell the peer that we send no more (close_notify)."""
         with suppress(ssl.SSLError):  # WANT_READ, or the peer was still sending: what matters has been written
             self._ssl.unwrap()
 

@@ -275,7 +275,7 @@ def test_a_failure_removes_and_an_answer_restores() -> None:
     assert known.draw_lost(5, random.Random(0)) == (contact(9),)
     known.answered(contact(9), 3.0)
     assert known.newcomers == [contact(9)] * 2
-    assert known.lost_count == 0
+    assert known.draw_lost(5, random.Random(0)) == ()
     assert known.usable([contact(9)], 3.0) == (contact(9),)
 
 
@@ -328,8 +328,9 @@ def test_lost_peers_are_bounded() -> None:
     for number in range(1, MAX_LOST + 2):
         known.answered(contact(number), 0.0)
         known.failed(contact(number), 0.0, "silent")
-    assert known.lost_count == MAX_LOST
-    assert contact(1) not in known.draw_lost(MAX_LOST, random.Random(0))
+    lost = known.draw_lost(MAX_LOST + 1, random.Random(0))
+    assert len(lost) == MAX_LOST
+    assert contact(1) not in lost
 
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:

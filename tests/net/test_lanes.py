@@ -11,6 +11,7 @@ from net.errors import CallRefused
 from net.identity import Address
 from net.rpc.base import Reply, Request
 from net.rpc.connections import LANE_IDLE_S
+from net.rpc.lanes import _State
 from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.rpc.service import LANES, MAX_LANES
 from net.transport.sim import Constant, HostOptions, simulate
@@ -132,14 +133,12 @@ async def check_a_lane(server: RpcPeer, client: RpcPeer) -> None:
     server.add_handler("give", give)
     client.add_handler("give", give)
     for caller in (client, server):
-        caller._lanes._may_open = lambda: False  # no others, whatever a busy machine makes of the round trip
+        caller._connections.has_room_for_a_lane = lambda: False  # no others, whatever a busy machine makes of the way
     await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
-    opened = trio.Event()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(client._run_lane, server.peer_id, address, opened.set)
+        nursery.start_soon(client._lanes._open, server.peer_id, address, _State(num_opening=1))
         with trio.fail_after(20.0):
-            await opened.wait()
-            while num_lanes(server) == 0:
+            while not (client._connections.lanes(server.peer_id) and num_lanes(server)):
                 await trio.lowlevel.checkpoint()
         for caller, other in ((client, server), (server, client)):
             (lane,) = caller._connections.lanes(other.peer_id)
@@ -186,7 +185,7 @@ async def test_only_so_many_lanes_are_taken_from_one_peer() -> None:
     async with pair(round_trip_s=0.01) as (server, client, address), trio.open_nursery() as nursery:
         await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
         for _ in range(MAX_LANES + 5):
-            nursery.start_soon(client._run_lane, server.peer_id, address, lambda: None)
+            nursery.start_soon(client._lanes._open, server.peer_id, address, _State(num_opening=1))
         await trio.sleep(5.0)
         # Each end parts from those that come when it has as many; in which order they come may differ.
         assert 2 < len(server._connections.lanes(client.peer_id)) <= MAX_LANES

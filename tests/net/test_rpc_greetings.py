@@ -10,7 +10,8 @@ import trio
 from net.errors import ConnectionLost, DialFailed
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Reply, Request
-from net.rpc.connection import CHECK_PERIOD_S, HELLO_TIMEOUT_S, LEAVE_S
+from net.rpc.connection import HELLO_TIMEOUT_S, LEAVE_S
+from net.rpc.connections import CHECK_PERIOD_S
 from net.rpc.peer import open_rpc_peer
 from net.transport.base import Link, Transport
 from net.transport.sim import simulate

@@ -11,13 +11,13 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost, DialFailed, ListenFailed, RemoteProtocolError
+from net.errors import DialFailed, ListenFailed, RemoteProtocolError
 from net.identity import Address
 from net.keys import Identity
 from net.transport.sockets import BATCH_BYTES, SocketListener, batches
 from net.transport.tcp import TcpLink, TcpTransport
 from net.wire.frames import Frame, Part
-from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
+from tests.net.link_frames import numbered, parts_of
 
 ANY_PORT = Address("127.0.0.1", 0)
 
@@ -30,31 +30,6 @@ async def link_pair(*, max_body_bytes: int = 2**28) -> tuple[TcpLink, TcpLink]:
     accepted = await listener.accept()
     await listener.aclose()
     return dialled, accepted
-
-
-async def raw_pair() -> tuple[trio.SocketStream, TcpLink]:
-    """A bare stream of bytes into a link."""
-    listener = await TcpTransport().listen(ANY_PORT)
-    stream = await trio.open_tcp_stream("127.0.0.1", listener.address.port)
-    link = await listener.accept()
-    await listener.aclose()
-    return stream, link
-
-
-async def test_frames_of_all_sizes_arrive_in_order() -> None:
-    """Small, coalesced, large and mixed frames, sent together and one by one, both ways."""
-    frames = [
-        numbered(index, *sizes)
-        for index, sizes in enumerate([(), (1,), (100, 0, 3), (65_536,), (70_000, 5), (3_000_000,), (64,) * 60, ()])
-    ]
-    dialled, accepted = await link_pair()
-    for source, target in ((dialled, accepted), (accepted, dialled)):
-        await exchange(source, target, *frames)
-        for frame in frames:
-            await exchange(source, target, frame, num_opened=1)
-    await dialled.aclose()
-    assert await accepted.receive() is None
-    await accepted.aclose()
 
 
 async def test_nobody_is_proven() -> None:
@@ -93,104 +68,12 @@ def test_small_pieces_make_one_write_and_large_ones_are_not_copied() -> None:
     assert batch[1] is large
 
 
-async def test_a_send_waits_for_a_slow_receiver() -> None:
-    """Back-pressure: a body beyond the kernel's buffers leaves only while the other side reads."""
-    dialled, accepted = await link_pair()
-    sent = trio.Event()
-
-    async def send() -> None:
-        await dialled.send(*parts_of(numbered(1, 64 * 2**20)))
-        sent.set()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(send)
-        await trio.testing.wait_all_tasks_blocked()
-        assert not sent.is_set()
-        assert await accepted.receive() is not None
-        await sent.wait()
-    dialled.abort()
-    accepted.abort()
-
-
-async def test_a_cancelled_receive_loses_nothing() -> None:
-    """Half a frame stays with the link; the next receive completes it."""
-    stream, link = await raw_pair()
-    frame = numbered(1, 1000)
-    data = bytes_of(frame)
-    await stream.send_all(data[:500])
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(link.receive)
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            scope.cancel()
-    await stream.send_all(data[500:])
-    assert_same(await link.receive(), frame)
-    await stream.aclose()
-    link.abort()
-
-
-async def test_a_cancelled_send_ends_the_link() -> None:
-    """Part of a frame may have left, so no other frame may follow it."""
-    dialled, accepted = await link_pair()
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(dialled.send, *parts_of(numbered(1, 64 * 2**20)))
-            await trio.testing.wait_all_tasks_blocked()
-            scope.cancel()
-    with pytest.raises(trio.BusyResourceError):
-        await dialled.send(*parts_of(numbered(2)))
-    dialled.abort()
-    accepted.abort()
-
-
-async def test_the_end_of_a_link() -> None:
-    """Between frames the end is None, inside one it is ConnectionLost; own closing is ConnectionLost too."""
-    stream, link = await raw_pair()
-    frame = numbered(1, 1000)
-    await stream.send_all(bytes_of(frame)[:100])
-    await stream.aclose()
-    with pytest.raises(ConnectionLost, match="inside a frame"):
-        await link.receive()
-    link.abort()
-    link.abort()
-    await link.aclose()
-    with pytest.raises(ConnectionLost):
-        await link.receive()
-    with pytest.raises(ConnectionLost):
-        await link.send(*parts_of(frame))
-
-
-async def test_a_reset_is_connection_lost() -> None:
-    """An aborted connection is no clean end for its other side."""
-    dialled, accepted = await link_pair()
-    dialled.abort()
-    with pytest.raises(ConnectionLost):
-        await accepted.receive()
-    accepted.abort()
-
-
-async def test_closing_ends_a_receive() -> None:
-    """A task that waits for a frame learns at once that another has closed the link."""
-    for how in ("aclose", "abort"):
-        dialled, accepted = await link_pair()
-        async with trio.open_nursery() as nursery:
-
-            async def receive(link: TcpLink = dialled) -> None:
-                with pytest.raises(ConnectionLost, match="closed on this side"):
-                    await link.receive()
-
-            nursery.start_soon(receive)
-            await trio.testing.wait_all_tasks_blocked()
-            if how == "aclose":
-                await dialled.aclose()
-            else:
-                dialled.abort()
-        accepted.abort()
-
-
 async def test_garbage_is_a_remote_protocol_error() -> None:
     """Something that speaks HTTP is recognised by its first bytes."""
-    stream, link = await raw_pair()
+    listener = await TcpTransport().listen(ANY_PORT)
+    stream = await trio.open_tcp_stream("127.0.0.1", listener.address.port)
+    link = await listener.accept()
+    await listener.aclose()
     await stream.send_all(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(RemoteProtocolError, match="not a part of a frame"):
         await link.receive()
@@ -232,29 +115,6 @@ async def test_other_addresses_cannot(host: str) -> None:
         await TcpTransport().listen(Address(host, 0))
 
 
-async def test_a_taken_port_is_named() -> None:
-    """The error says which address could not be had."""
-    listener = await TcpTransport().listen(ANY_PORT)
-    with pytest.raises(ListenFailed, match=f"127.0.0.1:{listener.address.port}.*in use"):
-        await TcpTransport().listen(listener.address)
-    await listener.aclose()
-
-
-async def test_nobody_listens() -> None:
-    """A dial to a closed port is DialFailed with the reason on one line."""
-    listener = await TcpTransport().listen(ANY_PORT)
-    await listener.aclose()
-    with pytest.raises(DialFailed, match=f"127.0.0.1:{listener.address.port}: Connection refused") as caught:
-        await TcpTransport().dial(listener.address)
-    assert "\n" not in str(caught.value)
-
-
-async def test_a_name_that_means_nothing() -> None:
-    """A host name that IDNA cannot express is DialFailed, not a UnicodeError."""
-    with pytest.raises(DialFailed, match="cannot resolve"):
-        await TcpTransport().dial(Address("a" * 100, 1))
-
-
 class _Resolver(trio.abc.HostnameResolver):
     """Every name has these addresses of IPv4."""
 
@@ -293,20 +153,6 @@ async def test_every_address_says_why_it_cannot_be_had() -> None:
     trio.socket.set_custom_hostname_resolver(_Resolver(refused, refused, ("255.255.255.255", 9)))
     with pytest.raises(DialFailed, match=r"two.example:1: Connection refused; [A-Z][a-z ]+$"):
         await TcpTransport().dial(Address("two.example", 1))
-
-
-async def test_a_closed_listener_refuses_to_accept() -> None:
-    """Waiting for links ends with ListenFailed when the listener is closed meanwhile."""
-    listener = await TcpTransport().listen(ANY_PORT)
-    async with trio.open_nursery() as nursery:
-
-        async def accept() -> None:
-            with pytest.raises(ListenFailed, match="no longer listening"):
-                await listener.accept()
-
-        nursery.start_soon(accept)
-        await trio.testing.wait_all_tasks_blocked()
-        await listener.aclose()
 
 
 class ExhaustedSocket:

@@ -13,7 +13,7 @@ from net.errors import ConnectionLost, RemoteProtocolError
 from net.identity import Address
 from net.keys import CertificateChain, Membership, certificate_chain
 from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsLink, TlsTransport
+from net.transport.tls import TlsTransport
 from net.transport.tls_engine import client_context, server_context
 from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
 from tests.net.tls_peers import (
@@ -24,7 +24,6 @@ from tests.net.tls_peers import (
     OPEN,
     SECRET,
     allowing,
-    dial_and_accept,
     link_pair,
     raw_dialler,
     raw_pair,
@@ -47,17 +46,6 @@ async def test_two_peers_exchange_frames(membership: Membership) -> None:
         await accepted.aclose()
 
 
-async def test_the_expected_peer_is_there() -> None:
-    """A dial that names the right peer succeeds, and a transport says who it is."""
-    bob = TlsTransport(BOB)
-    assert bob.peer_id == BOB.peer_id
-    dialled, accepted, error = await dial_and_accept(TlsTransport(ALICE), bob, peer_id=BOB.peer_id)
-    assert isinstance(dialled, TlsLink)
-    assert error is None
-    dialled.abort()
-    accepted.abort()
-
-
 async def test_a_first_frame_may_come_with_the_end_of_the_handshake() -> None:
     """What follows the dialler's last handshake message in the same packet is not lost."""
     frame = numbered(1, 10)
@@ -72,23 +60,6 @@ async def test_a_first_frame_may_come_with_the_end_of_the_handshake() -> None:
         nursery.start_soon(dialler)
         await link.handshake()
         assert_same(await link.receive(), frame)
-
-
-async def test_a_send_waits_for_a_slow_receiver() -> None:
-    """Back-pressure: a body beyond the kernel's buffers leaves only while the other side reads."""
-    async with link_pair() as (dialled, accepted), trio.open_nursery() as nursery:
-        frame = numbered(1, 32 * 2**20)
-        sent = trio.Event()
-
-        async def send() -> None:
-            await dialled.send(*parts_of(frame))
-            sent.set()
-
-        nursery.start_soon(send)
-        await trio.testing.wait_all_tasks_blocked(0.01)
-        assert not sent.is_set()
-        assert_same(await accepted.receive(), frame)
-        await sent.wait()
 
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
@@ -121,29 +92,6 @@ async def test_a_cancelled_send_ends_the_link() -> None:
         await dialled.aclose()
         with pytest.raises(ConnectionLost, match="without a farewell"):
             await accepted.receive()
-
-
-@pytest.mark.parametrize("how", ["aclose", "abort"])
-async def test_closing_ends_a_receive(how: str) -> None:
-    """A task that waits for a frame learns at once that another has closed the link; so do later operations."""
-    for end in (0, 1):
-        async with link_pair() as links:
-            link = links[end]
-
-            async def receive(link: TlsLink = link) -> None:
-                with pytest.raises(ConnectionLost, match="closed on this side"):
-                    await link.receive()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(receive)
-                await trio.testing.wait_all_tasks_blocked()
-                if how == "aclose":
-                    await link.aclose()
-                else:
-                    link.abort()
-            await receive()
-            with pytest.raises(ConnectionLost):
-                await link.send(*parts_of(numbered(1)))
 
 
 async def test_the_transports_bound_on_bodies_is_kept() -> None:
