@@ -54,7 +54,6 @@ SHELLS = {
     "net.averaging.group_calls",
     "net.averaging.plan",
     "net.averaging.window",
-    "net.averaging.reduction.chunk_exchange",
     "net.averaging.state.download",
     "net.averaging.state.sharing",
     "dmoe_jax.data.corpora",

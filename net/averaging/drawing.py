@@ -1,10 +1,8 @@
 """The draw of the numbers that a group averages, where it averages a few only (SPARTA, Beton et al. 2025).
 
 They follow from the id of the group, which its leader has drawn: all members know it, no index travels, and every group
-averages others. So peers need not be at the same step, as they would if the choice followed from a count of steps.
-
-The vector is cut into as many stretches of equal length as there are numbers to draw, and one is drawn from each. So
-no number is drawn twice, and each has the same chance, up to the rounding of the lengths.
+averages others, whatever step its peers are at. The vector is cut into as many stretches of equal length as there are
+numbers to draw, and one is drawn from each: none twice, each with the same chance, up to the rounding of the lengths.
 """
 
 import hashlib
@@ -33,11 +31,6 @@ def drawn_places(group_id: bytes, size: int, count: int) -> Array:
     key = int.from_bytes(hashlib.sha256(b"averaged places\n" + group_id).digest()[:16], "little")
     chance = np.random.Philox(key=key).random_raw(count)
     return (starts[:-1] + chance % (starts[1:] - starts[:-1])).astype(np.int64)
-
-
-def taken(vector: Array, places: Array) -> Array:
-    """The numbers at these places, in an array of its own."""
-    return np.ascontiguousarray(vector[places])
 
 
 def put_back(vector: Array, places: Array, numbers: Array) -> Array:

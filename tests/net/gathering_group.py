@@ -1,7 +1,8 @@
 """A group that gathers, on the simulated network, and members of it that misbehave."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,19 @@ class Members:
         self.callers = callers
         self.group = group
 
-    async def gather(self, places: Collection[int], config: GatherConfig = CONFIG) -> dict[int, Gathered]:
+    async def gather(
+        self,
+        places: Collection[int],
+        config: GatherConfig = CONFIG,
+        payloads: Mapping[int, Array] = MappingProxyType({}),
+    ) -> dict[int, Gathered]:
         """What came of it, for those of these places that came to an end."""
         found: dict[int, Gathered] = {}
 
         async def one(place: int) -> None:
             gather = AllGather(self.callers[place], prefix="x", config=config)
-            found[place] = await gather.run(self.group, payload_of(place), timeout_s=TIMEOUT_S)
+            payload = payloads.get(place, payload_of(place))
+            found[place] = await gather.run(self.group, payload, timeout_s=TIMEOUT_S)
 
         async with trio.open_nursery() as nursery:
             for place in places:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.reduction.chunk_exchange import ChunkReducer, Task
-from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig, parts_of
+from net.averaging.reduction.all_reduce import Exchange
+from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig
 from net.rpc.bulk import MIN_BUDGET_BYTES
 from net.rpc.peer import RpcPeer
 from net.transport.sim.links import HostOptions
@@ -77,20 +77,10 @@ async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -
 async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
     """Whatever it wishes for: by the most that is ever granted, by its share of half of the budget, and by what is
     left of that; nothing to who wishes for nothing. All of it comes back when the reducer is closed."""
-    async with swarm(3) as peers:
-        part, budget = parts_of(peers.group, 10**6, chunk_size=1024)[0], peers.callers[0].bulk.budget
+    async with swarm(3, config=AllReduceConfig(chunk_bytes=4096)) as peers:
+        budget, vector, average = peers.callers[0].bulk.budget, *np.zeros((2, 10**6), np.float32)
         budget.max_bytes = 2 * 2**20
-        task = Task(
-            caller=peers.callers[0],
-            method=METHOD,
-            group=peers.group,
-            own=0,
-            vector=np.zeros(10**6, np.float32),
-            average=np.zeros(10**6, np.float32),
-            weight=None,
-            config=CONFIG,
-        )
-        reducer = ChunkReducer(task, part)
+        reducer = Exchange(peers.all_reduces[0], peers.group, 0, vector, average, None).reducer
         assert reducer._room(1, 0) == MAX_WINDOW
         # Half of 2 MiB for three senders is 85 chunks of 4 KiB for each.
         assert reducer._room(1, 10**9) == MAX_WINDOW + 85
@@ -100,5 +90,5 @@ async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
         assert reducer._room(2, 10**9) == MAX_WINDOW
         reducer.close()
         assert budget.used_bytes == budget.max_bytes - 85 * 4096
-        large = ChunkReducer(replace(task, caller=peers.callers[1], vector=None), part)
-        assert large._room(1, 10**9) == min(MAX_ROOM, part.num_chunks)
+        large = Exchange(peers.all_reduces[1], peers.group, 1, None, average, None).reducer
+        assert large._room(0, 10**9) == MAX_ROOM

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state.buffer import StateBuffer, pack, piece_hash
+from net.averaging.state.buffer import OVERDUE_S, Pieces, StateBuffer, pack, piece_hash
 from net.averaging.state.download import StateUnavailable
-from net.averaging.state.pieces import OVERDUE_S, Pieces
 from net.averaging.state.sharing import StateSharingConfig
 from net.errors import CallRefused
 from net.identity import PeerId

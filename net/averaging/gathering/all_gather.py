@@ -1,24 +1,17 @@
 """All-gather of equally long payloads within a group that has been assembled.
 
-Theory of operation. Every member brings its payload, piece by piece, to each member that can be called. So with n
-payloads n - 1 leave each member, and n - 1 come. A client, which cannot be called, fetches the others' payloads from
-those who have them: a node's from the node itself, another client's from any node.
-
     bring    {"group": 16 bytes, "size": bytes of a payload, "start": of the piece}    one uint8 tensor: the piece
     fetch    {"group", "size", "start", "of": place of a member in the group}          answered by that piece
 
+Every member brings its payload, piece by piece, to each member that can be called. A client, which cannot be called,
+fetches the others' payloads from those who have them: a node's from the node itself, another client's from any node.
 `bring` is answered as soon as the piece is there, `fetch` when the payload is whole.
 
 Failures. Whoever has brought nothing for `sender_timeout_s`, or cannot be called, is not waited for. If it has died,
-some have its payload and others do not. So these ask the others, one after the other, for what they have: with crashes
-alone, a payload that is whole at one living node comes to all, and all average the same. Members that have all they
-need still serve what they hold until their next group is over. Who is missing in the end is left out, with a reason.
-The whole ends within `timeout_s`.
-
-Trust. What a member holds of a third one's payload it could forge, as a reducer could the mean of its part. Only
-clients, and those who look for the payload of a member that is gone, take payloads from third ones.
-
-Memory. A member holds one payload of each other member; see `payloads`.
+some have its payload and others do not; these ask the others, one after the other: with crashes alone, a payload that
+is whole at one living node comes to all, and all average the same. So members that have all they need still serve what
+they hold until their next group is over. A member could forge what it holds of a third one's payload, as a reducer
+could the mean of its part: only clients, and those who look for the payload of a member that is gone, take it thence.
 """
 
 import math
@@ -29,10 +22,7 @@ import numpy as np
 import trio
 
 from net.averaging.gathering.payloads import (
-    GROUP_ID,
-    NBYTES,
     OUT_OF_TIME,
-    PLACE,
     SILENT,
     UNREACHABLE,
     GatherConfig,
@@ -40,19 +30,22 @@ from net.averaging.gathering.payloads import (
     bytes_untrusted,
 )
 from net.averaging.group_calls import MAX_CALLS, KnownGroups, placed
-from net.averaging.grouping.group import Group, Role
+from net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, Group, Role
 from net.averaging.window import BulkWindow
 from net.dht.calls import PEER_ERRORS
 from net.errors import CallRefused, PeerUnavailable, RemoteProtocolError
-from net.identity import Contact, PeerId
+from net.identity import PeerId
 from net.rpc.base import Body, Caller, Reply, Request, read_request
 from net.types import Array
+from net.wire.fields import integer
 
 _MAX_EARLY_OF_ONE = 32
 """Calls of one peer for groups that this member has not heard of yet."""
 
 _MAX_PIECES = 128
 """Pieces under way to one member at most: one connection serves 256 calls at once."""
+
+_NBYTES, _PLACE = integer(0, 2**63 - 1), integer(0, MAX_GROUP_SIZE - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,26 +67,26 @@ class AllGather:
     Args:
       caller: on which to call and be called, as `averaging.{prefix}.bring` and `.fetch`.
       prefix: what is gathered.
-      config: how.
 
     Raises:
       ValueError: the caller has such a method already.
     """
 
     def __init__(self, caller: Caller, *, prefix: str, config: GatherConfig) -> None:
-        self._caller = caller
-        self._config = config
-        self._bring, self._fetch = f"averaging.{prefix}.bring", f"averaging.{prefix}.fetch"
+        self.caller = caller
+        self.config = config
+        self.bring_method, self.fetch_method = f"averaging.{prefix}.bring", f"averaging.{prefix}.fetch"
+        self.sent_bytes = 0
+        """Bytes as of `Gathered`, so far."""
         # The group at work, and the last one that is over: others may still fetch from it.
         self._groups = KnownGroups[_Gathering]("gather", max_early=_MAX_EARLY_OF_ONE, wait_s=config.sender_timeout_s)
-        self._sent_bytes = 0
-        caller.add_handler(self._bring, self._serve_bring, max_concurrent=MAX_CALLS)
-        caller.add_handler(self._fetch, self._serve_fetch, max_concurrent=MAX_CALLS)
+        caller.add_handler(self.bring_method, self._serve_bring, max_concurrent=MAX_CALLS)
+        caller.add_handler(self.fetch_method, self._serve_fetch, max_concurrent=MAX_CALLS)
 
     def close(self) -> None:
         """Serve no more calls, and hold nothing any more."""
-        self._caller.remove_handler(self._bring)
-        self._caller.remove_handler(self._fetch)
+        self.caller.remove_handler(self.bring_method)
+        self.caller.remove_handler(self.fetch_method)
         self._groups.at_work.clear()
 
     def knows(self, group_id: bytes) -> bool:
@@ -113,8 +106,7 @@ class AllGather:
         Raises:
           ValueError: this peer is not in the group.
         """
-        methods = self._bring, self._fetch
-        gathering = _Gathering(self._caller, methods, group, payload, self._config, on_sent=self._count)
+        gathering = _Gathering(self, group, payload)
         self._groups.begin(group.group_id, gathering)
         if len(self._groups.at_work) > 2:
             self._groups.end(next(iter(self._groups.at_work)))
@@ -123,14 +115,12 @@ class AllGather:
                 await gathering.run()
         finally:
             gathering.close()
-        sent_bytes, self._sent_bytes = self._sent_bytes, 0
-        return gathering.gathered(sent_bytes)
-
-    def _count(self, nbytes: int) -> None:
-        self._sent_bytes += nbytes
+        sent_bytes, self.sent_bytes = self.sent_bytes, 0
+        payloads, lost = gathering.outcome()
+        return Gathered(payloads=payloads, lost=lost, sent_bytes=sent_bytes)
 
     async def _serve_bring(self, request: Request) -> Reply:
-        group_id, nbytes, start = read_request(request, group=GROUP_ID, size=NBYTES, start=NBYTES)
+        group_id, nbytes, start = read_request(request, group=GROUP_ID, size=_NBYTES, start=_NBYTES)
         gathering = await self._groups.find(request.peer_id, group_id)
         try:
             gathering.receive_untrusted(request, nbytes, start)
@@ -139,7 +129,7 @@ class AllGather:
         return Reply()
 
     async def _serve_fetch(self, request: Request) -> Reply:
-        group_id, nbytes, start, of = read_request(request, group=GROUP_ID, size=NBYTES, start=NBYTES, of=PLACE)
+        group_id, nbytes, start, of = read_request(request, group=GROUP_ID, size=_NBYTES, start=_NBYTES, of=_PLACE)
         gathering = await self._groups.find(request.peer_id, group_id)
         try:
             return await gathering.give_untrusted(request, nbytes, start, of)
@@ -148,29 +138,12 @@ class AllGather:
 
 
 class _Gathering:
-    """This member's part in one group's gathering.
+    """This member's part in one group's gathering."""
 
-    Args:
-      methods: to bring a piece, and to fetch one.
-      payload: this member's.
-      on_sent: told how many bytes of payloads have left.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        methods: tuple[str, str],
-        group: Group,
-        payload: Array,
-        config: GatherConfig,
-        *,
-        on_sent: Callable[[int], None],
-    ) -> None:
-        self._caller = caller
-        self._bring, self._fetch = methods
+    def __init__(self, gather: AllGather, group: Group, payload: Array) -> None:
+        self._gather = gather
         self._group = group
-        self._config = config
-        self._own = own = group.index(caller.peer_id)
+        self._own = own = group.index(gather.caller.peer_id)
         self._payload = payload.view()
         self._payload.flags.writeable = False
         self._places = {member.peer_id: place for place, member in enumerate(group.members) if member.sends}
@@ -178,14 +151,13 @@ class _Gathering:
         self._core = Payloads(
             self._places.values(),
             (own, self._payload),
-            chunk_bytes=config.chunk_bytes,
-            silence_s=math.inf if self._is_client else config.sender_timeout_s,
+            chunk_bytes=gather.config.chunk_bytes,
+            silence_s=math.inf if self._is_client else gather.config.sender_timeout_s,
             now=trio.current_time(),
         )
         self._nodes = [place for place, member in enumerate(group.members) if member.role is Role.NODE and place != own]
         self._is_closed = False
-        self._on_sent = on_sent
-        self._changed = trio.Event()  # set, and replaced, when a payload is whole, or is not waited for any more
+        self._waiting = trio.lowlevel.ParkingLot()  # until a payload is whole, or is not waited for any more
 
     async def run(self) -> None:
         """Return when this member's payload is everywhere, and all others' are here or cannot be had."""
@@ -199,19 +171,16 @@ class _Gathering:
     def close(self) -> None:
         """Wait for nothing more; what is whole is still given to others."""
         self._is_closed = True
-        self._wake()
+        self._waiting.unpark_all()
 
-    def gathered(self, sent_bytes: int) -> Gathered:
-        """Return the outcome."""
+    def outcome(self) -> tuple[dict[int, Array], dict[int, str]]:
+        """Return the payloads that are here, and why the others are not; see `Gathered`."""
         whole, lost = self._core.whole, self._core.lost
-        return Gathered(
-            payloads={place: whole[place] for place in sorted(whole)},
-            lost={place: lost.get(place, OUT_OF_TIME) for place in sorted(self._places.values()) if place not in whole},
-            sent_bytes=sent_bytes,
-        )
+        missing = (place for place in sorted(self._places.values()) if place not in whole)
+        return {place: whole[place] for place in sorted(whole)}, {each: lost.get(each, OUT_OF_TIME) for each in missing}
 
     def receive_untrusted(self, request: Request, nbytes: int, start: int) -> None:
-        """A member brings a piece of its payload.
+        """Take a piece that a member brings of its payload.
 
         Raises:
           RemoteProtocolError: it does not count.
@@ -225,7 +194,7 @@ class _Gathering:
             self._core.receive_untrusted(place, start, request.tensors, trio.current_time())
         finally:
             if was_awaited != self._core.is_awaited(place):
-                self._wake()
+                self._waiting.unpark_all()
 
     async def give_untrusted(self, request: Request, nbytes: int, start: int, of: int) -> Reply:
         """Answer with a piece of a member's payload, once that is whole.
@@ -236,12 +205,12 @@ class _Gathering:
         self._place_untrusted(request.peer_id)
         self._core.check_untrusted(nbytes, start)
         while self._core.is_awaited(of) and not self._is_closed:
-            await self._changed.wait()
+            await self._waiting.park()
         payload = self._core.whole.get(of)
         if payload is None:
             raise RemoteProtocolError(f"this peer has no payload of member {of}")
         piece = payload[self._core.piece(start)]
-        self._on_sent(piece.size)
+        self._gather.sent_bytes += piece.size
         return Reply(tensors=(piece,))
 
     def _place_untrusted(self, peer_id: PeerId) -> int:
@@ -255,14 +224,14 @@ class _Gathering:
 
         async def bring(start: int) -> None:
             piece = self._payload[self._core.piece(start)]
-            await self._call(self._contact(place), self._bring, {"start": start}, piece)
-            self._on_sent(piece.size)
+            await self._call(place, self._gather.bring_method, {"start": start}, piece)
+            self._gather.sent_bytes += piece.size
 
         try:
             await self._all_pieces(place, bring)
         except PeerUnavailable:
             self._core.lose(place, UNREACHABLE)  # what it has not brought by now does not come
-            self._wake()
+            self._waiting.unpark_all()
         except PEER_ERRORS:
             pass  # it goes without our payload, and tells nobody why; what it brings counts
 
@@ -277,15 +246,15 @@ class _Gathering:
         else:
             while self._core.is_awaited(place):
                 with trio.move_on_at(self._core.deadline(place)):
-                    await self._changed.wait()
+                    await self._waiting.park()
                 self._core.tick(place, trio.current_time())
-            self._wake()  # others may have asked for it
+            self._waiting.unpark_all()  # others may have asked for it
             if place in self._core.whole or self._core.lost[place] not in (SILENT, UNREACHABLE):
                 return
         for source in sources:
             if (payload := await self._fetched(place, source)) is not None:
                 self._core.take(place, payload)
-                self._wake()
+                self._waiting.unpark_all()
                 return
         self._core.lose(place, UNREACHABLE)
 
@@ -295,7 +264,7 @@ class _Gathering:
 
         async def fetch(start: int) -> None:
             where = self._core.piece(start)
-            reply = await self._call(self._contact(source), self._fetch, {"start": start, "of": place})
+            reply = await self._call(source, self._gather.fetch_method, {"start": start, "of": place})
             payload[where] = bytes_untrusted(reply.tensors, where)
 
         try:
@@ -304,13 +273,14 @@ class _Gathering:
             return None
         return payload
 
-    async def _call(self, contact: Contact, method: str, body: Body, *tensors: Array) -> Reply:
+    async def _call(self, place: int, method: str, body: Body, *tensors: Array) -> Reply:
+        gather, contact = self._gather, self._group.members[place].contact
         named = {"group": self._group.group_id, "size": self._core.nbytes, **body}
-        piece_bytes = min(self._config.chunk_bytes, self._core.nbytes)
+        piece_bytes = min(gather.config.chunk_bytes, self._core.nbytes)
         # Who is asked for a payload may have to wait for it himself; what is brought is taken at once.
-        timeout_s = self._config.sender_timeout_s * (2 if method == self._fetch else 1)
+        timeout_s = gather.config.sender_timeout_s * (2 if method == gather.fetch_method else 1)
         return await placed(
-            lambda: self._caller.call(contact, method, named, tensors, timeout_s=timeout_s, bulk_bytes=piece_bytes)
+            lambda: gather.caller.call(contact, method, named, tensors, timeout_s=timeout_s, bulk_bytes=piece_bytes)
         )
 
     async def _all_pieces(self, place: int, move: Callable[[int], Awaitable[None]]) -> None:
@@ -319,18 +289,11 @@ class _Gathering:
         Raises:
           PEER_ERRORS: the first failure; the others are given up.
         """
-        chunk_bytes = self._config.chunk_bytes
+        chunk_bytes = self._gather.config.chunk_bytes
         window = BulkWindow.towards(
-            self._caller.bulk,
+            self._gather.caller.bulk,
             self._group.members[place].peer_id,
-            start_bytes=max(chunk_bytes, self._config.window_bytes),
+            start_bytes=max(chunk_bytes, self._gather.config.window_bytes),
             most_bytes=_MAX_PIECES * chunk_bytes,
         )
         await window.move(self._core.starts, chunk_bytes, move)
-
-    def _contact(self, place: int) -> Contact:
-        return self._group.members[place].contact
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()

@@ -1,8 +1,7 @@
 """The payloads of one group on their way to one member: which pieces have come, and who is not waited for any more.
 
-All payloads of a group have the same length, which each member knows beforehand. So a piece is refused by its place
-and length alone, and a member holds no more than one payload of each other member. Memory for a payload is taken when
-its first sound piece comes.
+All payloads of a group have one length, which each member knows beforehand: a piece is refused by its place and length
+alone, and memory for a payload is taken when its first sound piece comes.
 
 No I/O here. Members are named by their place in the group, `now` is in seconds of any one clock.
 """
@@ -13,15 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE
 from net.errors import RemoteProtocolError
 from net.types import Array
-from net.wire.fields import integer, octets
 from net.wire.messages import MAX_TIMEOUT_S
-
-GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
-NBYTES = integer(0, 2**63 - 1)
-PLACE = integer(0, MAX_GROUP_SIZE - 1)
 
 SILENT = "silent"
 UNREACHABLE = "unreachable"
@@ -39,10 +32,10 @@ class GatherConfig:
     """Bytes under way from one member to another, to begin with; one piece at least. On longer lines the window grows
     as far as these carry and the memory budget allows (`net.rpc.bulk`)."""
     sender_timeout_s: float = 30.0
-    """A member of whom nothing has come for so long is not waited for any more."""
+    """Seconds without a piece after which a member is not waited for any more."""
     max_bytes: int = 2**32
-    """Bytes that a full group's payloads may have together: what a member may have to hold. More is refused at start.
-    Twice as much is held at most: the last group's payloads stay for those who are slower."""
+    """Bytes that a full group's payloads may have together. More is refused at start. Twice as much is held at most:
+    the last group's payloads stay for those who are slower."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "window_bytes", "max_bytes"):
@@ -105,7 +98,7 @@ class Payloads:
             raise RemoteProtocolError(f"no piece of {self._chunk_bytes} bytes begins at {start} of {nbytes}")
 
     def receive_untrusted(self, place: int, start: int, tensors: Sequence[object], now: float) -> None:
-        """A member brings a piece of its payload, of a place that `check_untrusted` has passed.
+        """Take a piece that a member brings of its payload, of a place that `check_untrusted` has passed.
 
         Raises:
           RemoteProtocolError: it does not count. Whoever brings something of another form is out.
@@ -129,27 +122,29 @@ class Payloads:
             self.take(place, self._buffers[place])
 
     def take(self, place: int, payload: Array) -> None:
-        """A whole payload is here, whoever has brought it."""
+        """Take a whole payload, whoever has brought it."""
         self.whole.setdefault(place, payload)
         self.lost.pop(place, None)
-        self._missing.pop(place, None)
-        self._buffers.pop(place, None)
+        self._forget(place)
 
     def lose(self, place: int, why: str) -> None:
-        """A member's payload is not waited for any more, unless it is here."""
+        """Wait no longer for a member's payload, unless it is here."""
         if self.is_awaited(place):
             self.lost[place] = why
-            self._missing.pop(place, None)
-            self._buffers.pop(place, None)
+            self._forget(place)
 
     def deadline(self, place: int) -> float:
-        """When to call `tick` for this member."""
+        """Time at which to call `tick` for this member."""
         return self._heard_at[place] + self._silence_s if self.is_awaited(place) else math.inf
 
     def tick(self, place: int, now: float) -> None:
         """Wait no longer for a member that has been silent long enough."""
         if now >= self.deadline(place):
             self.lose(place, SILENT)
+
+    def _forget(self, place: int) -> None:
+        self._missing.pop(place, None)
+        self._buffers.pop(place, None)
 
 
 def bytes_untrusted(tensors: Sequence[object], where: slice) -> Array:

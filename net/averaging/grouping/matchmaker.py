@@ -37,7 +37,6 @@ _NOT_LOOKING, _BUSY = Refusal(reason=Reason.NOT_LOOKING), Refusal(reason=Reason.
 _PLACES_TO_SPARE = 16
 """Calls of `join` beyond a group's members: of followers whose earlier call, on a lost connection, has not ended."""
 
-
 _RARELY = 4
 """Times as long between two readings of the DHT where those to ask are known without it."""
 
@@ -50,7 +49,6 @@ class Matchmaker:
         nowhere, the matchmaker never leads.
       dht: where peers that look for a group meet.
       prefix: what is averaged, see `group_key`.
-      grid: whose groups are looked for.
       schema: at most 64 bytes that tell what the vector means. Peers of other schemas are refused.
       rng: draws group ids.
 
@@ -78,10 +76,8 @@ class Matchmaker:
         self._config = config
         self.ask_method, self.join_method = f"averaging.{prefix}.ask", f"averaging.{prefix}.join"
         self._search: _Search | None = None
-        # The key under which the last search was declared, and until when.
-        self._last: tuple[str, float] | None = None
-        # By key, when our last entry ends. Those that have ended are dropped at each search, so there are no more than
-        # searches begun within a window.
+        self._last: tuple[str, float] | None = None  # key under which the last search was declared, and until when
+        # Ends of our last entries by key; those that are past are dropped at each search.
         self._ends: dict[str, float] = {}
         caller.add_handler(self.ask_method, self._serve_ask)
         # At most `side` followers of either kind wait, see `Matchmaking`.
@@ -107,9 +103,8 @@ class Matchmaker:
     ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
-        What was declared in the DHT stands until its window ends, and costs others a question each; call `withdraw`
-        while the group is at work to spare them that. If cancelled, the declaration is withdrawn (this takes up to
-        `withdrawal_timeout_s`) and followers are sent away.
+        Call `withdraw` while the group is at work: what was declared stands until its window ends, and costs others a
+        question each. If cancelled, it is withdrawn (within `withdrawal_timeout_s`) and followers are sent away.
 
         Args:
           me: what the group is to know of us; a client if the caller listens nowhere.
@@ -149,7 +144,7 @@ class Matchmaker:
         return core.group
 
     def postpone(self, begins_at: float) -> None:
-        """The search that is under way, if it was told when to begin, is to begin later, and may end later too."""
+        """Let the search that is under way begin later, if it was told when to begin; it may end later too."""
         if self._search is not None:
             self._search.postpone(begins_at)
 
@@ -162,14 +157,14 @@ class Matchmaker:
             await self._store(last[0], None, 0.0)
 
     async def declare(self, core: Matchmaking) -> bool:
-        """Bring our declared expiration into the DHT; whether it is there."""
+        """Bring our declared expiration into the DHT; True once it is there."""
         # Before the store: if that is cancelled half-way, this is what has to be withdrawn.
         self._last = core.key, core.expiration
         declaration = declaration_of(Candidate(contact=core.me.contact, expiration=core.expiration))
         return await self._store(core.key, declaration, core.expiration)
 
     async def _store(self, key: str, value: object, expiration: float) -> bool:
-        # The DHT takes an entry only if it ends later than the one before it, even if we gather for a shorter time.
+        # The DHT takes an entry only if it ends later than the one before it.
         end = max(expiration, math.nextafter(self._ends.get(key, 0.0), math.inf))
         self._ends[key] = end
         return await self._dht.store(key, value, subkey=str(self._caller.peer_id), expiration=end)
@@ -223,14 +218,14 @@ class _Search:
         self.told()
 
     def consider(self, request: JoinRequest) -> float | Refusal:
-        """Say if we would lead this peer; if it should lead us, it is asked next."""
+        """Do as `Matchmaking.consider`; a peer that should lead us is asked next."""
         answer = self.core.consider(request)
         if isinstance(answer, Refusal) and answer.reason is Reason.LATER:
             self.told()
         return answer
 
     async def lead(self, request: JoinRequest) -> Answer:
-        """Take a follower; returns when it is none any more. If cancelled, it has gone."""
+        """Take a follower; return when it is none any more. If cancelled, it has gone."""
         peer_id = request.member.peer_id
         if (earlier := self._waiting.pop(peer_id, None)) is not None:  # it has lost the connection of its last call
             self.core.leave(peer_id)
@@ -317,7 +312,7 @@ class _Search:
                 leader = await self._join(leader)
 
     async def _ask(self, batch: Sequence[Candidate]) -> Candidate | None:
-        """Ask several candidates at once; the first in rank that is willing, without waiting long for silent ones.
+        """The first in rank of several candidates that is willing, without waiting long for silent ones.
 
         A later one in rank will do: if an earlier one was only slow, the later will find it too, and send us there.
         """

@@ -7,10 +7,9 @@ the member that reduces the share f sends
     an auxiliary      s answers of f:                                    s f
     a client          its own vector:                                    1
 
-bytes, and receives as many, for an answer is as long as what it answers. So of an uneven line the slower direction
-alone counts, b = min(up, down). Beside it, a member that adds up r bytes a second needs s f / r seconds for that, at
-the same time. A node ends after t = max((1 + (s - 2) f) / b, s f / r) seconds, and DeDLOC minimises the largest t by a
-linear programme over f >= 0, sum f = 1.
+bytes, and receives as many. So of an uneven line the slower direction alone counts, b = min(up, down). A member that
+adds up r bytes a second needs s f / r seconds for that, at the same time. DeDLOC minimises the latest end by a linear
+programme over f >= 0, sum f = 1.
 
 The solution. What a member can reduce within T seconds is
 
@@ -18,16 +17,15 @@ The solution. What a member can reduce within T seconds is
     an auxiliary      min(b, r) T / s
 
 and T, the end of all who reduce, is the first moment at which these add up to 1. A member that cannot even send its own
-vector by then decides the largest t whatever it reduces, and the programme has many solutions, some of them absurd for
-everybody else. Here it reduces nothing, and all others end at T: a solution of the programme, and the only one that is
+vector by then is last whatever it reduces, and reduces nothing: of the programme's many solutions the only one that is
 earliest for the others, too. Capacities are straight lines between the moments at which a member begins to have time
 left, and at which its adding up becomes its limit; so T is exact. Without limits of adding up and without auxiliaries,
 k members reduce, and
 
     T = (s - 2 + k) / sum b,    f = (b T - 1) / (s - 2).
 
-With two vectors a node's line carries the same whatever it reduces, so the nodes alone reduce, alike if nothing else
-limits them. A single vector is its own mean: a node keeps it.
+With two vectors the nodes alone reduce, alike if nothing else limits them. A single vector is its own mean: a node
+keeps it.
 """
 
 import math

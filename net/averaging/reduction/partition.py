@@ -1,9 +1,5 @@
 """The cutting of a vector for a group: every member's part, the chunks of a part, and how a call names one.
 
-Part and chunks follow from the group, the size of the vector and the size of a chunk, which all members must have
-alike. A call says what it takes the size of the vector to be and where in it its chunk begins, so that a disagreement
-is refused and not averaged.
-
     call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk,   one float32 tensor: the values
              "wish": chunks that the sender would like to have under way,
              "weight": of the sender's vector, a float; not there: as announced}
@@ -11,22 +7,21 @@ is refused and not averaged.
              "room": chunks that it may have under way,                    or the mean minus the values as received
              "weight": sum of the weights in the mean, a float}
 
-A weight in a call, from 0 to `WEIGHTS[1]`, takes the place of the one that the member announced when the group formed,
-and is the same in all of its calls to a reducer: whoever changes it is out, as whoever brings what is not finite.
-A vector of weight 0 adds nothing to the mean and counts among the senders; of no weight at all the mean is 0. The sum
-is that of the weights of all whose vectors are in this chunk, summed exactly and rounded once: so all answers of all
-reducers say the same sum, to the last bit, if nobody is missing in any of them, and all were told the same weights.
+Size and start are told so that a disagreement is refused and not averaged. A weight takes the place of the one that
+the member announced when the group formed, and is the same in all of its calls to a reducer. Sums of weights are exact
+and rounded once: all answers of all reducers say the same sum, to the last bit, if nobody is missing in any of them,
+and all were told the same weights.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, WEIGHTS, Group
-from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions, split_by_shares
+from net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, WEIGHTS, Group
+from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
 from net.wire.compression import BLOCK_SIZE, Compression
-from net.wire.fields import integer, octets, optional, real
+from net.wire.fields import integer, optional, real
 from net.wire.messages import MAX_TIMEOUT_S
 
 MAX_WINDOW = 16
@@ -46,7 +41,7 @@ MAX_WEIGHT = WEIGHTS[1]
 TOTAL_WEIGHT = real(0.0, MAX_GROUP_SIZE * MAX_WEIGHT)
 """The sum of the weights in a mean."""
 
-_GROUP, _NATURAL, _WEIGHT = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1), real(0.0, MAX_WEIGHT)
+_NATURAL, _WEIGHT = integer(0, 2**63 - 1), real(0.0, MAX_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +130,7 @@ class Part:
 def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
     """The part of a vector of `size` numbers that each member reduces, in member order.
 
-    Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them: nothing
-    for a client.
+    Parts lie in the vector in the order of their owners' slots, as long as `peer_fractions` makes them.
     """
     members = group.members
     shares = peer_fractions([member.role for member in members], [member.speeds for member in members])
@@ -148,17 +142,8 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
     return tuple(parts[index] for index in range(len(lengths)))
 
 
-def traffic_of(group: Group, index: int, size: int) -> float:
-    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
-    part = parts_of(group, size, chunk_size=size)[index]
-    num_vectors = sum(member.sends for member in group.members)
-    share = (part.end - part.start) / size
-    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
-
-
 class ChunkName(NamedTuple):
-    """The chunk that a call brings: of which group's vector of how many numbers, and where it starts; how many chunks
-    its sender would like to have under way; and what its vector counts, None if it does not say."""
+    """The chunk that a call brings, and its sender's wishes; as in the table above."""
 
     group_id: bytes
     size: int
@@ -178,7 +163,7 @@ def parse_name_untrusted(body: Body) -> ChunkName:
     Raises:
       RemoteProtocolError: it did not make this.
     """
-    group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
+    group_id = GROUP_ID.read_untrusted(body.get("group"), "the group id")
     size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
     wish, weight = ROOM.of_untrusted(body, "wish"), optional(_WEIGHT).of_untrusted(body, "weight")
     return ChunkName(group_id, size, start, wish, weight)

@@ -1,23 +1,13 @@
 """One part of the vector on its way from the members' values to their mean.
 
-Theory of operation. Every sender brings the part chunk by chunk. A chunk is averaged when all senders that are still
-in the game have brought it; it is the mean of what has arrived, weighted, summed in the order of the members: the
-outcome does not depend on the order of arrival, and all members get the very same numbers, for they are computed once.
+A chunk is averaged when all senders that are still in the game have brought it, in the order of the members: the
+outcome does not depend on the order of arrival. Nothing is added up before it is complete, which costs no memory: the
+values stay where the network has put them until their sender is answered.
 
 A clock runs for the *frontier* alone, the first chunk that is not averaged: whoever has not brought it within
-`sender_timeout_s` of its becoming the frontier is out, for the rest of the part. So the frontier moves at least once in
-that time: nobody waits longer for the next answer, however many senders fail one after the other; and a sender that
-waits for answers itself (its window is full) is never taken for silent, as it may always send the frontier.
-
-Out at once is whoever breaks the rules: brings what is not finite or of the wrong length, or far more ahead of the
-answers than any window allows, or says another weight than before. A chunk that comes twice is refused, and the first
-one counts.
-
-Under compression the means leave as differences to what each sender brought (see `all_reduce`), or, where all members
-are to have the very same numbers, as they are, compressed once for all, and the own part keeps what the others get.
-
-Nothing is added up before it is complete. It costs no memory, since the values that arrived stay where the network has
-put them until their sender is answered; and one pass over all of them together is quicker than a pass for each.
+`sender_timeout_s` of its becoming the frontier is out, for the rest of the part. So nobody waits longer for the next
+answer, however many senders fail one after the other; and a sender that waits for answers itself (its window is full)
+is never taken for silent, as it may always send the frontier. Out at once is whoever breaks the rules.
 """
 
 import math
@@ -78,7 +68,7 @@ def is_finite(values: Array) -> bool:
 
 
 def values_untrusted(tensors: Sequence[Tensor], size: int) -> Array:
-    """The values that came with a call or an answer.
+    """Return the values that came with a call or an answer.
 
     Raises:
       RemoteProtocolError: they are not one float32 tensor of `size` finite numbers.
@@ -124,7 +114,7 @@ class PartReduction:
         self._average = average
         self._compression = compression
         self.sends_differences = compression is not Compression.NONE and not is_identical
-        """True: a mean leaves as its difference to what a sender brought."""
+        """True if a mean leaves as its difference to what a sender brought."""
         self._sender_timeout_s = sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
         self._heard: set[int] = set()  # those who have brought something, and with it their weight
@@ -145,15 +135,15 @@ class PartReduction:
 
     @property
     def is_done(self) -> bool:
-        """All chunks are finished."""
+        """True if all chunks are finished."""
         return self._frontier == self._part.num_chunks
 
     def deadline(self) -> float:
-        """When to call `tick` next."""
+        """Time at which to call `tick` next."""
         return math.inf if self.is_done else self._frontier_since + self._sender_timeout_s
 
     def take_finished(self) -> list[tuple[int, Outgoing]]:
-        """The chunks that were finished since this was last called, and their means, as they may leave."""
+        """Return the chunks that were finished since the last call, and their means, as they may leave."""
         finished, self._newly_finished = self._newly_finished, []
         return finished
 
@@ -166,14 +156,10 @@ class PartReduction:
         *,
         weight: float | None = None,
     ) -> Array:
-        """A sender brings a chunk, which nobody writes to any more.
+        """Take a chunk that a sender brings, which nobody writes to any more, and return its values.
 
         Args:
-          chunk: a chunk of the part.
-          tensors: as they came.
           weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
-
-        Returns: the values.
 
         Raises:
           RemoteProtocolError: they do not count, and the message says why. Often the sender is out.
@@ -212,7 +198,7 @@ class PartReduction:
         self._heard.add(sender)
 
     def drop(self, sender: int, now: float) -> None:
-        """The sender has failed: what is not finished goes on without it. Nothing happens if it is out already."""
+        """Go on without a sender that has failed. Nothing happens if it is out already."""
         if sender in self._awaited:
             self._awaited.remove(sender)
             self.lost.append(sender)

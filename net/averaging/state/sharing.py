@@ -1,13 +1,9 @@
 """A whole state from a peer that has it: for one that joins late, or fell behind.
 
-Theory of operation. Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the
-number of trunk updates). Who needs one asks the donor that is furthest: `open` makes it take a snapshot (or offers the
-one that it just took for another) and answers with table and digest; `chunk` then fetches the snapshot piece by piece,
-as many at a time as fill the line (`net.averaging.window`). A lost connection costs the pieces that were on their way:
-it goes on if a donor offers the same state again. Another state begins anew.
-
-Several donors. Two states with one digest are one state, whoever has it: the newcomer asks other donors for the version
-and the digest that it got from the first one, and fetches pieces from all who have just that, in the same pieces. So
+Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the number of trunk
+updates). A newcomer asks the donor that is furthest: `open` makes it take a snapshot, or offers one that it took for
+another; `chunk` fetches the snapshot piece by piece. Two states with one digest are one state: the newcomer asks other
+donors for the version and digest that it got from the first one, and fetches pieces from all who have just that. So
 that one who lies costs its own pieces and no more, donors also give a hash of each piece.
 
     open   {"min_version": int, "offered": digests that the newcomer has begun to fetch,
@@ -61,20 +57,18 @@ class StateSharingConfig:
     announce_period_s: float = 30.0
     """Seconds between two announcements, which live three times as long."""
     snapshot_lifetime_s: float = 60.0
-    """Seconds that a snapshot is kept after it was last asked for. Later newcomers get the same one, unless it is more
-    than `max_lag` versions old."""
+    """Seconds that a snapshot is kept after it was last asked for."""
     max_lag: int = 100
-    """Versions by which a snapshot may be behind for a newcomer to get it."""
+    """Versions by which a snapshot may be behind for a later newcomer to get it, too."""
     max_snapshots: int = 2
-    """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
+    """Snapshots kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Bytes in a piece: what others wait for behind it on the same connection. At most 16 MiB; more where a state would
-    have over 65,536 pieces."""
+    """Bytes in a piece, at most 16 MiB; more where a state would have over 65,536 pieces."""
     window: int = 4
     """Pieces on their way from each donor to a newcomer, to begin with. On longer lines the window grows as far as
     these carry and the memory budget allows (`net.rpc.bulk`)."""
     max_donors: int = 8
-    """From which a newcomer fetches at once."""
+    """Donors from which a newcomer fetches at once."""
     snapshot_period_s: float = 2.0
     """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
@@ -102,7 +96,7 @@ def state_key(prefix: str) -> str:
 
 
 def state_methods(prefix: str) -> tuple[str, str]:
-    """The methods of a donor: one for a snapshot, one for a piece of it."""
+    """Methods of a donor: one for a snapshot, one for a piece of it."""
     return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
@@ -121,11 +115,9 @@ class _Snapshot:
     version: int
     facts: Mapping[str, Any]
     packed: StateBuffer
-    used_at: float
-    """When it was last asked for."""
+    used_at: float  # when it was last asked for
     chunk_bytes: int
-    hashes: np.ndarray
-    """uint8 [pieces, 32], of its pieces."""
+    hashes: np.ndarray  # uint8 [pieces, 32]
 
 
 class StateSharing:
@@ -172,7 +164,7 @@ class StateSharing:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Serve as long as the block lasts, without announcing it: to those who know of this donor by other ways.
+        """Serve as long as the block lasts, without announcing it: to peers that know of this donor by other ways.
 
         Raises:
           ValueError: the caller serves a state under this prefix already.
@@ -186,7 +178,7 @@ class StateSharing:
 
     @property
     def used_at(self) -> float:
-        """When a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
+        """Time at which a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
         return max((held.used_at for held in self._snapshots.values()), default=-math.inf)
 
     async def _serve_open(self, request: Request) -> Reply:
