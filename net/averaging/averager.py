@@ -22,8 +22,7 @@ import trio
 
 from net.averaging.config import AveragerConfig
 from net.averaging.drawing import drawn_places, put_back
-from net.averaging.gathering.all_gather import AllGather
-from net.averaging.gathering.sparse_mean import mean_untrusted
+from net.averaging.gathering import AllGather, mean_untrusted
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.line.monitor import LineMonitor
@@ -176,7 +175,7 @@ class Averager:
                 break
             # The declaration by which the group was found is taken back meanwhile.
             self.nursery.start_soon(self.matchmaker.withdraw)
-            if (self.gather or self.all_reduce).knows(group.group_id):
+            if group.group_id in (self.gather or self.all_reduce).groups:
                 continue  # its leader makes one group of two
             done = await self._average(group, me, offer, timeout_s=deadline - self.dht.clock.now())
             there = [each for each in group.members if each.peer_id not in done.lost and each.peer_id != me.peer_id]

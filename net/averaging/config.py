@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from net.averaging.gathering.payloads import GatherConfig
-from net.averaging.gathering.sparse_mean import Compute, inline
+from net.averaging.gathering import Compute, GatherConfig, inline
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.partition import AllReduceConfig

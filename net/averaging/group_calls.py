@@ -60,7 +60,7 @@ class KnownGroups(Generic[T]):
         self._early = trio.lowlevel.ParkingLot()  # where calls wait for the next group
 
     def __contains__(self, group_id: bytes) -> bool:
-        """True if such a group is or was at work here."""
+        """True if this group is or was at work here: a sound leader draws a new id for each."""
         return group_id in self.at_work or group_id in self._past
 
     def begin(self, group_id: bytes, work: T) -> None:

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 
 from net.averaging.averager import Averager
 from net.averaging.config import AveragerConfig
-from net.averaging.gathering.all_gather import AllGather
+from net.averaging.gathering import AllGather
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker

@@ -18,7 +18,7 @@ from typing import Any
 import trio
 
 from net.averaging.drawing import drawn_size
-from net.averaging.gathering.sparse_mean import SparseLayout
+from net.averaging.gathering import SparseLayout
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
@@ -131,7 +131,7 @@ class AveragingPlan:
         return f"{prefix}.{self.schema.hex()[:16]}"
 
     def to_value(self) -> Value:
-        """Return what `parse_plan_untrusted` reads."""
+        """Return the plan as it is announced."""
         return [self.size, self.grid.side, self.grid.dims, self.schema, self.is_reduced, self.meaning]
 
     def facts(self) -> str:
@@ -146,11 +146,7 @@ def plan_key(prefix: str) -> str:
 
 
 def parse_plan_untrusted(value: object) -> AveragingPlan:
-    """Read what `AveragingPlan.to_value` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
+    """Read what `AveragingPlan.to_value` made."""
     size, side, dims, schema, is_reduced, meaning = row_untrusted(value, "a plan", **_FIELDS)
     try:
         grid = MoshpitGrid(side=side, dims=dims)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.gathering.all_gather import AllGather, Gathered
-from net.averaging.gathering.payloads import GatherConfig
+from net.averaging.gathering import AllGather, GatherConfig, Gathered
 from net.averaging.grouping.group import Group, Member, Role
 from net.identity import Address
 from net.rpc.peer import RpcPeer, open_rpc_peer

@@ -149,7 +149,7 @@ def test_a_weight_that_changes_ends_its_sender(first: float | None, then: float)
     values, average = vectors(3, 4), np.zeros(4, np.float32)
     part = Part(start=0, end=4, chunk_size=1)
     reduction = PartReduction(
-        part, dict.fromkeys(range(3), 1.0), own=(0, values[0]), average=average, sender_timeout_s=1.0, now=0.0
+        part, dict.fromkeys(range(3), 1.0), own=(0, values[0]), average=average, config=CONFIG, now=0.0
     )
 
     def bring(sender: int, chunk: int, weight: float | None) -> None:

@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.gathering.payloads import BROKE_RULES, SILENT, UNREACHABLE, GatherConfig, Payloads
-from net.averaging.gathering.sparse_mean import SparseLayout, inline, mean_untrusted
+from net.averaging.gathering import (
+    BROKE_RULES,
+    SILENT,
+    UNREACHABLE,
+    GatherConfig,
+    Payloads,
+    SparseLayout,
+    inline,
+    mean_untrusted,
+)
 from net.errors import CallRefused, RemoteProtocolError
 from net.identity import PeerId
 from net.transport.sim.events import Partition

@@ -168,11 +168,7 @@ def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
 
 
 def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
-    """Read a request of `ask` or `join` that came from `peer_id`.
-
-    Raises:
-      RemoteProtocolError: it is anything else, or speaks for another peer.
-    """
+    """Read a request of `ask` or `join` that came from `peer_id`."""
     key, schema = _KEY.of_untrusted(body, "key"), _SCHEMA.of_untrusted(body, "schema")
     side = _SIDE.of_untrusted(body, "side")
     member = _parse_member_untrusted(body.get("member"), side)
@@ -194,11 +190,7 @@ def parse_asked_untrusted(body: Body) -> float | Refusal:
 
 
 def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> Group | Refusal:
-    """The answer of `leader` to our `join`: the group, in which we stand with the facts that we gave, or a refusal.
-
-    Raises:
-      RemoteProtocolError: it is anything else.
-    """
+    """The answer of `leader` to our `join`: the group, in which we stand with the facts that we gave, or a refusal."""
     if "refusal" in body:
         return _parse_refusal_untrusted(body)
     group_id = GROUP_ID.of_untrusted(body, "group_id")

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import trio
 
@@ -41,53 +41,43 @@ _RARELY = 4
 """Times as long between two readings of the DHT where those to ask are known without it."""
 
 
+@dataclass(eq=False)
 class Matchmaker:
     """Finds a peer's groups, one after the other; in between it tells others that it does not look for one.
-
-    Args:
-      caller: serves `averaging.PREFIX.ask` and `.join`, for one matchmaker of a prefix at a time. If it listens
-        nowhere, the matchmaker never leads.
-      dht: where peers that look for a group meet.
-      prefix: what is averaged, see `group_key`.
-      schema: at most 64 bytes that tell what the vector means. Peers of other schemas are refused.
-      rng: draws group ids.
 
     Raises:
       ValueError: the caller serves the prefix already.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        prefix: str,
-        grid: MoshpitGrid,
-        schema: bytes,
-        rng: random.Random,
-        config: AssemblyConfig,
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._prefix = prefix
-        self._grid = grid
-        self._schema = schema
-        self._rng = rng
-        self._config = config
-        self.ask_method, self.join_method = f"averaging.{prefix}.ask", f"averaging.{prefix}.join"
+    caller: Caller
+    """Serves `averaging.PREFIX.ask` and `.join`. If it listens nowhere, the matchmaker never leads."""
+    dht: DhtNode
+    """Network in which peers that look for a group meet."""
+    _: KW_ONLY
+    prefix: str
+    """Name of what is averaged, see `group_key`."""
+    grid: MoshpitGrid
+    schema: bytes
+    """Meaning of the vector, at most 64 bytes. Peers of other schemas are refused."""
+    rng: random.Random
+    """Draws group ids."""
+    config: AssemblyConfig
+
+    def __post_init__(self) -> None:
+        self.ask_method, self.join_method = f"averaging.{self.prefix}.ask", f"averaging.{self.prefix}.join"
         self._search: _Search | None = None
         self._last: tuple[str, float] | None = None  # key under which the last search was declared, and until when
         # Ends of our last entries by key; those that are past are dropped at each search.
         self._ends: dict[str, float] = {}
-        caller.add_handler(self.ask_method, self._serve_ask)
+        self.caller.add_handler(self.ask_method, self._serve_ask)
         # At most `side` followers of either kind wait, see `Matchmaking`.
-        max_waiting = min(2 * grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
-        caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
+        max_waiting = min(2 * self.grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
+        self.caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
 
     def close(self) -> None:
         """Serve no more calls."""
-        self._caller.remove_handler(self.ask_method)
-        self._caller.remove_handler(self.join_method)
+        self.caller.remove_handler(self.ask_method)
+        self.caller.remove_handler(self.join_method)
 
     async def find_group(
         self,
@@ -109,24 +99,21 @@ class Matchmaker:
         Args:
           me: what the group is to know of us; a client if the caller listens nowhere.
           cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline: swarm time, later than now; if the search is postponed, it may take `window_s` longer.
-          begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
-            `window_s`.
+          deadline, begins_at, fewest: as of `Matchmaking`; `begins_at` at most an hour ahead.
           schema: what the vector means this time; None: as ever.
           hints: peers that are known to look for this group: they are asked beside those in the DHT.
-          fewest: how few members with a vector make a group, asked when it is to begin.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
-        now = self._dht.clock.now()
+        now = self.dht.clock.now()
         core = Matchmaking(
             me,
-            key=group_key(self._prefix, self._grid, cell, round_number),
-            schema=self._schema if schema is None else schema,
-            side=self._grid.side,
+            key=group_key(self.prefix, self.grid, cell, round_number),
+            schema=self.schema if schema is None else schema,
+            side=self.grid.side,
             deadline=deadline,
-            config=self._config,
-            rng=self._rng,
+            config=self.config,
+            rng=self.rng,
             now=now,
             begins_at=begins_at,
             fewest=fewest,
@@ -137,7 +124,7 @@ class Matchmaker:
             await search.run(deadline)
         except BaseException:
             self._search = None
-            with trio.move_on_after(self._config.withdrawal_timeout_s, shield=True):
+            with trio.move_on_after(self.config.withdrawal_timeout_s, shield=True):
                 await self.withdraw()
             raise
         self._search = None
@@ -153,7 +140,7 @@ class Matchmaker:
         if self._search is not None:
             return
         last, self._last = self._last, None
-        if last is not None and last[1] > self._dht.clock.now():
+        if last is not None and last[1] > self.dht.clock.now():
             await self._store(last[0], None, 0.0)
 
     async def declare(self, core: Matchmaking) -> bool:
@@ -167,7 +154,7 @@ class Matchmaker:
         # The DHT takes an entry only if it ends later than the one before it.
         end = max(expiration, math.nextafter(self._ends.get(key, 0.0), math.inf))
         self._ends[key] = end
-        return await self._dht.store(key, value, subkey=str(self._caller.peer_id), expiration=end)
+        return await self.dht.store(key, value, subkey=str(self.caller.peer_id), expiration=end)
 
     async def _serve_ask(self, request: Request) -> Reply:
         wanted = _parse(request)
@@ -188,7 +175,7 @@ class _Search:
         self._hints = tuple(hints)
         self._asking = trio.Lock()  # one leader at a time is followed
         self.core = core
-        self._caller, self._dht, self._config = matchmaker._caller, matchmaker._dht, matchmaker._config
+        self._caller, self._dht, self._config = matchmaker.caller, matchmaker.dht, matchmaker.config
         self._scope = trio.CancelScope()
         # Where the followers' calls wait for their answers; bounded as the core's followers are.
         self._waiting: dict[PeerId, trio.MemorySendChannel[Answer]] = {}

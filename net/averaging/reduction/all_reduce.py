@@ -98,7 +98,7 @@ class AllReduce:
         self.caller = caller
         self.config = config
         self.method = f"averaging.{prefix}.reduce"
-        self._groups = KnownGroups[Exchange]("average", max_early=MAX_WINDOW, wait_s=config.sender_timeout_s)
+        self.groups = KnownGroups[Exchange]("average", max_early=MAX_WINDOW, wait_s=config.sender_timeout_s)
         self._last: Array | None = None  # average, see `_memory`
         caller.add_handler(self.method, self._serve, max_concurrent=MAX_CALLS)
         # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
@@ -111,13 +111,9 @@ class AllReduce:
         self._last = None
         self.caller.remove_handler(self.method)
 
-    def knows(self, group_id: bytes) -> bool:
-        """True if such a group is or was at work here: a sound leader draws a new id for each."""
-        return group_id in self._groups
-
     def lose(self, group_id: bytes, peer_id: PeerId) -> None:
-        """Go on without a member that is known to be gone: what is not averaged yet does not wait for it."""
-        if (exchange := self._groups.at_work.get(group_id)) is not None:
+        """Go on without a member that is known to be gone."""
+        if (exchange := self.groups.at_work.get(group_id)) is not None:
             exchange.lose(peer_id)
 
     async def run(
@@ -132,7 +128,7 @@ class AllReduce:
         """Average with the group. Ends within the timeouts, whatever the others do.
 
         Args:
-          group: the same in all members, in each of which this runs at about the same time; one that `knows` not yet.
+          group: the same in all members, in each of which this runs at about the same time; new to `groups`.
           vector: float32 [size], contiguous and finite. Nobody may write to it until this returns, and a moment longer
             if it is cancelled. None for an auxiliary member.
           size: of everybody's vector, 1 or more.
@@ -149,13 +145,13 @@ class AllReduce:
         if vector is None:
             average[:] = 0.0
         exchange = Exchange(self, group, own, vector, average, weight)
-        self._groups.begin(group.group_id, exchange)
+        self.groups.begin(group.group_id, exchange)
         try:
             with trio.move_on_after(min(timeout_s, self.config.timeout_s)):
                 await exchange.run()
         finally:
             exchange.reducer.close()
-            self._groups.end(group.group_id)
+            self.groups.end(group.group_id)
         result = exchange.result()
         self._last = average
         return result
@@ -175,7 +171,7 @@ class AllReduce:
     async def _serve(self, request: Request) -> Reply:
         try:
             name = parse_name_untrusted(request.body)
-            exchange = await self._groups.find(request.peer_id, name.group_id)
+            exchange = await self.groups.find(request.peer_id, name.group_id)
             return await exchange.reducer.serve_untrusted(request, name)
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
@@ -212,7 +208,7 @@ class Exchange:
             }
 
     async def run(self) -> None:
-        """Return when all is done, or given up."""
+        """Reduce and bring, until all is done or given up."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.reducer.run)
             for sender in self._senders.values():
@@ -261,10 +257,7 @@ class Exchange:
 
 
 class ChunkReducer:
-    """Serves this member's part of one all-reduce.
-
-    Senders may bring more than `MAX_WINDOW` chunks ahead of the answers as far as the caller's memory budget allows.
-    """
+    """Serves this member's part of one all-reduce."""
 
     def __init__(self, exchange: Exchange, part: Part) -> None:
         members, config = exchange.group.members, exchange.config
@@ -280,10 +273,8 @@ class ChunkReducer:
             weights,
             own=None if exchange.vector is None else (exchange.own, exchange.vector),
             average=exchange.average,
-            sender_timeout_s=config.sender_timeout_s,
+            config=config,
             now=trio.current_time(),
-            compression=config.compression,
-            is_identical=config.is_identical,
         )
         # For each chunk that was brought and is not finished, a list to which its mean will be added.
         self._awaited: dict[int, list[Outgoing]] = {}
@@ -320,12 +311,7 @@ class ChunkReducer:
             self._waiting.unpark_all()
 
     async def serve_untrusted(self, request: Request, name: ChunkName) -> Reply:
-        """Take a chunk that a peer brings, and answer with the mean, when there is one.
-
-        Raises:
-          RemoteProtocolError: the call is not as it should be.
-          CallRefused: nothing comes of it.
-        """
+        """Take a chunk that a peer brings, and answer with the mean when there is one; `CallRefused` if none comes."""
         sender = self._places.get(request.peer_id)
         if sender is None:
             raise RemoteProtocolError("you are not in this group")

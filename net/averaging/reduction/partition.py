@@ -50,24 +50,22 @@ class AllReduceConfig:
 
     chunk_bytes: int = 2 * 2**20
     """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with 1280
-    KiB, four members on one machine took a tenth more processor time without encryption, and at 1 Gb/s and 100 ms
-    they used 0.92 of the line and not 0.96."""
+    KiB, four members on one machine took a tenth more processor time, and at 1 Gb/s and 100 ms used 0.92 of the line
+    and not 0.96."""
     window_bytes: int = 8 * 2**20
-    """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each, so
-    that those of large groups are smaller. A member holds as much for others, and once more of answers that come in.
-    The more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer. On
-    longer lines windows grow as far as these carry, the memory budget allows (`net.rpc.bulk`), and reducers grant."""
+    """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each. A
+    member holds as much for others, and once more of answers that come in. With half of it, four on one machine took a
+    fifth longer. On longer lines windows grow as far as these carry, the memory budget allows (`net.rpc.bulk`), and
+    reducers grant."""
     sender_timeout_s: float = 30.0
-    """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
-    that the window allows may share its line, and has to pass it in that time. A reducer that has not answered for
-    twice as long is given up: it may have to wait for others that long itself."""
+    """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. A
+    reducer that has not answered for twice as long is given up: it may have to wait for others that long itself."""
     timeout_s: float = 300.0
     """Longest that the whole all-reduce takes, seconds; what is not averaged by then keeps its own values."""
     compression: Compression = Compression.NONE
     """Form of the numbers that this member sends, as sender and as reducer."""
     is_identical: bool = False
-    """True: all members get the very same numbers, though these travel compressed: the answer is then the compressed
-    mean, and the reducer keeps of it what the others get. Without compression it is so anyway."""
+    """True if all members get the very same numbers, though these travel compressed."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "window_bytes"):
@@ -78,8 +76,8 @@ class AllReduceConfig:
                 raise ValueError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {getattr(self, name)}")
 
     def chunk_size(self, group_size: int) -> int:
-        """Numbers in a chunk: as many for each member as `window_bytes` allows, in whole blocks of 4096, whose scales
-        8-bit compression shares, where it comes to as many."""
+        """Numbers in a chunk: as many for each member as `window_bytes` allows, in whole blocks of 8-bit compression
+        where it comes to as many."""
         numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
@@ -91,7 +89,7 @@ class AllReduceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The numbers from `start` to just before `end`, which one member reduces, `chunk_size` of them at a time."""
+    """The numbers from `start` to just before `end`, which one member reduces in chunks of `chunk_size`."""
 
     start: int
     end: int
@@ -99,7 +97,7 @@ class Part:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the part, of which the last may be shorter than the others."""
+        """Number of chunks, of which the last may be shorter than the others."""
         return -(-(self.end - self.start) // self.chunk_size)
 
     @property
@@ -113,11 +111,7 @@ class Part:
         return slice(start, min(start + self.chunk_size, self.end))
 
     def index_untrusted(self, start: int) -> int:
-        """The chunk that begins at `start`.
-
-        Raises:
-          RemoteProtocolError: none does.
-        """
+        """The number of the chunk that begins at `start`."""
         index, rest = divmod(start - self.start, self.chunk_size)
         if rest or not 0 <= index < self.num_chunks:
             raise RemoteProtocolError(
@@ -158,11 +152,7 @@ class ChunkName(NamedTuple):
 
 
 def parse_name_untrusted(body: Body) -> ChunkName:
-    """Read what `ChunkName.body` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
+    """Read what `ChunkName.body` made."""
     group_id = GROUP_ID.read_untrusted(body.get("group"), "the group id")
     size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
     wish, weight = ROOM.of_untrusted(body, "wish"), optional(_WEIGHT).of_untrusted(body, "weight")

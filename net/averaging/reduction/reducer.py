@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from net.averaging.reduction.partition import MAX_WINDOW, Part
+from net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part
 from net.errors import RemoteProtocolError
 from net.types import Array
 from net.wire.compression import Compression, compressed_in_place
@@ -28,12 +28,11 @@ _TILE_SIZE = 64 * 1024
 def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> None:
     """Write the weighted mean to `out`, summed in the given order in float32.
 
-    Weights count in relation to the largest, so that equal ones change nothing, and great ones do not overflow.
-
     Args:
       out: float32 of any length; none of `values` overlaps it.
       values: at least one, each of the length of `out`.
-      weights: of each, 0 or more. What has none is left out; where nothing has any, the mean is 0.
+      weights: of each, 0 or more; where all are 0, the mean is 0. They count in relation to the largest, so that equal
+        ones change nothing, and great ones do not overflow.
     """
     counting = [index for index, weight in enumerate(weights) if weight > 0]
     if not counting:
@@ -68,11 +67,7 @@ def is_finite(values: Array) -> bool:
 
 
 def values_untrusted(tensors: Sequence[Tensor], size: int) -> Array:
-    """Return the values that came with a call or an answer.
-
-    Raises:
-      RemoteProtocolError: they are not one float32 tensor of `size` finite numbers.
-    """
+    """Return the values that came with a call or an answer, `size` finite numbers."""
     if len(tensors) != 1 or tensors[0].dtype != np.float32 or tensors[0].shape != (size,):
         got = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
         raise RemoteProtocolError(f"expected one float32 tensor of {size} numbers, got {got or 'none'}")
@@ -85,15 +80,9 @@ class PartReduction:
     """The values that arrive for one part, and their means. Members are named by their place in the group.
 
     Args:
-      part: what is reduced here.
-      weights: of every member that sends, by member, ourselves included.
+      weights: of every member that sends, ourselves included.
       own: our place, and our vector, of which the part is a part; None if we do not send.
       average: the vector to whose part the means are written. A chunk of it is final once it is finished.
-      sender_timeout_s: see the head of this file.
-      now: when this begins.
-      compression: of what is sent. Our values lose in it what others' lose before the mean is taken, and get back the
-        difference that the mean makes, as others do.
-      is_identical: the means are sent as they are after compression, and are what we have, too.
     """
 
     def __init__(
@@ -103,29 +92,27 @@ class PartReduction:
         *,
         own: tuple[int, Array] | None,
         average: Array,
-        sender_timeout_s: float,
+        config: AllReduceConfig,
         now: float,
-        compression: Compression = Compression.NONE,
-        is_identical: bool = False,
     ) -> None:
         self._part = part
         self._weights = dict(weights)
         self._own = own
         self._average = average
-        self._compression = compression
-        self.sends_differences = compression is not Compression.NONE and not is_identical
+        self._compression = config.compression
+        self.sends_differences = config.compression is not Compression.NONE and not config.is_identical
         """True if a mean leaves as its difference to what a sender brought."""
-        self._sender_timeout_s = sender_timeout_s
+        self._sender_timeout_s = config.sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
         self._heard: set[int] = set()  # those who have brought something, and with it their weight
         self.lost: list[int] = []
-        """The senders that are out, in the order in which they went."""
+        """Senders that are out, in the order in which they went."""
         self.room: dict[int, int] = {}
         """Chunks that a sender may be ahead of the answers, for those who may be more than `MAX_WINDOW`."""
         # Of chunks that are not finished and for which something has come. Of each sender as many as it has room for.
         self._arrived: dict[int, dict[int, Array]] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
-        """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
+        """Number of vectors in each chunk's mean. None: it is not finished; 0: nobody was left, there is no mean."""
         self.total_weights: list[float] = [0.0] * part.num_chunks
         """Sum of their weights, once it is finished."""
         self._frontier = 0
@@ -160,9 +147,6 @@ class PartReduction:
 
         Args:
           weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
-
-        Raises:
-          RemoteProtocolError: they do not count, and the message says why. Often the sender is out.
         """
         if sender not in self._awaited:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
@@ -185,11 +169,7 @@ class PartReduction:
         return values
 
     def _weigh_untrusted(self, sender: int, weight: float | None) -> None:
-        """Take a sender's word for its weight, once.
-
-        Raises:
-          RemoteProtocolError: it has said something else before, with another chunk.
-        """
+        """Take a sender's word for its weight, once."""
         known = self._weights[sender]
         if weight is not None and weight != known:
             if sender in self._heard:

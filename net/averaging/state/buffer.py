@@ -81,14 +81,10 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
 
 
 def receive_untrusted(table: Table, buffer: memoryview, digest: bytes) -> tuple[Tensor, ...]:
-    """Return the arrays that were fetched, views of the buffer, read-only.
+    """Return the arrays that were fetched, read-only views of the buffer, if they have the digest that was promised.
 
     Args:
       table: one that `check_table_untrusted` let pass.
-      digest: what was promised.
-
-    Raises:
-      RemoteProtocolError: the digest is another, or a truth value is neither 0 nor 1.
     """
     if _digest(table, buffer) != digest:
         raise RemoteProtocolError("the state that was downloaded does not have the digest that was announced")
@@ -100,11 +96,7 @@ def receive_untrusted(table: Table, buffer: memoryview, digest: bytes) -> tuple[
 
 
 def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
-    """Return the bytes of the state that the table describes. Allocates nothing.
-
-    Raises:
-      RemoteProtocolError: the table is malformed, or describes more than `max_bytes`.
-    """
+    """Return the bytes of the state that the table describes, at most `max_bytes`. Allocates nothing."""
     for row in _TABLE.read_untrusted(table, "the table of a state"):
         row_untrusted(row, "a row of a state's table", dtype=_DTYPE, shape=_SHAPE)
     nbytes = _nbytes(table)
@@ -114,12 +106,7 @@ def check_table_untrusted(table: Any, *, max_bytes: int) -> int:
 
 
 class Pieces:
-    """The pieces of one state: those that have come, those on their way and from whom, and the next one.
-
-    Args:
-      nbytes: of the state.
-      chunk_bytes: of a piece; the last one may be shorter.
-    """
+    """The pieces of one state: those that have come, those on their way and from whom, and the next one."""
 
     def __init__(self, nbytes: int, chunk_bytes: int) -> None:
         self._nbytes, self._chunk_bytes = nbytes, chunk_bytes

@@ -218,7 +218,7 @@ class _Search:
         return [contact for contact in contacts if contact.peer_id in living]
 
     async def state_of(self, first: Contact, others: Sequence[Contact]) -> SharedState:
-        """The whole state that the first donor has, from all donors that have it. What came before need not come again.
+        """The whole state that the first donor has, from all donors that have it.
 
         Raises:
           NetError: the first one has none that will do, or it did not come whole, or not in time; what came is kept.
@@ -321,11 +321,7 @@ class _Search:
             partial.waiting.unpark_all()
 
     async def _offer_untrusted(self, contact: Contact, *, like: _Offer | None = None) -> _Offer:
-        """Ask a donor for its offer; with `like`, for one of that version and perhaps the same.
-
-        Raises:
-          NetError: it has nothing that will do. RemoteProtocolError: it does not keep to the rules.
-        """
+        """Ask a donor for its offer; with `like`, for one of that version and perhaps the same."""
         known = like if like is not None else None if self.partial is None else self.partial.offer
         body: dict[str, Any] = {
             "min_version": self.min_version,

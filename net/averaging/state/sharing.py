@@ -16,7 +16,7 @@ that one who lies costs its own pieces and no more, donors also give a hash of e
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -120,46 +120,39 @@ class _Snapshot:
     hashes: np.ndarray  # uint8 [pieces, 32]
 
 
+@dataclass(eq=False)
 class StateSharing:
-    """Announces this peer's state and serves it. Make one for each caller and prefix.
+    """Announces this peer's state and serves it. Make one for each caller and prefix."""
 
-    Args:
-      caller: places and serves the calls. dht: where donors are announced.
-      prefix: what is shared. source: this peer's state.
-    """
+    caller: Caller
+    """Places and serves the calls."""
+    dht: DhtNode
+    """Network in which donors are announced."""
+    _: KW_ONLY
+    prefix: str
+    """Name of what is shared."""
+    source: StateSource
+    config: StateSharingConfig
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        prefix: str,
-        source: StateSource,
-        config: StateSharingConfig,
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._prefix = prefix
-        self._source = source
-        self._config = config
+    def __post_init__(self) -> None:
         self._snapshots: dict[bytes, _Snapshot] = {}
         self._taken_at = -math.inf  # when the last snapshot was
         self._taking = trio.Lock()
 
     async def run(self) -> None:
         """Announce and serve until cancelled; what was announced runs out by itself. A client has nothing to do."""
-        if self._caller.address is None:
+        if self.caller.address is None:
             return
-        contact = contact_to_wire(Contact(self._caller.peer_id, self._caller.address))
+        contact = contact_to_wire(Contact(self.caller.peer_id, self.caller.address))
         with self.serving():
             while True:
-                await self._dht.store(
-                    state_key(self._prefix),
-                    [self._source.version(), contact],
-                    subkey=str(self._caller.peer_id),
-                    expiration=self._dht.clock.now() + 3 * self._config.announce_period_s,
+                await self.dht.store(
+                    state_key(self.prefix),
+                    [self.source.version(), contact],
+                    subkey=str(self.caller.peer_id),
+                    expiration=self.dht.clock.now() + 3 * self.config.announce_period_s,
                 )
-                await trio.sleep(self._config.announce_period_s)
+                await trio.sleep(self.config.announce_period_s)
                 self._forget_old()
 
     @contextmanager
@@ -169,10 +162,10 @@ class StateSharing:
         Raises:
           ValueError: the caller serves a state under this prefix already.
         """
-        open_method, chunk_method = state_methods(self._prefix)
+        open_method, chunk_method = state_methods(self.prefix)
         with (
-            handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
-            handlers(self._caller, {chunk_method: self._serve_chunk}),
+            handlers(self.caller, {open_method: self._serve_open}, max_concurrent=16),
+            handlers(self.caller, {chunk_method: self._serve_chunk}),
         ):
             yield
 
@@ -183,7 +176,7 @@ class StateSharing:
 
     async def _serve_open(self, request: Request) -> Reply:
         min_version, offered, wanted = read_request(request, **_OPEN)
-        version = self._source.version()
+        version = self.source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
         held = any(digest in self._snapshots for digest in offered)
@@ -207,16 +200,16 @@ class StateSharing:
         """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
         async with self._taking:  # several newcomers at once share one
             self._forget_old()
-            oldest = max(min_version, self._source.version() - self._config.max_lag)
+            oldest = max(min_version, self.source.version() - self.config.max_lag)
             fresh = [digest for digest, held in self._snapshots.items() if held.version >= oldest]
             for digest in (*(each for each in offered if each in fresh), *reversed(fresh)):
                 self._snapshots[digest].used_at = trio.current_time()
                 return self._snapshots[digest]
             self._make_room()
-            state = await self._source.snapshot()
+            state = await self.source.snapshot()
             self._taken_at = trio.current_time()
             packed = pack(state.tensors)
-            chunk_bytes = max(self._config.chunk_bytes, -(-packed.buffer.nbytes // MAX_PIECES))
+            chunk_bytes = max(self.config.chunk_bytes, -(-packed.buffer.nbytes // MAX_PIECES))
             hashes = np.empty((-(-packed.buffer.nbytes // chunk_bytes), HASH_BYTES), np.uint8)
             for index in range(len(hashes)):
                 hashes[index] = np.frombuffer(piece_hash(packed.chunk(index, chunk_bytes)), np.uint8)
@@ -232,7 +225,7 @@ class StateSharing:
         Raises:
           PeerBusy: the last one was taken only now, or all are being downloaded.
         """
-        now, config = trio.current_time(), self._config
+        now, config = trio.current_time(), self.config
         if now - self._taken_at < config.snapshot_period_s:
             raise PeerBusy("a snapshot of this peer's state was taken only now")
         while len(self._snapshots) >= config.max_snapshots:
@@ -252,7 +245,7 @@ class StateSharing:
         return Reply(tensors=(snapshot.packed.chunk(index, snapshot.chunk_bytes),))
 
     def _forget_old(self) -> None:
-        oldest = trio.current_time() - self._config.snapshot_lifetime_s
+        oldest = trio.current_time() - self.config.snapshot_lifetime_s
         for digest in [each for each, held in self._snapshots.items() if held.used_at < oldest]:
             del self._snapshots[digest]
 

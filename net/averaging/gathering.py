@@ -12,23 +12,19 @@ some have its payload and others do not; these ask the others, one after the oth
 is whole at one living node comes to all, and all average the same. So members that have all they need still serve what
 they hold until their next group is over. A member could forge what it holds of a third one's payload, as a reducer
 could the mean of its part: only clients, and those who look for the payload of a member that is gone, take it thence.
+
+Sparse vectors are gathered and not reduced (`net.wire.sparse` says why), and each member computes their mean: all who
+have the vectors of the same members come to the very same bits, as they add up in the order of the group.
 """
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.gathering.payloads import (
-    OUT_OF_TIME,
-    SILENT,
-    UNREACHABLE,
-    GatherConfig,
-    Payloads,
-    bytes_untrusted,
-)
 from net.averaging.group_calls import MAX_CALLS, KnownGroups, placed
 from net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, Group, Role
 from net.averaging.window import BulkWindow
@@ -38,14 +34,47 @@ from net.identity import PeerId
 from net.rpc.base import Body, Caller, Reply, Request, read_request
 from net.types import Array
 from net.wire.fields import integer
+from net.wire.messages import MAX_TIMEOUT_S
+from net.wire.sparse import SparseCoding, SparseVector, mean_of_sparse, parse_sparse_untrusted, sparse_nbytes
+
+Compute = Callable[..., Awaitable[Any]]
+"""Returns `function(*args)`: the mean of long vectors takes time that the event loop has not."""
+
+SILENT = "silent"
+UNREACHABLE = "unreachable"
+BROKE_RULES = "broke the rules"
+OUT_OF_TIME = "out of time"
 
 _MAX_EARLY_OF_ONE = 32
 """Calls of one peer for groups that this member has not heard of yet."""
-
 _MAX_PIECES = 128
 """Pieces under way to one member at most: one connection serves 256 calls at once."""
-
 _NBYTES, _PLACE = integer(0, 2**63 - 1), integer(0, MAX_GROUP_SIZE - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherConfig:
+    """Settings of a gathering. Members must agree on `chunk_bytes`."""
+
+    chunk_bytes: int = 2**20
+    """Bytes of a payload in one call."""
+    window_bytes: int = 4 * 2**20
+    """Bytes under way from one member to another, to begin with; one piece at least. On longer lines the window grows
+    as far as these carry and the memory budget allows (`net.rpc.bulk`)."""
+    sender_timeout_s: float = 30.0
+    """Seconds without a piece after which a member is not waited for any more."""
+    max_bytes: int = 2**32
+    """Bytes that a full group's payloads may have together. More is refused at start. Twice as much is held at most:
+    the last group's payloads stay for those who are slower."""
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_bytes", "window_bytes", "max_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.sender_timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"sender_timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {self.sender_timeout_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,9 +82,9 @@ class Gathered:
     """The outcome of a gathering, as one member sees it. Members are named by their place in the group."""
 
     payloads: dict[int, Array]
-    """uint8, of those who are there, this member's own included; in the order of the group."""
+    """uint8 payloads that are there, this member's own included; in the order of the group."""
     lost: dict[int, str]
-    """Why the others are not."""
+    """Reasons why the others are not."""
     sent_bytes: int
     """Bytes of payloads that left this member and arrived, others' too that it has passed on, since the last gathering:
     slower members fetch after the end, which counts for the next one."""
@@ -79,7 +108,7 @@ class AllGather:
         self.sent_bytes = 0
         """Bytes as of `Gathered`, so far."""
         # The group at work, and the last one that is over: others may still fetch from it.
-        self._groups = KnownGroups[_Gathering]("gather", max_early=_MAX_EARLY_OF_ONE, wait_s=config.sender_timeout_s)
+        self.groups = KnownGroups[_Gathering]("gather", max_early=_MAX_EARLY_OF_ONE, wait_s=config.sender_timeout_s)
         caller.add_handler(self.bring_method, self._serve_bring, max_concurrent=MAX_CALLS)
         caller.add_handler(self.fetch_method, self._serve_fetch, max_concurrent=MAX_CALLS)
 
@@ -87,29 +116,22 @@ class AllGather:
         """Serve no more calls, and hold nothing any more."""
         self.caller.remove_handler(self.bring_method)
         self.caller.remove_handler(self.fetch_method)
-        self._groups.at_work.clear()
-
-    def knows(self, group_id: bytes) -> bool:
-        """True if such a group is or was at work here: a sound leader draws a new id for each."""
-        return group_id in self._groups
+        self.groups.at_work.clear()
 
     async def run(self, group: Group, payload: Array, *, timeout_s: float) -> Gathered:
-        """Exchange payloads with the group. Ends in time, whatever the others do.
-
-        If cancelled, others get what has left by then. One group at a time.
+        """Exchange payloads with the group. Ends in time, whatever the others do; whoever is missing then is left out.
 
         Args:
-          group: the same in all members, in each of which this runs at about the same time; one that `knows` not yet.
+          group: the same in all members, in each of which this runs at about the same time; new to `groups`.
           payload: uint8, as long as everybody's, at least one byte; nobody writes to it any more.
-          timeout_s: the longest it may take; who is missing then is left out.
 
         Raises:
           ValueError: this peer is not in the group.
         """
         gathering = _Gathering(self, group, payload)
-        self._groups.begin(group.group_id, gathering)
-        if len(self._groups.at_work) > 2:
-            self._groups.end(next(iter(self._groups.at_work)))
+        self.groups.begin(group.group_id, gathering)
+        if len(self.groups.at_work) > 2:
+            self.groups.end(next(iter(self.groups.at_work)))
         try:
             with trio.move_on_after(timeout_s):
                 await gathering.run()
@@ -121,7 +143,7 @@ class AllGather:
 
     async def _serve_bring(self, request: Request) -> Reply:
         group_id, nbytes, start = read_request(request, group=GROUP_ID, size=_NBYTES, start=_NBYTES)
-        gathering = await self._groups.find(request.peer_id, group_id)
+        gathering = await self.groups.find(request.peer_id, group_id)
         try:
             gathering.receive_untrusted(request, nbytes, start)
         except RemoteProtocolError as error:
@@ -130,7 +152,7 @@ class AllGather:
 
     async def _serve_fetch(self, request: Request) -> Reply:
         group_id, nbytes, start, of = read_request(request, group=GROUP_ID, size=_NBYTES, start=_NBYTES, of=_PLACE)
-        gathering = await self._groups.find(request.peer_id, group_id)
+        gathering = await self.groups.find(request.peer_id, group_id)
         try:
             return await gathering.give_untrusted(request, nbytes, start, of)
         except RemoteProtocolError as error:
@@ -174,17 +196,13 @@ class _Gathering:
         self._waiting.unpark_all()
 
     def outcome(self) -> tuple[dict[int, Array], dict[int, str]]:
-        """Return the payloads that are here, and why the others are not; see `Gathered`."""
+        """Return the payloads that are here, and why the others are not."""
         whole, lost = self._core.whole, self._core.lost
         missing = (place for place in sorted(self._places.values()) if place not in whole)
         return {place: whole[place] for place in sorted(whole)}, {each: lost.get(each, OUT_OF_TIME) for each in missing}
 
     def receive_untrusted(self, request: Request, nbytes: int, start: int) -> None:
-        """Take a piece that a member brings of its payload.
-
-        Raises:
-          RemoteProtocolError: it does not count.
-        """
+        """Take a piece that a member brings of its payload."""
         place = self._place_untrusted(request.peer_id)
         if self._is_closed:
             raise RemoteProtocolError("this peer has left the group")
@@ -197,11 +215,7 @@ class _Gathering:
                 self._waiting.unpark_all()
 
     async def give_untrusted(self, request: Request, nbytes: int, start: int, of: int) -> Reply:
-        """Answer with a piece of a member's payload, once that is whole.
-
-        Raises:
-          RemoteProtocolError: there is none.
-        """
+        """Answer with a piece of a member's payload, once that is whole."""
         self._place_untrusted(request.peer_id)
         self._core.check_untrusted(nbytes, start)
         while self._core.is_awaited(of) and not self._is_closed:
@@ -284,11 +298,7 @@ class _Gathering:
         )
 
     async def _all_pieces(self, place: int, move: Callable[[int], Awaitable[None]]) -> None:
-        """Move all pieces of a payload to or from a member, as many at a time as fill the line.
-
-        Raises:
-          PEER_ERRORS: the first failure; the others are given up.
-        """
+        """Do as `BulkWindow.move` with all pieces of a payload, to or from a member."""
         chunk_bytes = self._gather.config.chunk_bytes
         window = BulkWindow.towards(
             self._gather.caller.bulk,
@@ -297,3 +307,175 @@ class _Gathering:
             most_bytes=_MAX_PIECES * chunk_bytes,
         )
         await window.move(self._core.starts, chunk_bytes, move)
+
+
+class Payloads:
+    """The payloads of a group, as far as one member has them.
+
+    Args:
+      senders: places of all members that have a payload, this one's too.
+      own: this member's place, and its payload.
+      silence_s: how long a member may be silent; infinite where nobody brings anything.
+    """
+
+    def __init__(
+        self, senders: Collection[int], own: tuple[int, Array], *, chunk_bytes: int, silence_s: float, now: float
+    ) -> None:
+        self.nbytes = own[1].size
+        """Bytes of each payload."""
+        self._chunk_bytes = chunk_bytes
+        self._silence_s = silence_s
+        self._heard_at = dict.fromkeys(senders, now)
+        self._buffers: dict[int, Array] = {}
+        self._missing: dict[int, set[int]] = {}  # where the pieces begin that have not come, of those that came in part
+        self.whole: dict[int, Array] = {own[0]: own[1]}
+        """The payloads that are here, uint8 [nbytes] each."""
+        self.lost: dict[int, str] = {}
+        """Reasons why payloads are not waited for any more."""
+
+    @property
+    def starts(self) -> range:
+        """Places where the pieces of a payload begin."""
+        return range(0, self.nbytes, self._chunk_bytes)
+
+    def piece(self, start: int) -> slice:
+        """Place of the piece that begins at `start`."""
+        return slice(start, min(start + self._chunk_bytes, self.nbytes))
+
+    def is_awaited(self, place: int) -> bool:
+        """True if the member's payload may still be brought."""
+        return place in self._heard_at and place not in self.whole and place not in self.lost
+
+    def check_untrusted(self, nbytes: int, start: int) -> None:
+        """Refuse a call for a piece that payloads of this group do not have."""
+        if nbytes != self.nbytes:
+            raise RemoteProtocolError(f"payloads of this group have {self.nbytes} bytes, not {nbytes}")
+        if start not in self.starts:
+            raise RemoteProtocolError(f"no piece of {self._chunk_bytes} bytes begins at {start} of {nbytes}")
+
+    def receive_untrusted(self, place: int, start: int, tensors: Sequence[object], now: float) -> None:
+        """Take a piece at a place that `check_untrusted` has passed; whoever brings one of another form is out."""
+        if not self.is_awaited(place):
+            raise RemoteProtocolError("nothing is expected from you here, or you were too late")
+        try:
+            piece = bytes_untrusted(tensors, self.piece(start))
+        except RemoteProtocolError:
+            self.lose(place, BROKE_RULES)
+            raise
+        missing = self._missing.setdefault(place, set(self.starts))
+        if start not in missing:
+            raise RemoteProtocolError("this piece came before")
+        if place not in self._buffers:
+            self._buffers[place] = np.empty(self.nbytes, np.uint8)
+        self._buffers[place][self.piece(start)] = piece
+        missing.remove(start)
+        self._heard_at[place] = now
+        if not missing:
+            self.take(place, self._buffers[place])
+
+    def take(self, place: int, payload: Array) -> None:
+        """Take a whole payload, whoever has brought it."""
+        self.whole.setdefault(place, payload)
+        self.lost.pop(place, None)
+        self._forget(place)
+
+    def lose(self, place: int, why: str) -> None:
+        """Wait no longer for a member's payload, unless it is here."""
+        if self.is_awaited(place):
+            self.lost[place] = why
+            self._forget(place)
+
+    def deadline(self, place: int) -> float:
+        """Time at which to call `tick` for this member."""
+        return self._heard_at[place] + self._silence_s if self.is_awaited(place) else math.inf
+
+    def tick(self, place: int, now: float) -> None:
+        """Wait no longer for a member that has been silent long enough."""
+        if now >= self.deadline(place):
+            self.lose(place, SILENT)
+
+    def _forget(self, place: int) -> None:
+        self._missing.pop(place, None)
+        self._buffers.pop(place, None)
+
+
+def bytes_untrusted(tensors: Sequence[object], where: slice) -> Array:
+    """Return the bytes that came for a piece."""
+    nbytes = where.stop - where.start
+    tensor = tensors[0] if len(tensors) == 1 else None
+    if not isinstance(tensor, np.ndarray) or tensor.dtype != np.uint8 or tensor.shape != (nbytes,):
+        raise RemoteProtocolError(f"expected one tensor of {nbytes} bytes")
+    return tensor
+
+
+async def inline(function: Callable[..., Any], *args: Any) -> Any:
+    """Compute `function(*args)` here and now."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseLayout:
+    """The form of vectors of few values; the same at all peers that average together.
+
+    Raises:
+      ValueError: there is no value.
+    """
+
+    coding: SparseCoding
+    sizes: tuple[int, ...]
+    """Values in each of its segments, such as the arrays of a model."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or min(self.sizes) < 0:
+            raise ValueError(f"a vector has at least one value, got segments of {self.sizes!r:.80}")
+
+    @property
+    def size(self) -> int:
+        """Values in all, zeros included."""
+        return sum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of each payload."""
+        return sparse_nbytes(self.coding, self.sizes)
+
+    @property
+    def schema(self) -> str:
+        """The layout in words, on which peers must agree."""
+        coding = self.coding
+        segments = ",".join(map(str, self.sizes))
+        return f"sparse 1: {coding.kept} of {coding.block_size} in {coding.bits} bits, segments {segments}"
+
+    def check(self, vector: object) -> None:
+        """Refuse what is no vector of this layout, by `ValueError`; values are not looked at."""
+        if not isinstance(vector, SparseVector) or (vector.coding, vector.sizes) != (self.coding, self.sizes):
+            raise ValueError(f"expected a sparse vector of {self.size} values, {self.schema:.160}, got {vector!r:.160}")
+
+    def check_memory(self, side: int, config: GatherConfig) -> None:
+        """Refuse a layout whose payloads of `side` members would be too much to hold, by `ValueError`."""
+        nbytes = side * self.nbytes
+        if nbytes > config.max_bytes:
+            raise ValueError(
+                f"{side} sparse payloads of {self.nbytes} bytes take {nbytes} bytes of memory, more than the "
+                f"{config.max_bytes} that are allowed: smaller groups, or fewer values of a block"
+            )
+
+
+async def mean_untrusted(
+    gathered: Gathered, group: Group, layout: SparseLayout, compute: Compute
+) -> tuple[Array, dict[PeerId, str]]:
+    """Average the vectors that a group has gathered; each counts by its member's weight.
+
+    Returns: the mean, float32 [layout.size], and the members that it goes without, and why: in the order of the group.
+    """
+    vectors, weights, lost = list[SparseVector](), list[float](), dict(gathered.lost)
+    for place, each in gathered.payloads.items():
+        try:
+            vectors.append(await compute(parse_sparse_untrusted, each.data, layout.coding, layout.sizes))
+        except RemoteProtocolError:
+            lost[place] = BROKE_RULES
+        else:
+            weights.append(group.members[place].weight)
+    mean = await compute(mean_of_sparse, vectors, weights)
+    return mean, {group.members[place].peer_id: lost[place] for place in sorted(lost)}
