@@ -7,8 +7,7 @@
 
 Until a step's deadline a peer looks for a group under the key of its place on the grid (`group_key`), averages within
 it, and if that gave it nothing at all, looks again. Then its round counts up whether or not it met anybody, so that
-peers that began together stay together. Vectors are reduced (`all_reduce`); sparse ones are gathered (`gathering`), and
-each member computes the mean.
+peers that began together stay together. Vectors are reduced; sparse ones are gathered.
 """
 
 import math
@@ -91,7 +90,6 @@ class Averager:
     _is_stepping: bool = field(default=False, init=False)
 
     def known_speeds(self) -> Speeds:
-        """Return what is known of this machine now."""
         return self.config.known_speeds() if self.monitor is None else self.monitor.speeds()
 
     async def why_apart(self) -> str:
@@ -186,7 +184,6 @@ class Averager:
         return None
 
     async def _average(self, group: Group, me: Member, offer: Any, *, timeout_s: float) -> AveragingStep:
-        """Reduce with the group, or gather."""
         began = trio.current_time()
         if self.gather is not None and self.plan.sparse is not None:
             gathered = await self.gather.run(group, offer, timeout_s=timeout_s)

@@ -14,11 +14,7 @@ from net.types import Array
 
 
 def drawn_size(size: int, share: float) -> int:
-    """Number of numbers in a share of `size`: at least 1.
-
-    Raises:
-      ValueError: the share is not above 0 and at most 1.
-    """
+    """Number of numbers in a share of `size`, above 0 and at most 1: at least 1."""
     if not 0 < share <= 1:
         raise ValueError(f"the share of the numbers that are averaged is above 0 and at most 1, got {share}")
     return min(size, max(1, math.ceil(share * size)))

@@ -7,14 +7,14 @@ Every member brings its payload, piece by piece, to each member that can be call
 fetches the others' payloads from those who have them: a node's from the node itself, another client's from any node.
 `bring` is answered as soon as the piece is there, `fetch` when the payload is whole.
 
-Failures. Whoever has brought nothing for `sender_timeout_s`, or cannot be called, is not waited for. If it has died,
-some have its payload and others do not; these ask the others, one after the other: with crashes alone, a payload that
-is whole at one living node comes to all, and all average the same. So members that have all they need still serve what
-they hold until their next group is over. A member could forge what it holds of a third one's payload, as a reducer
-could the mean of its part: only clients, and those who look for the payload of a member that is gone, take it thence.
+A member that has brought nothing for `sender_timeout_s`, or cannot be called, is not waited for. If it has died, some
+have its payload and others do not; these ask the others, one after the other: with crashes alone, a payload that is
+whole at one living node comes to all, and all average the same. So members that have all they need still serve what
+they hold until their next group is over. (A member could forge what it holds of a third one's payload, as a reducer
+could the mean of its part.)
 
-Sparse vectors are gathered and not reduced (`net.wire.sparse` says why), and each member computes their mean: all who
-have the vectors of the same members come to the very same bits, as they add up in the order of the group.
+Sparse vectors are gathered and not reduced (`net.wire.sparse` says why): all who have the vectors of the same members
+come to the very same mean, as they add up in the order of the group.
 """
 
 import math
@@ -91,22 +91,13 @@ class Gathered:
 
 
 class AllGather:
-    """All-gathers under one name. One object serves all groups of a process, one at a time.
-
-    Args:
-      caller: on which to call and be called, as `averaging.{prefix}.bring` and `.fetch`.
-      prefix: what is gathered.
-
-    Raises:
-      ValueError: the caller has such a method already.
-    """
+    """All-gathers under one name, as `averaging.{prefix}.bring` and `.fetch`, of all groups, one at a time."""
 
     def __init__(self, caller: Caller, *, prefix: str, config: GatherConfig) -> None:
         self.caller = caller
         self.config = config
         self.bring_method, self.fetch_method = f"averaging.{prefix}.bring", f"averaging.{prefix}.fetch"
         self.sent_bytes = 0
-        """Bytes as of `Gathered`, so far."""
         # The group at work, and the last one that is over: others may still fetch from it.
         self.groups = KnownGroups[_Gathering]("gather", max_early=_MAX_EARLY_OF_ONE, wait_s=config.sender_timeout_s)
         caller.add_handler(self.bring_method, self._serve_bring, max_concurrent=MAX_CALLS)
@@ -124,9 +115,6 @@ class AllGather:
         Args:
           group: the same in all members, in each of which this runs at about the same time; new to `groups`.
           payload: uint8, as long as everybody's, at least one byte; nobody writes to it any more.
-
-        Raises:
-          ValueError: this peer is not in the group.
         """
         gathering = _Gathering(self, group, payload)
         self.groups.begin(group.group_id, gathering)
@@ -160,8 +148,6 @@ class AllGather:
 
 
 class _Gathering:
-    """This member's part in one group's gathering."""
-
     def __init__(self, gather: AllGather, group: Group, payload: Array) -> None:
         self._gather = gather
         self._group = group
@@ -196,13 +182,11 @@ class _Gathering:
         self._waiting.unpark_all()
 
     def outcome(self) -> tuple[dict[int, Array], dict[int, str]]:
-        """Return the payloads that are here, and why the others are not."""
         whole, lost = self._core.whole, self._core.lost
         missing = (place for place in sorted(self._places.values()) if place not in whole)
         return {place: whole[place] for place in sorted(whole)}, {each: lost.get(each, OUT_OF_TIME) for each in missing}
 
     def receive_untrusted(self, request: Request, nbytes: int, start: int) -> None:
-        """Take a piece that a member brings of its payload."""
         place = self._place_untrusted(request.peer_id)
         if self._is_closed:
             raise RemoteProtocolError("this peer has left the group")
@@ -234,7 +218,6 @@ class _Gathering:
         return place
 
     async def _bring_to(self, place: int) -> None:
-        """Bring a member this one's payload."""
 
         async def bring(start: int) -> None:
             piece = self._payload[self._core.piece(start)]
@@ -298,7 +281,6 @@ class _Gathering:
         )
 
     async def _all_pieces(self, place: int, move: Callable[[int], Awaitable[None]]) -> None:
-        """Do as `BulkWindow.move` with all pieces of a payload, to or from a member."""
         chunk_bytes = self._gather.config.chunk_bytes
         window = BulkWindow.towards(
             self._gather.caller.bulk,
@@ -335,7 +317,6 @@ class Payloads:
 
     @property
     def starts(self) -> range:
-        """Places where the pieces of a payload begin."""
         return range(0, self.nbytes, self._chunk_bytes)
 
     def piece(self, start: int) -> slice:
@@ -374,7 +355,6 @@ class Payloads:
             self.take(place, self._buffers[place])
 
     def take(self, place: int, payload: Array) -> None:
-        """Take a whole payload, whoever has brought it."""
         self.whole.setdefault(place, payload)
         self.lost.pop(place, None)
         self._forget(place)
@@ -416,11 +396,7 @@ async def inline(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseLayout:
-    """The form of vectors of few values; the same at all peers that average together.
-
-    Raises:
-      ValueError: there is no value.
-    """
+    """The form of vectors of few values; the same at all peers that average together."""
 
     coding: SparseCoding
     sizes: tuple[int, ...]
@@ -465,10 +441,7 @@ class SparseLayout:
 async def mean_untrusted(
     gathered: Gathered, group: Group, layout: SparseLayout, compute: Compute
 ) -> tuple[Array, dict[PeerId, str]]:
-    """Average the vectors that a group has gathered; each counts by its member's weight.
-
-    Returns: the mean, float32 [layout.size], and the members that it goes without, and why: in the order of the group.
-    """
+    """The weighted mean of a group's vectors, float32 [layout.size], and the members that it goes without, and why."""
     vectors, weights, lost = list[SparseVector](), list[float](), dict(gathered.lost)
     for place, each in gathered.payloads.items():
         try:

@@ -27,7 +27,7 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 has just been too busy may not be for long."""
 
 _MAX_PAST_GROUPS = 64
-"""Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
+"""Groups that are over and still known, so that late calls are refused at once."""
 
 
 async def placed(call: Callable[[], Awaitable[Reply]]) -> Reply:
@@ -45,8 +45,7 @@ class KnownGroups(Generic[T]):
 
     Args:
       doing: what groups do, for people.
-      max_early: calls of one peer that may wait for groups.
-      wait_s: how long a call waits.
+      max_early: calls of one peer that may wait for groups, each for `wait_s`.
     """
 
     def __init__(self, doing: str, *, max_early: int, wait_s: float) -> None:
@@ -74,12 +73,7 @@ class KnownGroups(Generic[T]):
         self._past.append(group_id)
 
     async def find(self, peer_id: PeerId, group_id: bytes) -> T:
-        """Return the work of a group of which this peer says that it exists, once it is known.
-
-        Raises:
-          CallRefused: it is over, or does not come.
-          PeerBusy: too many calls wait already.
-        """
+        """Return the work of a group that this peer names, once it is known; refuse if it is over or does not come."""
         if (work := self.at_work.get(group_id)) is not None:
             return work
         if self._num_early[peer_id] >= self._max_early or self._num_early.total() >= MAX_EARLY_CALLS:

@@ -67,11 +67,7 @@ class BulkWindow:
         return True
 
     async def move(self, starts: Iterable[int], piece_bytes: int, move: Callable[[int], Awaitable[None]]) -> None:
-        """Move the pieces that begin at these places, each as soon as there is room for it.
-
-        Raises:
-          PEER_ERRORS: the first failure; the others are given up.
-        """
+        """Move the pieces that begin at these places, each as soon as there is room for it; fail with the first."""
         failed = list[Exception]()
 
         async def one(start: int, scope: trio.CancelScope) -> None:
@@ -104,7 +100,7 @@ class Pace:
     """Bytes that one member of an all-reduce keeps under way to fill its line, for each reducer.
 
     All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
-    to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
+    to the parts, whatever each path got.
 
     A chunk is averaged when the furthest sender has brought it, which is no further from the reducer than from this
     member plus from there to the reducer: so a mean takes up to half of the round trip to the furthest sender longer

@@ -5,9 +5,9 @@ t mod dims form a group and average; each reduces the chunk of its *slot*, its p
 there already it takes another, which is its place from then on. So those who met in a round do not meet again until its
 digit is drawn anew, `dims` rounds later; on a full grid everybody has the exact mean after `dims` rounds.
 
-The paper's key is made of the `dims` last chunk numbers. The right number is `dims - 1`: with `dims`, from round
-`dims` + 1 on the newest digit tells all members of a group apart, and every group has one member. Nor does our key name
-the round: peers that have lost count of each other's rounds should still find each other.
+The paper's key is made of the `dims` last chunk numbers, of which the newest would tell all members of a group apart;
+the right number is `dims - 1`. Nor does our key name the round: peers that have lost count of each other's rounds
+should still find each other.
 """
 
 from collections.abc import Sequence
@@ -95,16 +95,10 @@ def group_key(prefix: str, grid: MoshpitGrid, cell: int, round_number: int) -> s
 
 
 def assign_slots(wanted: Sequence[int], side: int) -> list[int]:
-    """A chunk of its own for each member of a group, in the order of the group.
+    """A chunk of its own for each member of a group that wants these slots, 0 to side - 1.
 
     The first to want a slot has it; others take the free slots from the lowest up, and past `side` where a group is
     larger than the side.
-
-    Args:
-      wanted: each member's own slot, 0 to side - 1.
-
-    Raises:
-      ValueError: naming a slot that is out of range.
     """
     for slot in wanted:
         if not 0 <= slot < side:

@@ -43,11 +43,7 @@ _RARELY = 4
 
 @dataclass(eq=False)
 class Matchmaker:
-    """Finds a peer's groups, one after the other; in between it tells others that it does not look for one.
-
-    Raises:
-      ValueError: the caller serves the prefix already.
-    """
+    """Finds a peer's groups, one after the other; in between it tells others that it does not look for one."""
 
     caller: Caller
     """Serves `averaging.PREFIX.ask` and `.join`. If it listens nowhere, the matchmaker never leads."""
@@ -75,7 +71,6 @@ class Matchmaker:
         self.caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
 
     def close(self) -> None:
-        """Serve no more calls."""
         self.caller.remove_handler(self.ask_method)
         self.caller.remove_handler(self.join_method)
 
@@ -97,9 +92,7 @@ class Matchmaker:
         question each. If cancelled, it is withdrawn (within `withdrawal_timeout_s`) and followers are sent away.
 
         Args:
-          me: what the group is to know of us; a client if the caller listens nowhere.
-          cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline, begins_at, fewest: as of `Matchmaking`; `begins_at` at most an hour ahead.
+          me, deadline, begins_at, fewest: as of `Matchmaking`; `begins_at` at most an hour ahead.
           schema: what the vector means this time; None: as ever.
           hints: peers that are known to look for this group: they are asked beside those in the DHT.
 
@@ -183,7 +176,6 @@ class _Search:
         self._changed = trio.Event()  # set, and replaced, after whatever the core was told
 
     async def run(self, deadline: float) -> None:
-        """Search until there is a group, or no more time."""
         self._scope.deadline = self._trio_time(deadline)
         try:
             with self._scope:
@@ -199,7 +191,6 @@ class _Search:
             self.told()
 
     def postpone(self, begins_at: float) -> None:
-        """Begin, and perhaps end, later."""
         self.core.postpone(begins_at)
         self._scope.deadline = self._trio_time(self.core.search_ends_at)
         self.told()
@@ -299,10 +290,8 @@ class _Search:
                 leader = await self._join(leader)
 
     async def _ask(self, batch: Sequence[Candidate]) -> Candidate | None:
-        """The first in rank of several candidates that is willing, without waiting long for silent ones.
-
-        A later one in rank will do: if an earlier one was only slow, the later will find it too, and send us there.
-        """
+        """The first in rank of several candidates that is willing, without waiting long for silent ones: if one was
+        only slow, whoever we follow will find it too, and send us there."""
         request = self.core.request
         waiting = {candidate.contact.peer_id: candidate for candidate in batch}
         willing: list[Candidate] = []

@@ -17,8 +17,7 @@ make a group out of one.
 
 Peers may know of each other without the DHT (`hinted`). Searches that were told when to begin mostly declare the same
 time, and then the least peer id leads: so of two peers the one with the greater id asks. If that one is the earlier all
-the same, its question says so, and whoever was asked comes to it: asking all others instead would cost most peers two
-rounds of refusals, which on long lines is all the time that there is.
+the same, its question says so, and whoever was asked comes to it.
 """
 
 import math
@@ -52,19 +51,19 @@ class AssemblyConfig:
     """Settings of a search for a group."""
 
     window_s: float = 5.0
-    """How long a leader gathers followers, seconds; a full group begins at once. Let it be longer than the DHT's
+    """Seconds for which a leader gathers followers; a full group begins at once. Let it be longer than the DHT's
     `rpc_timeout_s`: a declaration may have to pass by dead peers, and those that come late form a group of their own
     (where 3 of 8 x 8 peers had died in each of six rounds, the last 46 formed 14 groups with 3 s, and 8 with 8 s)."""
     request_timeout_s: float = 3.0
-    """How long a leader may take to say whether it would have us, and to answer after its window, seconds."""
+    """Seconds that a leader may take to say whether it would have us, and to answer after its window."""
     grace_s: float = 0.3
-    """Once a leader is willing, how long to wait for the answers of those that precede it, seconds."""
+    """Seconds to wait, once a leader is willing, for the answers of peers that precede it."""
     poll_s: float = 1.0
-    """How often the key is read again and a leader pinged, and how soon a peer that refused is asked again, seconds."""
+    """Seconds until the key is read again, a leader pinged, and a peer that refused asked again."""
     silence_s: float = 1.5
-    """A leader that has taken us on and leaves a ping unanswered for so long is given up, seconds."""
+    """Seconds for which a leader that has taken us on may leave a ping unanswered."""
     margin_s: float = 0.5
-    """A leader's last window ends so long before its deadline, seconds: its answer takes a moment to arrive."""
+    """Seconds between a leader's last window and its deadline: its answer takes a moment to arrive."""
     withdrawal_timeout_s: float = 1.0
     """Longest time for taking a declaration back after a cancellation, seconds."""
     max_questions: int = 4
@@ -92,12 +91,9 @@ class Matchmaking:
 
     Args:
       me: what the group will know of us.
-      key: of the group.
       schema: what our vector means.
       side: of the grid: the size of a full group.
       deadline: swarm time at which the search ends, unless it is postponed; then at most `window_s` later.
-      rng: draws the group's id.
-      now: swarm time.
       begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
       fewest: how few members with a vector make a group, asked when it is to begin; at least 2.
     """

@@ -52,8 +52,7 @@ from net.wire.fields import FLAG, integer
 from net.wire.tensors import Outgoing, as_outgoing, plain
 
 _KEPT_BYTES = 8 * 2**20
-"""Twice as much may stay with the process between all-reduces: the chunks that a member holds for others, up to
-`window_bytes`, and what else is in work. With half as much they are paged in afresh now and then."""
+"""Half of what may stay with the process between all-reduces: chunks held for others, and what else is in work."""
 
 _SENDERS = integer(1, MAX_GROUP_SIZE)
 
@@ -67,32 +66,22 @@ class AllReduceResult:
     """float32 [size], read-only, since answers to others may still be leaving from it. Where nothing was received: the
     own values, or zeros for a member that has none."""
     received: float
-    """Share of the vector that holds an average, whoever is in it, 0 to 1. A member that only reduces gets its own part
-    alone."""
+    """Share of the vector that holds an average, whoever is in it, 0 to 1; an auxiliary member's own part at most."""
     lost_reducers: tuple[PeerId, ...]
     """Members of whose parts something is missing, this one included; in the order of the group."""
     lost_senders: tuple[PeerId, ...]
     """Members that this one's part went on without, in the order in which they failed."""
     complete: bool
-    """Nothing is missing that this member was to get: all of it is the mean of all members that have a vector, with the
-    same weights throughout."""
+    """True if all that this member was to get is the mean of all members that have a vector, with the same weights."""
     weight: float | None
     """Sum of the weights in the average, the same to the last bit in all members. None where it is not complete, and in
-    an auxiliary member whose part is empty: nobody tells it."""
+    an auxiliary member whose part is empty."""
     moved_bytes: float
     """Bytes of float32 that this member was to send, and to receive as many; less if compressed."""
 
 
 class AllReduce:
-    """All-reduces under one name. One object serves all groups of a process, also several at once.
-
-    Args:
-      caller: on which to call and be called, as `averaging.{prefix}.reduce`.
-      prefix: what is averaged, as in `group_key`.
-
-    Raises:
-      ValueError: the caller has such a method already.
-    """
+    """All-reduces under one name, as `averaging.{prefix}.reduce`, of all groups of a process, also several at once."""
 
     def __init__(self, caller: Caller, *, prefix: str, config: AllReduceConfig) -> None:
         self.caller = caller
@@ -101,9 +90,9 @@ class AllReduce:
         self.groups = KnownGroups[Exchange]("average", max_early=MAX_WINDOW, wait_s=config.sender_timeout_s)
         self._last: Array | None = None  # average, see `_memory`
         caller.add_handler(self.method, self._serve, max_concurrent=MAX_CALLS)
-        # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, from
-        # 128 KiB up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So one is freed here, which costs nothing as nobody has
-        # touched it: else every chunk that comes in is paged in afresh, measured a fifth of an all-reduce's time.
+        # glibc gives freed memory back to the system beyond a threshold that follows the largest block ever freed, to
+        # 32 MiB (mallopt(3), M_MMAP_THRESHOLD). So one is freed here, untouched: else every chunk that comes in is
+        # paged in afresh, measured a fifth of an all-reduce's time.
         np.empty(_KEPT_BYTES, np.uint8)
 
     def close(self) -> None:
@@ -157,11 +146,8 @@ class AllReduce:
         return result
 
     def _memory(self, size: int) -> Array:
-        """An array for the next average: that of the last one, if nobody has it any more.
-
-        Whoever has an array, or a view of it or of its bytes (a caller with a result, an answer that is still leaving)
-        has a reference to it: with the two that are here there is nobody else.
-        """
+        """An array for the next average: that of the last one, if nobody has it any more."""
+        # Whoever has a view of it or of its bytes (a caller, an answer that is still leaving) has a reference, too.
         last, self._last = self._last, None
         if last is None or last.size != size or sys.getrefcount(last) != 2:
             return np.empty(size, np.float32)
@@ -215,14 +201,12 @@ class Exchange:
                 nursery.start_soon(sender.run)
 
     def lose(self, peer_id: PeerId) -> None:
-        """Go on without a member."""
         self.reducer.lose(peer_id)
         for sender in self._senders.values():
             if sender.reducer.peer_id == peer_id:
                 sender.stop()
 
     def result(self) -> AllReduceResult:
-        """The outcome, when it is over."""
         members, average, reduction = self.group.members, self.average, self.reducer.reduction
         counts = {place: sender.num_senders for place, sender in self._senders.items()}
         counts[self.own] = [count or 0 for count in reduction.num_senders]
@@ -367,7 +351,6 @@ class ChunkReducer:
         return awaited[0]
 
     def _tell(self) -> None:
-        """Wake those for whom something has changed."""
         finished = self.reduction.take_finished()
         for chunk, mean in finished:
             self._awaited.pop(chunk, []).append(mean)
@@ -380,7 +363,6 @@ class ChunkSender:
     """Brings one reducer the chunks of its part of this member's vector, and takes their means.
 
     Args:
-      reducer: whom to call; not a client. part: what that one reduces.
       full_bytes: what fills the path to the reducer, for its share of the vector.
     """
 
@@ -429,7 +411,6 @@ class ChunkSender:
         self._patience.deadline = trio.current_time() + self._patience_s if owes else math.inf
 
     async def _bring(self, chunk: int) -> None:
-        """Bring a chunk for which there is room."""
         try:
             await self._average_untrusted(chunk)
         except PEER_ERRORS:

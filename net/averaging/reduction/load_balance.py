@@ -38,8 +38,7 @@ from net.averaging.grouping.group import Role
 from net.averaging.speeds import Speeds
 
 MIN_SHARE = 0.01
-"""Shares below this part of an equal one are not worth a connection: their owners reduce nothing. All of them together
-are less than a hundredth of the vector, by which the others end later."""
+"""Shares below this part of an equal one are not worth a connection: their owners reduce nothing."""
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -73,10 +72,7 @@ def bytes_each_way(role: Role, share: float, *, num_vectors: int) -> float:
 
 
 def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers near size * share that add up to `size`, by the method of largest remainders.
-
-    Zero shares stay zero; one at least is above. Every member computes the same from the same list.
-    """
+    """Whole numbers near size * share that add up to `size`, by the method of largest remainders; zeros stay."""
     total = math.fsum(shares)
     exact = [size * share / total for share in shares]
     counts = [math.floor(part) for part in exact]

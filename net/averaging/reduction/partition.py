@@ -7,10 +7,9 @@
              "room": chunks that it may have under way,                    or the mean minus the values as received
              "weight": sum of the weights in the mean, a float}
 
-Size and start are told so that a disagreement is refused and not averaged. A weight takes the place of the one that
-the member announced when the group formed, and is the same in all of its calls to a reducer. Sums of weights are exact
-and rounded once: all answers of all reducers say the same sum, to the last bit, if nobody is missing in any of them,
-and all were told the same weights.
+A weight takes the place of the one that the member announced when the group formed, and is the same in all of its calls
+to a reducer. Sums of weights are exact and rounded once: all answers of all reducers say the same sum, to the last bit,
+if nobody is missing in any of them, and all were told the same weights.
 """
 
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ class Part:
         return _FLOAT_BYTES * self.chunk_size
 
     def chunk(self, index: int) -> slice:
-        """Place of the chunk in the vector."""
         start = self.start + index * self.chunk_size
         return slice(start, min(start + self.chunk_size, self.end))
 
@@ -122,10 +120,7 @@ class Part:
 
 
 def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
-    """The part of a vector of `size` numbers that each member reduces, in member order.
-
-    Parts lie in the vector in the order of their owners' slots, as long as `peer_fractions` makes them.
-    """
+    """The part of a vector of `size` numbers that each member reduces: parts lie in it in the order of slots."""
     members = group.members
     shares = peer_fractions([member.role for member in members], [member.speeds for member in members])
     lengths = split_by_shares(size, shares)
@@ -146,7 +141,6 @@ class ChunkName(NamedTuple):
     weight: float | None = None
 
     def body(self) -> Body:
-        """The body of the call."""
         body = {"group": self.group_id, "size": self.size, "start": self.start, "wish": self.wish}
         return body if self.weight is None else {**body, "weight": self.weight}
 

@@ -82,7 +82,7 @@ class PartReduction:
     Args:
       weights: of every member that sends, ourselves included.
       own: our place, and our vector, of which the part is a part; None if we do not send.
-      average: the vector to whose part the means are written. A chunk of it is final once it is finished.
+      average: the vector to whose part the means are written.
     """
 
     def __init__(

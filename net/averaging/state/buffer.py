@@ -52,7 +52,6 @@ class StateBuffer:
 
 
 def piece_hash(piece: np.ndarray) -> bytes:
-    """SHA-256 of one piece of a state."""
     return hashlib.sha256(piece.data).digest()
 
 
@@ -81,11 +80,7 @@ def pack(tensors: Sequence[Tensor]) -> StateBuffer:
 
 
 def receive_untrusted(table: Table, buffer: memoryview, digest: bytes) -> tuple[Tensor, ...]:
-    """Return the arrays that were fetched, read-only views of the buffer, if they have the digest that was promised.
-
-    Args:
-      table: one that `check_table_untrusted` let pass.
-    """
+    """Return the arrays of a checked table, read-only views of the buffer, if they have the promised digest."""
     if _digest(table, buffer) != digest:
         raise RemoteProtocolError("the state that was downloaded does not have the digest that was announced")
     views = _views(table, buffer.toreadonly())
@@ -116,7 +111,6 @@ class Pieces:
         self.num_missing = num_pieces
 
     def where(self, index: int) -> slice:
-        """Bytes of the state that are piece `index`."""
         start = index * self._chunk_bytes
         return slice(start, min(start + self._chunk_bytes, self._nbytes))
 

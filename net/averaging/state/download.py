@@ -1,9 +1,9 @@
 """Fetching a whole state from whichever peers have it; see `net.averaging.state.sharing`.
 
-Trust. Whoever is in the swarm may call itself a donor. A state is what the furthest donor offers; others give pieces of
-it if they say that theirs has the same digest and the same hashes of pieces. A piece with another hash is thrown away,
-and its donor is not asked again. If all pieces are right and the whole does not have the digest, then the hashes were a
-lie, and none of those who vouched for them is asked again; an honest donor computes both from its own bytes.
+A state is what the furthest donor offers; others give pieces of it if they say that theirs has the same digest and the
+same hashes of pieces. A piece with another hash is thrown away, and its donor is not asked again. If all pieces are
+right and the whole does not have the digest, then the hashes were a lie, and none of those who vouched for them is
+asked again; an honest donor computes both from its own bytes.
 """
 
 import contextlib
@@ -126,8 +126,6 @@ async def download_state(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
-    """A state that a donor says it has."""
-
     version: int
     facts: Mapping[str, Any]
     table: Table
@@ -160,8 +158,6 @@ class _Partial:
 
 @dataclass(eq=False)
 class _Search:
-    """One search for a state; see `download_state`."""
-
     caller: Caller
     dht: DhtNode
     prefix: str
@@ -221,8 +217,7 @@ class _Search:
         """The whole state that the first donor has, from all donors that have it.
 
         Raises:
-          NetError: the first one has none that will do, or it did not come whole, or not in time; what came is kept.
-          RemoteProtocolError: the first one does not keep to the rules.
+          NetError: it has none that will do, or it did not come whole, or not in time; what came is kept.
         """
         offer = await self._offer_untrusted(first)
         if self.partial is None or not self.partial.offer.is_same(offer):

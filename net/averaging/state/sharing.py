@@ -72,8 +72,7 @@ class StateSharingConfig:
     snapshot_period_s: float = 2.0
     """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
-    """Seconds that one piece, or the snapshot, may take. After them a download that would not end in time is given up
-    for another donor."""
+    """Seconds that one piece, or the snapshot, may take."""
     ping_timeout_s: float = 3.0
     """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
     max_bytes: int = 2**34
@@ -157,11 +156,7 @@ class StateSharing:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Serve as long as the block lasts, without announcing it: to peers that know of this donor by other ways.
-
-        Raises:
-          ValueError: the caller serves a state under this prefix already.
-        """
+        """Serve as long as the block lasts, without announcing it: to peers that know of this donor by other ways."""
         open_method, chunk_method = state_methods(self.prefix)
         with (
             handlers(self.caller, {open_method: self._serve_open}, max_concurrent=16),
@@ -220,11 +215,7 @@ class StateSharing:
             return snapshot
 
     def _make_room(self) -> None:
-        """Make room for one more snapshot.
-
-        Raises:
-          PeerBusy: the last one was taken only now, or all are being downloaded.
-        """
+        """Make room for one more snapshot, or raise `PeerBusy`."""
         now, config = trio.current_time(), self.config
         if now - self._taken_at < config.snapshot_period_s:
             raise PeerBusy("a snapshot of this peer's state was taken only now")
