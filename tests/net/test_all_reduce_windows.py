@@ -1,7 +1,6 @@
 """Windows of the all-reduce on long lines: they grow, within what reducers grant and the memory budget allows."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import trio
@@ -9,9 +8,8 @@ import trio
 from net.averaging.reduction.all_reduce import Exchange
 from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig
 from net.rpc.bulk import MIN_BUDGET_BYTES
-from net.rpc.peer import RpcPeer
 from net.transport.sim.links import HostOptions
-from tests.net.all_reduce_swarm import METHOD, Swarm, assert_complete, mean, swarm, vectors
+from tests.net.all_reduce_swarm import Swarm, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 
 CONFIG = AllReduceConfig(chunk_bytes=256 * 1024, window_bytes=1024 * 1024)
@@ -55,17 +53,8 @@ async def test_a_small_budget_costs_time_and_nothing_else() -> None:
 async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -> None:
     """`MAX_WINDOW` chunks of each sender at most."""
     async with swarm(3, config=CONFIG, hosts=LINE) as peers:
-        originals = [caller._caller for caller in peers.callers]
-        assert all(isinstance(original, RpcPeer) for original in originals)
-        for original in originals:
-            entry = original._service._methods[METHOD]  # type: ignore[attr-defined]
-            serve = entry.handler
-
-            async def without_room(request: Any, serve: Any = serve) -> Any:
-                reply = await serve(request)
-                return replace(reply, body={**reply.body, "room": 0})
-
-            entry.handler = without_room
+        for caller in peers.callers:
+            caller.answered = lambda reply: replace(reply, body={**reply.body, "room": 0})
         values = vectors(3, SIZE)
         for number in range(2):
             peers.group = replace(peers.group, group_id=bytes([number]) * 16)
