@@ -186,7 +186,7 @@ class ReplicaAverager:
         group = group_of(
             bundle, swarm=self._swarm, round_number=round_number, schemas=[each.schema for each in layouts]
         )
-        if self._all_reduce.knows(group.group_id):
+        if group.group_id in self._all_reduce.groups:
             self._note_failed(bundle.uids, "the clock went back")
             return set()
         self.learnt.offer(group.group_id, [part.learnt_from for part in parts])

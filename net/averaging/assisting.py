@@ -1,7 +1,7 @@
 """An auxiliary peer: it has no vector and no model, and reduces for those who do (DeDLOC's CPU averagers).
 
-What they average it learns from the DHT (`net.averaging.plan`). When it has met nobody for a while it looks whether
-that has changed: a swarm may have begun again with another model.
+It learns from the DHT what they average (`net.averaging.plan`), and looks again when it has met nobody for a while: a
+swarm may have begun again with another model.
 """
 
 import random
@@ -19,10 +19,6 @@ from net.dht.node import DhtNode
 from net.errors import NetError
 from net.rpc.base import Caller
 
-MAX_VECTOR_SIZE = 2**32
-"""Numbers in the largest vector that is assisted with, 16 GiB: an auxiliary peer believes strangers what there is to be
-averaged, and takes memory for its own part of it."""
-
 _PAUSE_S = 1.0
 """After a failure of the network."""
 
@@ -37,7 +33,7 @@ async def plan_to_assist(
     """
     if caller.address is None:
         raise ValueError("an auxiliary peer must listen somewhere: others bring it what it is to reduce")
-    plan = await wait_for_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
+    plan = await wait_for_plan(dht, prefix)
     on_plan(plan)
     return plan
 
@@ -55,9 +51,7 @@ async def assist(
     """Reduce for the peers of one name, round after round, until cancelled.
 
     Args:
-      caller: places and serves the calls; it must listen. dht: where groups are found.
-      prefix: what is averaged.
-      rng: draws the place on the grid and the ids of groups.
+      caller, dht, prefix, rng: as of `open_averager`; the caller must listen.
       config: timeouts as the others have them; the role is not looked at.
       on_plan: told what is averaged, once that is known and whenever it has changed.
       on_round: told of each round in which this peer reduced something.
@@ -76,6 +70,6 @@ async def assist(
                     if done.received:
                         on_round(done)
                     else:
-                        newest = await find_plan(dht, prefix, max_size=MAX_VECTOR_SIZE)
+                        newest = await find_plan(dht, prefix)
                 except NetError:
                     await trio.sleep(_PAUSE_S)

@@ -5,41 +5,38 @@
         done = await averager.step(sent)
         vector += done.average - sent        # what happened to it meanwhile is kept
 
-Theory of operation. A step ends by its deadline, whatever others do. Until then a peer looks for a group under the key
-of its place on the grid (`group_key`), averages within it (`all_reduce`), and if that gave it nothing at all, looks
-again. Then it moves on: its round counts up whether or not it met anybody, so that peers that began together stay
-together.
-
-Sparse vectors (`net.wire.sparse`) are gathered and not reduced: with a `SparseLayout` the group exchanges payloads
-(`gathering`), and each member computes the mean. Nobody reduces for others then, so there are no auxiliary peers.
+Until a step's deadline a peer looks for a group under the key of its place on the grid (`group_key`), averages within
+it, and if that gave it nothing at all, looks again. Then its round counts up whether or not it met anybody, so that
+peers that began together stay together. Vectors are reduced; sparse ones are gathered.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from random import Random
+from typing import Any
 
 import numpy as np
 import trio
 
 from net.averaging.config import AveragerConfig
-from net.averaging.drawing import drawn_places, put_back, taken
-from net.averaging.gathering.sparse_mean import SparseGather
+from net.averaging.drawing import drawn_places, put_back
+from net.averaging.gathering import AllGather, mean_untrusted
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.line.monitor import LineMonitor
-from net.averaging.plan import AveragingPlan
-from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import traffic_of
+from net.averaging.plan import AveragingPlan, why_apart
+from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.reducer import is_finite
 from net.averaging.speeds import Speeds
+from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState
 from net.dht.node import DhtNode
 from net.identity import PeerId
 from net.rpc.base import Caller
 from net.types import Array
 from net.wire.compression import Compression
-from net.wire.sparse import SparseVector, to_dense
+from net.wire.sparse import SparseVector, encode_sparse, to_dense
 
 LOST_IN_ALL_REDUCE = "lost in the all-reduce"
 
@@ -67,48 +64,48 @@ class AveragingStep:
     """Members that the average, or this peer's own part of it, goes without, and why."""
 
 
-class _Exchanged(NamedTuple):
-    """The outcome of one group's exchange."""
-
-    average: Array
-    received: float
-    lost: Mapping[PeerId, str]
-    lost_senders: Collection[PeerId]
-    moved_bytes: float
-    is_complete: bool
-
-
 @dataclass(kw_only=True, eq=False)
 class Averager:
     """Averages one vector, a round at a time. Made by `open_averager`."""
 
     caller: Caller
     dht: DhtNode
+    name: str
+    """Name of what is averaged."""
     plan: AveragingPlan
     config: AveragerConfig
     role: Role
     matchmaker: Matchmaker
     all_reduce: AllReduce
-    gather: SparseGather | None
+    gather: AllGather | None
     """Takes the place of the all-reduce where vectors are sparse."""
     monitor: LineMonitor | None
     """Finds out what the config does not say of the line."""
     nursery: trio.Nursery
-    download_state: Callable[..., Awaitable[SharedState | None]]
-    """`state.download.download_state` with its arguments up to `config` given."""
-    why_apart: Callable[[], Awaitable[str]]
-    """Returns a sentence about peers that average something else under this name, see `plan.why_apart`."""
+    rng: Random
     cell: int
     """This peer's place on the grid."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
-
-    def __post_init__(self) -> None:
-        self._is_stepping = False
+    _is_stepping: bool = field(default=False, init=False)
 
     def known_speeds(self) -> Speeds:
-        """Return what is known of this machine now."""
         return self.config.known_speeds() if self.monitor is None else self.monitor.speeds()
+
+    async def why_apart(self) -> str:
+        """Return a sentence about peers that average something else under this name, see `plan.why_apart`."""
+        return await why_apart(self.dht, self.name, self.plan)
+
+    async def download_state(self, **settings: Any) -> SharedState | None:
+        """Download the whole state of a peer that is further, see `state.download.download_state` for the settings."""
+        prefix, began = self.plan.within(self.name), trio.current_time()
+        state = await download_state(
+            self.caller, self.dht, prefix=prefix, rng=self.rng, config=self.config.state, **settings
+        )
+        if self.monitor is not None and state is not None:  # it tells something of this peer's line
+            nbytes = sum(tensor.nbytes for tensor in state.tensors)
+            self.monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
+        return state
 
     async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0) -> AveragingStep:
         """Average with this round's group.
@@ -126,10 +123,7 @@ class Averager:
         """
         if self._is_stepping:
             raise RuntimeError("an averager takes one step at a time")
-        if self.gather is None:
-            self._check(vector)
-        else:
-            self.gather.layout.check(vector)
+        self._check(vector)
         member = Member(
             peer_id=self.caller.peer_id,
             address=None if self.role is Role.CLIENT else self.caller.address,
@@ -140,8 +134,9 @@ class Averager:
         )
         self._is_stepping = True
         try:
-            deadline = self.dht.clock.now() + self.config.step_timeout_s
-            offer = await self.gather.packed(vector) if isinstance(vector, SparseVector) and self.gather else vector
+            deadline, offer = self.dht.clock.now() + self.config.step_timeout_s, vector
+            if isinstance(vector, SparseVector):
+                offer = np.frombuffer(await self.config.compute(encode_sparse, vector), np.uint8)
             done = await self._find_and_average(member, offer, deadline)
             if done is None:
                 done = await self._alone(member, vector)
@@ -151,6 +146,9 @@ class Averager:
         return done
 
     def _check(self, vector: Array | SparseVector | None) -> None:
+        if self.plan.sparse is not None:
+            self.plan.sparse.check(vector)
+            return
         if isinstance(vector, SparseVector):
             raise ValueError(
                 "this averager reduces vectors that are not sparse: open it with the layout of sparse ones"
@@ -166,11 +164,7 @@ class Averager:
             raise ValueError("some of the vector's values are not finite: others would refuse them")
 
     async def _find_and_average(self, me: Member, offer: Any, deadline: float) -> AveragingStep | None:
-        """None if nobody was met by the deadline.
-
-        Args:
-          offer: this peer's vector, or its payload where it is gathered.
-        """
+        """Average what is offered, a vector or the payload of a sparse one; None if nobody was met by the deadline."""
         while self.dht.clock.now() < deadline:
             group = await self.matchmaker.find_group(
                 me, cell=self.cell, round_number=self.round_number, deadline=deadline
@@ -179,46 +173,51 @@ class Averager:
                 break
             # The declaration by which the group was found is taken back meanwhile.
             self.nursery.start_soon(self.matchmaker.withdraw)
-            if (self.gather or self.all_reduce).knows(group.group_id):
+            if group.group_id in (self.gather or self.all_reduce).groups:
                 continue  # its leader makes one group of two
-            began = trio.current_time()
-            done = await self._exchange(group, offer, timeout_s=deadline - self.dht.clock.now())
-            self._learn(group, done.moved_bytes if done.is_complete else 0.0, trio.current_time() - began)
+            done = await self._average(group, me, offer, timeout_s=deadline - self.dht.clock.now())
             there = [each for each in group.members if each.peer_id not in done.lost and each.peer_id != me.peer_id]
             if done.received == 0 or not there:
                 continue  # nobody else did its part, as far as this peer can tell
             self.cell = self.plan.grid.move(self.cell, self.round_number, group.slots[group.index(me.peer_id)])
-            weights = [each.weight for each in group.members if each.sends and each.peer_id not in done.lost_senders]
-            return AveragingStep(
-                average=done.average,
-                received=done.received,
-                peers=tuple(each.peer_id for each in group.members),
-                round_number=self.round_number,
-                weight=math.fsum(weights) / len(weights) if weights else me.weight,
-                moved_bytes=done.moved_bytes,
-                lost=done.lost,
-            )
+            return done
         return None
 
-    async def _exchange(self, group: Group, offer: Any, *, timeout_s: float) -> _Exchanged:
-        """Reduce with the group, or gather."""
-        if self.gather is not None:
-            mean = await self.gather.run(group, offer, timeout_s=timeout_s)
-            received = 1.0 if mean.num_others else 0.0
-            return _Exchanged(
-                mean.average, received, mean.lost, mean.lost.keys(), float(mean.sent_bytes), not mean.lost
-            )
-        places, part, plan, compute = None, offer, self.plan, self.config.compute
-        if plan.drawn_from is not None and offer is not None:
-            places = await compute(drawn_places, group.group_id, plan.drawn_from, plan.size)
-            part = await compute(taken, offer, places)
-        result = await self.all_reduce.run(group, part, size=plan.size, timeout_s=timeout_s)
-        average = result.average
-        if places is not None:
-            average = await compute(put_back, offer, places, average)
-        moved_bytes = traffic_of(group, group.index(self.caller.peer_id), plan.size)
-        lost = dict.fromkeys((*result.lost_reducers, *result.lost_senders), LOST_IN_ALL_REDUCE)
-        return _Exchanged(average, result.received, lost, result.lost_senders, moved_bytes, result.complete)
+    async def _average(self, group: Group, me: Member, offer: Any, *, timeout_s: float) -> AveragingStep:
+        began = trio.current_time()
+        if self.gather is not None and self.plan.sparse is not None:
+            gathered = await self.gather.run(group, offer, timeout_s=timeout_s)
+            average, lost = await mean_untrusted(gathered, group, self.plan.sparse, self.config.compute)
+            lost_senders: Collection[PeerId] = lost.keys()
+            received = 1.0 if sum(member.sends for member in group.members) - len(lost) > 1 else 0.0
+            moved_bytes, is_complete = float(gathered.sent_bytes), not lost
+        else:
+            result, average = await self._reduce(group, offer, timeout_s=timeout_s)
+            lost_senders = result.lost_senders
+            lost = dict.fromkeys((*result.lost_reducers, *lost_senders), LOST_IN_ALL_REDUCE)
+            received, moved_bytes, is_complete = result.received, result.moved_bytes, result.complete
+        self._learn(group, moved_bytes if is_complete else 0.0, trio.current_time() - began)
+        weights = [each.weight for each in group.members if each.sends and each.peer_id not in lost_senders]
+        return AveragingStep(
+            average=average,
+            received=received,
+            peers=tuple(each.peer_id for each in group.members),
+            round_number=self.round_number,
+            weight=math.fsum(weights) / len(weights) if weights else me.weight,
+            moved_bytes=moved_bytes,
+            lost=lost,
+        )
+
+    async def _reduce(self, group: Group, vector: Array | None, *, timeout_s: float) -> tuple[AllReduceResult, Array]:
+        """The outcome for the numbers that are averaged, and the whole vector with them in their places."""
+        plan, compute, run = self.plan, self.config.compute, self.all_reduce.run
+        if plan.drawn_from is None or vector is None:
+            result = await run(group, vector, size=plan.size, timeout_s=timeout_s)
+            return result, result.average
+        places = await compute(drawn_places, group.group_id, plan.drawn_from, plan.size)
+        part = await compute(np.take, vector, places)
+        result = await run(group, part, size=plan.size, timeout_s=timeout_s)
+        return result, await compute(put_back, vector, places, result.average)
 
     async def _alone(self, me: Member, vector: Array | SparseVector | None) -> AveragingStep:
         """The outcome of a step in which nobody was met."""

@@ -4,8 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from net.averaging.gathering.payloads import GatherConfig
-from net.averaging.gathering.sparse_mean import Compute, inline
+from net.averaging.gathering import Compute, GatherConfig, inline
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.matchmaking import AssemblyConfig
 from net.averaging.reduction.partition import AllReduceConfig
@@ -25,11 +24,11 @@ class AveragerConfig:
     cell: int | None = None
     """Place on the grid to begin at, 0 to `grid.num_cells` - 1; None: anywhere."""
     speeds: Speeds | Callable[[], Speeds] = UNKNOWN
-    """This machine's speeds, for the share that it reduces; or a function that returns what is known of them now."""
+    """Speeds of this machine, for the share that it reduces; or a function that returns what is known of them now."""
     measures_line: bool = False
-    """True: find out what `speeds` does not say of the line; see `net.averaging.line.monitor`."""
+    """True to find out what `speeds` does not say of the line; see `net.averaging.line.monitor`."""
     compute: Compute = inline
-    """Runs what takes long with vectors of which few numbers travel, off the event loop; by default, in it."""
+    """Runs work on vectors of which few numbers travel, off the event loop; by default, in it."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
     """Search for groups."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
@@ -64,7 +63,6 @@ class AveragerConfig:
           window_s: how long a group waits for more members.
           timeout_s: longest that a round takes.
           compression: how numbers travel.
-          role, speeds, measures_line: as of the config.
 
         Raises:
           ValueError: a setting is out of range.

@@ -1,10 +1,8 @@
 """The draw of the numbers that a group averages, where it averages a few only (SPARTA, Beton et al. 2025).
 
 They follow from the id of the group, which its leader has drawn: all members know it, no index travels, and every group
-averages others. So peers need not be at the same step, as they would if the choice followed from a count of steps.
-
-The vector is cut into as many stretches of equal length as there are numbers to draw, and one is drawn from each. So
-no number is drawn twice, and each has the same chance, up to the rounding of the lengths.
+averages others, whatever step its peers are at. The vector is cut into as many stretches of equal length as there are
+numbers to draw, and one is drawn from each: none twice, each with the same chance, up to the rounding of the lengths.
 """
 
 import hashlib
@@ -16,11 +14,7 @@ from net.types import Array
 
 
 def drawn_size(size: int, share: float) -> int:
-    """Number of numbers in a share of `size`: at least 1.
-
-    Raises:
-      ValueError: the share is not above 0 and at most 1.
-    """
+    """Number of numbers in a share of `size`, above 0 and at most 1: at least 1."""
     if not 0 < share <= 1:
         raise ValueError(f"the share of the numbers that are averaged is above 0 and at most 1, got {share}")
     return min(size, max(1, math.ceil(share * size)))
@@ -33,11 +27,6 @@ def drawn_places(group_id: bytes, size: int, count: int) -> Array:
     key = int.from_bytes(hashlib.sha256(b"averaged places\n" + group_id).digest()[:16], "little")
     chance = np.random.Philox(key=key).random_raw(count)
     return (starts[:-1] + chance % (starts[1:] - starts[:-1])).astype(np.int64)
-
-
-def taken(vector: Array, places: Array) -> Array:
-    """The numbers at these places, in an array of its own."""
-    return np.ascontiguousarray(vector[places])
 
 
 def put_back(vector: Array, places: Array, numbers: Array) -> Array:

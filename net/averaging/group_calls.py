@@ -1,7 +1,7 @@
 """Calls of a group's members to each other, which a busy moment at its beginning must not end.
 
-All members dial each other at once then, and some hear of the group earlier than others. So who calls tries again
-(`placed`), and who is called waits until it has heard of the group (`KnownGroups`).
+All members dial each other at once then, and some hear of the group earlier than others. So a caller tries again
+(`placed`), and a peer that is called waits until it has heard of the group (`KnownGroups`).
 """
 
 from collections import Counter, deque
@@ -17,18 +17,17 @@ from net.rpc.base import Reply
 T = TypeVar("T")
 
 MAX_CALLS = 4096
-"""Calls of one method served at once, of all groups: a full window of 256 members. How many bytes a member may have
-under way is bounded for each connection by the RPC layer."""
+"""Calls of one method served at once, of all groups: a full window of 256 members."""
 
 MAX_EARLY_CALLS = 512
 """Calls among these for a group that this member has not heard of yet."""
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Before a call that the other has not had is placed again. When a group begins all of its members dial each other at
-once, and of two connections that meet one goes; and whoever has just been too busy may not be for long."""
+"""Seconds before a call that the other has not had is placed again: of two connections that meet one goes, and whoever
+has just been too busy may not be for long."""
 
 _MAX_PAST_GROUPS = 64
-"""Groups that are over and still known, so that late calls are refused at once. More only make them wait."""
+"""Groups that are over and still known, so that late calls are refused at once."""
 
 
 async def placed(call: Callable[[], Awaitable[Reply]]) -> Reply:
@@ -46,8 +45,7 @@ class KnownGroups(Generic[T]):
 
     Args:
       doing: what groups do, for people.
-      max_early: calls of one peer that may wait for groups.
-      wait_s: how long a call waits.
+      max_early: calls of one peer that may wait for groups, each for `wait_s`.
     """
 
     def __init__(self, doing: str, *, max_early: int, wait_s: float) -> None:
@@ -55,20 +53,19 @@ class KnownGroups(Generic[T]):
         self._max_early = max_early
         self._wait_s = wait_s
         self.at_work: dict[bytes, T] = {}
-        """Those that can be called now, the oldest first."""
+        """The work that can be called now, the oldest first."""
         self._past: deque[bytes] = deque(maxlen=_MAX_PAST_GROUPS)
         self._num_early: Counter[PeerId] = Counter()
-        self._arrival = trio.Event()  # of the next group
+        self._early = trio.lowlevel.ParkingLot()  # where calls wait for the next group
 
     def __contains__(self, group_id: bytes) -> bool:
-        """True if such a group is or was at work here."""
+        """True if this group is or was at work here: a sound leader draws a new id for each."""
         return group_id in self.at_work or group_id in self._past
 
     def begin(self, group_id: bytes, work: T) -> None:
         """Serve calls of this group from now on."""
         self.at_work[group_id] = work
-        self._arrival.set()
-        self._arrival = trio.Event()
+        self._early.unpark_all()
 
     def end(self, group_id: bytes) -> None:
         """Refuse calls of this group from now on."""
@@ -76,12 +73,7 @@ class KnownGroups(Generic[T]):
         self._past.append(group_id)
 
     async def find(self, peer_id: PeerId, group_id: bytes) -> T:
-        """Return the work of a group of which this peer says that it exists, once it is known.
-
-        Raises:
-          CallRefused: it is over, or does not come.
-          PeerBusy: too many calls wait already.
-        """
+        """Return the work of a group that this peer names, once it is known; refuse if it is over or does not come."""
         if (work := self.at_work.get(group_id)) is not None:
             return work
         if self._num_early[peer_id] >= self._max_early or self._num_early.total() >= MAX_EARLY_CALLS:
@@ -92,7 +84,7 @@ class KnownGroups(Generic[T]):
                 while group_id not in self._past:
                     if (work := self.at_work.get(group_id)) is not None:
                         return work
-                    await self._arrival.wait()
+                    await self._early.park()
         finally:
             self._num_early[peer_id] -= 1
             if not self._num_early[peer_id]:

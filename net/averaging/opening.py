@@ -1,24 +1,19 @@
 """Opening an averager: what it serves, and what runs beside it as long as its block lasts."""
 
-import functools
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from typing import Any
-
-import trio
 
 from net.averaging.averager import Averager
 from net.averaging.config import AveragerConfig
-from net.averaging.gathering.sparse_mean import SparseGather
+from net.averaging.gathering import AllGather
 from net.averaging.grouping.group import Role
 from net.averaging.grouping.group_key import check_prefix
 from net.averaging.grouping.matchmaker import Matchmaker
 from net.averaging.line.monitor import LineMonitor
-from net.averaging.plan import AveragingPlan, announce_plan, why_apart
+from net.averaging.plan import AveragingPlan, announce_plan
 from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSource
+from net.averaging.state.sharing import StateSharing, StateSource
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
@@ -50,8 +45,7 @@ async def open_averager(
     Raises:
       ValueError: an argument is out of range, or a peer is to be an auxiliary for sparse vectors.
     """
-    name, prefix = check_prefix(prefix), plan.within(prefix)
-    grid, num_cells = plan.grid, plan.grid.num_cells
+    within, grid, num_cells = plan.within(check_prefix(prefix)), plan.grid, plan.grid.num_cells
     if config.cell is not None and not 0 <= config.cell < num_cells:
         raise ValueError(f"cells go from 0 to {num_cells - 1}, got {config.cell}")
     role = _role_of(caller, config.role)
@@ -66,27 +60,25 @@ async def open_averager(
         opened = stack.enter_context
         matchmaker = opened(
             closing(
-                Matchmaker(caller, dht, prefix=prefix, grid=grid, schema=plan.schema, rng=rng, config=config.assembly)
+                Matchmaker(caller, dht, prefix=within, grid=grid, schema=plan.schema, rng=rng, config=config.assembly)
             )
         )
-        all_reduce = opened(closing(AllReduce(caller, prefix=prefix, config=config.all_reduce)))
+        all_reduce = opened(closing(AllReduce(caller, prefix=within, config=config.all_reduce)))
         gather = monitor = None
         if plan.sparse is not None:
-            gather = SparseGather(
-                caller, prefix=prefix, layout=plan.sparse, config=config.gather, compute=config.compute
-            )
-            opened(closing(gather))
+            gather = opened(closing(AllGather(caller, prefix=within, config=config.gather)))
         if config.measures_line:
             known = config.known_speeds()
-            monitor = opened(closing(LineMonitor(caller, prefix=prefix, known=known, vector_bytes=4 * plan.size)))
+            monitor = opened(closing(LineMonitor(caller, prefix=within, known=known, vector_bytes=4 * plan.size)))
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY:
-            nursery.start_soon(announce_plan, dht, name, caller.peer_id, plan)
+            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
         if state is not None:
-            nursery.start_soon(StateSharing(caller, dht, prefix=prefix, source=state, config=config.state).run)
+            nursery.start_soon(StateSharing(caller, dht, prefix=within, source=state, config=config.state).run)
         yield Averager(
             caller=caller,
             dht=dht,
+            name=prefix,
             plan=plan,
             config=config,
             role=role,
@@ -95,10 +87,7 @@ async def open_averager(
             gather=gather,
             monitor=monitor,
             nursery=nursery,
-            download_state=functools.partial(
-                _download, monitor, caller, dht, prefix=prefix, rng=rng, config=config.state
-            ),
-            why_apart=functools.partial(why_apart, dht, name, plan),
+            rng=rng,
             cell=rng.randrange(num_cells) if config.cell is None else config.cell,
         )
 
@@ -114,13 +103,3 @@ def _role_of(caller: Caller, role: Role | None) -> Role:
     if caller.address is None and role is not Role.CLIENT:
         raise ValueError(f"a peer that listens nowhere can only be a client, got role {role}")
     return role
-
-
-async def _download(monitor: LineMonitor | None, *args: Any, **settings: Any) -> SharedState | None:
-    """Download a state, and note what that tells of this peer's line."""
-    began = trio.current_time()
-    state = await download_state(*args, **settings)
-    if monitor is not None and state is not None:
-        nbytes = sum(tensor.nbytes for tensor in state.tensors)
-        monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
-    return state

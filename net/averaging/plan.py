@@ -3,11 +3,8 @@
     DHT, PREFIX.plan / peer id      [size, side, dims, schema, whether it is reduced, meaning]
 
 Peers of one name and one plan meet under `AveragingPlan.within(PREFIX)`: groups, states and progress of other plans are
-elsewhere, so that numbers of different meaning never come together. Each peer looks here who has another plan, and
-says so.
-
-Anybody can write there: an auxiliary peer takes the plan that most peers have. One that nobody follows costs it nothing
-but waiting.
+elsewhere, so that numbers of different meaning never come together. Anybody can write here: an auxiliary peer takes the
+plan that most peers have. One that nobody follows costs it nothing but waiting.
 """
 
 import contextlib
@@ -21,7 +18,7 @@ from typing import Any
 import trio
 
 from net.averaging.drawing import drawn_size
-from net.averaging.gathering.sparse_mean import SparseLayout
+from net.averaging.gathering import SparseLayout
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary, Value
@@ -38,6 +35,11 @@ ANNOUNCE_PERIOD_S = 60.0
 MAX_SIZE = 2**40
 """Numbers in the largest vector that can be announced."""
 
+MAX_ASSISTED_SIZE = 2**32
+"""Numbers in the largest vector that is assisted with, 16 GiB: an auxiliary peer believes strangers what there is to be
+averaged, and takes memory for its own part of it."""
+
+_POLL_S = 2.0
 _WITHDRAWAL_S = 1.0
 _FIELDS: dict[str, Field[Any]] = {
     "size": integer(1, MAX_SIZE),
@@ -58,9 +60,8 @@ class AveragingPlan:
     """
 
     size: int
-    """Numbers that are averaged."""
+    """Number of numbers that are averaged."""
     grid: MoshpitGrid
-    """The grid on which its peers meet."""
     schema: bytes
     """Hash of all of it, and of what the numbers mean: peers of another one are refused."""
     is_reduced: bool = True
@@ -68,7 +69,7 @@ class AveragingPlan:
     meaning: str = ""
     """Meaning of the numbers beyond names and shapes, for people (`net.meaning`)."""
     sparse: SparseLayout | None = field(default=None, compare=False)
-    """Layout of sparse vectors, for those who have them; not announced."""
+    """Layout of sparse vectors; not announced."""
     drawn_from: int | None = field(default=None, compare=False)
     """Numbers in a whole vector where a group averages a few of them only (`net.averaging.drawing`); not announced."""
 
@@ -95,7 +96,6 @@ class AveragingPlan:
         Args:
           size: numbers in a vector.
           schema: names and shapes of the parameters, and how they are averaged.
-          sparse: what vectors look like, if they are sparse.
           share: of the numbers, drawn anew for each group, that are averaged; the rest stays (SPARTA).
 
         Raises:
@@ -127,11 +127,11 @@ class AveragingPlan:
         return self.size if self.drawn_from is None else self.drawn_from
 
     def within(self, prefix: str) -> str:
-        """The prefix under which peers of this name and plan find each other, and no others."""
+        """Prefix under which peers of this name and plan find each other, and no others."""
         return f"{prefix}.{self.schema.hex()[:16]}"
 
     def to_value(self) -> Value:
-        """Return what `parse_plan_untrusted` reads."""
+        """Return the plan as it is announced."""
         return [self.size, self.grid.side, self.grid.dims, self.schema, self.is_reduced, self.meaning]
 
     def facts(self) -> str:
@@ -146,11 +146,7 @@ def plan_key(prefix: str) -> str:
 
 
 def parse_plan_untrusted(value: object) -> AveragingPlan:
-    """Read what `AveragingPlan.to_value` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
+    """Read what `AveragingPlan.to_value` made."""
     size, side, dims, schema, is_reduced, meaning = row_untrusted(value, "a plan", **_FIELDS)
     try:
         grid = MoshpitGrid(side=side, dims=dims)
@@ -178,8 +174,8 @@ async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: Averag
 
 
 async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
-    """A sentence about the peers of this name that average by another plan, and so never meet this peer; empty if there
-    are none, or the DHT cannot be asked."""
+    """A sentence about peers of this name that average by another plan, and so never meet this peer; empty if there are
+    none, or the DHT cannot be asked."""
     try:
         others = [each for each in await _announced(dht, prefix) if each.schema != plan.schema]
     except NetError:
@@ -193,23 +189,20 @@ async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
     return f"{several} something else under the name {prefix!r}: {theirs}; this one: {ours}. They do not meet"
 
 
-async def find_plan(dht: DhtNode, prefix: str, *, max_size: int = MAX_SIZE) -> AveragingPlan | None:
-    """The plan that most peers have announced; None if there is none.
-
-    Args:
-      max_size: plans of larger vectors do not count.
+async def find_plan(dht: DhtNode, prefix: str) -> AveragingPlan | None:
+    """The plan to assist with that most peers have announced; None if there is none.
 
     Raises:
       NetError: the DHT cannot be asked.
     """
     found = await _announced(dht, prefix)
-    votes = Counter(plan for plan in found if plan.size <= max_size and plan.is_reduced)
+    votes = Counter(plan for plan in found if plan.size <= MAX_ASSISTED_SIZE and plan.is_reduced)
     # The hash decides between equals: all who look choose the same.
     return max(votes, key=lambda plan: (votes[plan], plan.schema), default=None)
 
 
 async def _announced(dht: DhtNode, prefix: str) -> list[AveragingPlan]:
-    """Every plan that can be read."""
+    """Plans under this name that can be read."""
     record = await dht.get(plan_key(prefix))
     found = []
     for entry in record.entries.values() if isinstance(record, Dictionary) else ():
@@ -218,13 +211,10 @@ async def _announced(dht: DhtNode, prefix: str) -> list[AveragingPlan]:
     return found
 
 
-async def wait_for_plan(dht: DhtNode, prefix: str, *, max_size: int = MAX_SIZE, poll_s: float = 2.0) -> AveragingPlan:
+async def wait_for_plan(dht: DhtNode, prefix: str) -> AveragingPlan:
     """Do as `find_plan` does, and look again until there is one."""
     while True:
-        try:
-            plan = await find_plan(dht, prefix, max_size=max_size)
-        except NetError:
-            plan = None
-        if plan is not None:
-            return plan
-        await trio.sleep(poll_s)
+        with contextlib.suppress(NetError):
+            if (plan := await find_plan(dht, prefix)) is not None:
+                return plan
+        await trio.sleep(_POLL_S)

@@ -15,13 +15,10 @@ from net.rpc.bulk import GAIN, BulkTraffic, MemoryBudget
 class BulkWindow:
     """The bytes that one exchange, or one download, has under way towards one peer.
 
-    It begins with `start_bytes`, which are its own, and follows the path beyond them: `GAIN` times what fills it. What
-    goes beyond `start_bytes` is taken from the budget, and given back with the answers; when the budget is used up the
-    window stays as it is until answers come.
+    It begins with `start_bytes`, and follows the path beyond them: `GAIN` times what fills it. What goes beyond
+    `start_bytes` is taken from the process's budget, and given back with the answers.
 
     Args:
-      budget: of the process.
-      start_bytes: what may be under way whatever the path.
       full_bytes: what fills the path, as known now: its rate times how long an answer takes at least.
       most_bytes: what the other end allows; may be changed at any time.
     """
@@ -33,7 +30,7 @@ class BulkWindow:
         self._start_bytes = start_bytes
         self._full_bytes = full_bytes
         self._reserved_bytes = 0
-        self._change = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()
         self.under_way_bytes = 0
         self.most_bytes = most_bytes
 
@@ -41,7 +38,7 @@ class BulkWindow:
     def towards(
         cls, bulk: BulkTraffic, peer_id: PeerId, *, start_bytes: int, most_bytes: int = sys.maxsize
     ) -> "BulkWindow":
-        """The window of the whole path to or from a peer."""
+        """Make the window of the whole path to or from a peer."""
         path = bulk.path(peer_id)
         return cls(bulk.budget, start_bytes=start_bytes, full_bytes=lambda: path.under_way_bytes, most_bytes=most_bytes)
 
@@ -53,7 +50,7 @@ class BulkWindow:
     async def take(self, nbytes: int) -> None:
         """Wait until so many more bytes may be under way. At least one call always may."""
         while not self.try_take(nbytes):
-            await self._change.wait()
+            await self._waiting.park()
 
     def try_take(self, nbytes: int) -> bool:
         """Take so many if they may be under way now."""
@@ -70,11 +67,7 @@ class BulkWindow:
         return True
 
     async def move(self, starts: Iterable[int], piece_bytes: int, move: Callable[[int], Awaitable[None]]) -> None:
-        """Move the pieces that begin at these places, each as soon as there is room for it.
-
-        Raises:
-          PEER_ERRORS: the first failure; the others are given up.
-        """
+        """Move the pieces that begin at these places, each as soon as there is room for it; fail with the first."""
         failed = list[Exception]()
 
         async def one(start: int, scope: trio.CancelScope) -> None:
@@ -94,34 +87,28 @@ class BulkWindow:
             raise failed[0]
 
     def give_back(self, nbytes: int) -> None:
-        """So many are no longer under way."""
+        """Note that so many are no longer under way."""
         self.under_way_bytes -= nbytes
         spare = self._reserved_bytes - max(0, self.under_way_bytes - self._start_bytes)
         if spare > 0:
             self._reserved_bytes -= spare
             self._budget.release(spare)
-        self.tell()
-
-    def tell(self) -> None:
-        """Let those look again who wait in `take`: more may be allowed now."""
-        self._change.set()
-        self._change = trio.Event()
+        self._waiting.unpark_all()
 
 
 class Pace:
     """Bytes that one member of an all-reduce keeps under way to fill its line, for each reducer.
 
     All parts should be done at the same time: the rate that all paths to reducers have together is shared in proportion
-    to the parts, whatever each path got. (By its own rate, a path that had got little would be asked for little.)
+    to the parts, whatever each path got.
 
-    A chunk is averaged when the furthest sender has brought it. How far that one is from the reducer a member does not
-    know, but no further than from the member itself plus from there to the reducer: so a mean takes up to half of the
-    round trip to the furthest sender longer than the round trip to its reducer. Where the triangle inequality does not
-    hold, windows are somewhat small.
+    A chunk is averaged when the furthest sender has brought it, which is no further from the reducer than from this
+    member plus from there to the reducer: so a mean takes up to half of the round trip to the furthest sender longer
+    than the round trip to its reducer.
 
     Args:
-      bulk: of this member. group: whose members are meant. own: its place among them.
-      lengths: of what each of them reduces.
+      own: this member's place in the group.
+      lengths: numbers that each member reduces.
     """
 
     def __init__(self, bulk: BulkTraffic, group: Group, own: int, lengths: Sequence[int]) -> None:

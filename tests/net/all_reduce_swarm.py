@@ -1,8 +1,8 @@
-"""Peers that average as a group, on the simulated network, for the tests of the all-reduce."""
+"""Peers that are a group on the simulated network, for the tests of all-reduce and all-gather."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig, parts_of
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request
-from net.rpc.peer import open_rpc_peer
+from net.rpc.peer import RpcPeer, open_rpc_peer
 from net.transport.sim import simulate
 from net.transport.sim.links import Constant, HostOptions
+from net.transport.sim.network import SimNetwork
 from net.types import Array
 from net.wire.tensors import Outgoing
 from tests.net.sim_hosts import peer
@@ -37,6 +38,7 @@ class Watched:
         self.bulk = caller.bulk
         self.before_call: Callable[[], Any] | None = None
         self.before_serving: Callable[[], Any] | None = None
+        self.answered: Callable[[Reply], Reply] = lambda reply: reply
         self.num_served = self.most_served = 0
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
@@ -46,7 +48,7 @@ class Watched:
             self.num_served += 1
             self.most_served = max(self.most_served, self.num_served)
             try:
-                return await handler(request)
+                return self.answered(await handler(request))
             finally:
                 self.num_served -= 1
 
@@ -106,6 +108,25 @@ class Swarm:
 
 
 @asynccontextmanager
+async def open_members(
+    count: int,
+    facts: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    hosts: HostOptions | Callable[[str], HostOptions] = HostOptions(),  # noqa: B008
+) -> AsyncIterator[tuple[SimNetwork, list[RpcPeer], list[Member]]]:
+    """So many peers on hosts 50 ms apart, as members of one group; `facts` are fields of a member that differ."""
+    async with AsyncExitStack() as stack:
+        network = await stack.enter_async_context(simulate(latency=Constant(0.05), hosts=hosts))
+        callers, members = [], []
+        for index in range(count):
+            host, own = f"host{index}", {"role": Role.NODE, **facts.get(index, {})}
+            listen = None if own["role"] is Role.CLIENT else Address(host, 7)
+            opened = open_rpc_peer(network.transport(host, peer(host)), peer_id=peer(host), listen=listen)
+            callers.append(await stack.enter_async_context(opened))
+            members.append(Member(peer_id=peer(host), address=callers[-1].address, wanted_slot=index, **own))
+        yield network, callers, members
+
+
+@asynccontextmanager
 async def swarm(
     count: int,
     *,
@@ -113,26 +134,10 @@ async def swarm(
     facts: dict[int, dict[str, Any]] | None = None,
     hosts: HostOptions | Callable[[str], HostOptions] = HostOptions(),  # noqa: B008
 ) -> AsyncIterator[Swarm]:
-    """So many peers, 50 ms apart; `facts` are fields of a member that differ."""
-    facts = facts or {}
-    async with AsyncExitStack() as stack:
-        network = await stack.enter_async_context(simulate(latency=Constant(0.05), hosts=hosts))
-        callers, members = [], []
-        for index in range(count):
-            host = f"host{index}"
-            is_client = facts.get(index, {}).get("role") is Role.CLIENT
-            opened = open_rpc_peer(
-                network.transport(host, peer(host)), peer_id=peer(host), listen=None if is_client else Address(host, 7)
-            )
-            callers.append(Watched(await stack.enter_async_context(opened)))
-            member = Member(
-                peer_id=peer(host),
-                address=callers[-1].address,
-                wanted_slot=index,
-                role=Role.CLIENT if is_client else Role.NODE,
-            )
-            members.append(replace(member, **facts.get(index, {})))
-        yield Swarm(callers, members, [config] * count if isinstance(config, AllReduceConfig) else config)
+    """Members as of `open_members` that average."""
+    async with open_members(count, facts or {}, hosts) as (_, callers, members):
+        configs = [config] * count if isinstance(config, AllReduceConfig) else config
+        yield Swarm(list(map(Watched, callers)), members, configs)
 
 
 def vectors(count: int, size: int = 1234) -> list[Array]:

@@ -1,22 +1,19 @@
 """A group that gathers, on the simulated network, and members of it that misbehave."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.gathering.all_gather import AllGather, Gathered
-from net.averaging.gathering.payloads import GatherConfig
-from net.averaging.grouping.group import Group, Member, Role
-from net.identity import Address
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
+from net.averaging.gathering import AllGather, GatherConfig, Gathered
+from net.averaging.grouping.group import Group, Role
+from net.rpc.peer import RpcPeer
+from net.transport.sim import run
 from net.transport.sim.network import SimNetwork
 from net.types import Array
-from tests.net.sim_hosts import peer
+from tests.net.all_reduce_swarm import open_members
 
 T = 2.0
 CONFIG = GatherConfig(chunk_bytes=100, window_bytes=200, sender_timeout_s=T)
@@ -40,13 +37,19 @@ class Members:
         self.callers = callers
         self.group = group
 
-    async def gather(self, places: Collection[int], config: GatherConfig = CONFIG) -> dict[int, Gathered]:
+    async def gather(
+        self,
+        places: Collection[int],
+        config: GatherConfig = CONFIG,
+        payloads: Mapping[int, Array] = MappingProxyType({}),
+    ) -> dict[int, Gathered]:
         """What came of it, for those of these places that came to an end."""
         found: dict[int, Gathered] = {}
 
         async def one(place: int) -> None:
             gather = AllGather(self.callers[place], prefix="x", config=config)
-            found[place] = await gather.run(self.group, payload_of(place), timeout_s=TIMEOUT_S)
+            payload = payloads.get(place, payload_of(place))
+            found[place] = await gather.run(self.group, payload, timeout_s=TIMEOUT_S)
 
         async with trio.open_nursery() as nursery:
             for place in places:
@@ -63,32 +66,13 @@ class Members:
             await self.callers[of].call(contact, "averaging.x.bring", named, (sent,), timeout_s=5.0)
 
 
-@asynccontextmanager
-async def open_members(count: int, clients: Collection[int] = ()) -> AsyncIterator[Members]:
-    """So many, of which some cannot be called."""
-    async with AsyncExitStack() as stack:
-        network = await stack.enter_async_context(simulate(latency=Constant(0.05)))
-        callers, members = [], []
-        for place in range(count):
-            host, is_client = f"host{place}", place in clients
-            opened = open_rpc_peer(
-                network.transport(host, peer(host)), peer_id=peer(host), listen=None if is_client else Address(host, 7)
-            )
-            callers.append(await stack.enter_async_context(opened))
-            role = Role.CLIENT if is_client else Role.NODE
-            members.append(
-                Member(
-                    peer_id=peer(host), address=callers[-1].address, role=role, wanted_slot=place, weight=place + 1.0
-                )
-            )
-        yield Members(network, callers, Group(group_id=GROUP_ID, members=tuple(members), side=count))
-
-
 def with_members(body: Callable[[Members], Awaitable[None]], count: int, clients: Collection[int] = ()) -> None:
-    """Run a test's body in virtual time."""
+    """Run a test's body in virtual time, with so many members, of which some cannot be called."""
+    roles = {place: Role.CLIENT if place in clients else Role.NODE for place in range(count)}
 
     async def main() -> None:
-        async with open_members(count, clients) as members:
-            await body(members)
+        facts = {place: {"role": role, "weight": place + 1.0} for place, role in roles.items()}
+        async with open_members(count, facts) as (network, callers, members):
+            await body(Members(network, callers, Group(group_id=GROUP_ID, members=tuple(members), side=count)))
 
     run(main)

@@ -86,7 +86,7 @@ async def test_one_group_after_the_other_and_two_at_once() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(peers.run, first)
             assert_complete(await other.run(again), 2 * mean(first))
-        assert peers.all_reduces[0].knows(peers.group.group_id)
+        assert peers.group.group_id in peers.all_reduces[0].groups
 
 
 @pytest.mark.parametrize(

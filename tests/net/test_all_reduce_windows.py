@@ -1,17 +1,15 @@
 """Windows of the all-reduce on long lines: they grow, within what reducers grant and the memory budget allows."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import trio
 
-from net.averaging.reduction.chunk_exchange import ChunkReducer, Task
-from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig, parts_of
+from net.averaging.reduction.all_reduce import Exchange
+from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig
 from net.rpc.bulk import MIN_BUDGET_BYTES
-from net.rpc.peer import RpcPeer
 from net.transport.sim.links import HostOptions
-from tests.net.all_reduce_swarm import METHOD, Swarm, assert_complete, mean, swarm, vectors
+from tests.net.all_reduce_swarm import Swarm, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 
 CONFIG = AllReduceConfig(chunk_bytes=256 * 1024, window_bytes=1024 * 1024)
@@ -55,17 +53,8 @@ async def test_a_small_budget_costs_time_and_nothing_else() -> None:
 async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -> None:
     """`MAX_WINDOW` chunks of each sender at most."""
     async with swarm(3, config=CONFIG, hosts=LINE) as peers:
-        originals = [caller._caller for caller in peers.callers]
-        assert all(isinstance(original, RpcPeer) for original in originals)
-        for original in originals:
-            entry = original._service._methods[METHOD]  # type: ignore[attr-defined]
-            serve = entry.handler
-
-            async def without_room(request: Any, serve: Any = serve) -> Any:
-                reply = await serve(request)
-                return replace(reply, body={**reply.body, "room": 0})
-
-            entry.handler = without_room
+        for caller in peers.callers:
+            caller.answered = lambda reply: replace(reply, body={**reply.body, "room": 0})
         values = vectors(3, SIZE)
         for number in range(2):
             peers.group = replace(peers.group, group_id=bytes([number]) * 16)
@@ -77,20 +66,10 @@ async def test_a_reducer_that_grants_nothing_gets_no_more_than_it_always_had() -
 async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
     """Whatever it wishes for: by the most that is ever granted, by its share of half of the budget, and by what is
     left of that; nothing to who wishes for nothing. All of it comes back when the reducer is closed."""
-    async with swarm(3) as peers:
-        part, budget = parts_of(peers.group, 10**6, chunk_size=1024)[0], peers.callers[0].bulk.budget
+    async with swarm(3, config=AllReduceConfig(chunk_bytes=4096)) as peers:
+        budget, vector, average = peers.callers[0].bulk.budget, *np.zeros((2, 10**6), np.float32)
         budget.max_bytes = 2 * 2**20
-        task = Task(
-            caller=peers.callers[0],
-            method=METHOD,
-            group=peers.group,
-            own=0,
-            vector=np.zeros(10**6, np.float32),
-            average=np.zeros(10**6, np.float32),
-            weight=None,
-            config=CONFIG,
-        )
-        reducer = ChunkReducer(task, part)
+        reducer = Exchange(peers.all_reduces[0], peers.group, 0, vector, average, None).reducer
         assert reducer._room(1, 0) == MAX_WINDOW
         # Half of 2 MiB for three senders is 85 chunks of 4 KiB for each.
         assert reducer._room(1, 10**9) == MAX_WINDOW + 85
@@ -100,5 +79,5 @@ async def test_what_a_greedy_sender_is_granted_is_bounded() -> None:
         assert reducer._room(2, 10**9) == MAX_WINDOW
         reducer.close()
         assert budget.used_bytes == budget.max_bytes - 85 * 4096
-        large = ChunkReducer(replace(task, caller=peers.callers[1], vector=None), part)
-        assert large._room(1, 10**9) == min(MAX_ROOM, part.num_chunks)
+        large = Exchange(peers.all_reduces[1], peers.group, 1, None, average, None).reducer
+        assert large._room(0, 10**9) == MAX_ROOM

@@ -16,18 +16,6 @@ from tests.net.assembly_swarm import CONFIG, LINE, SQUARE, check_disjoint, find_
 
 
 @simulated
-async def test_a_full_group_begins_at_once() -> None:
-    """Eight peers with side 8 are one group long before the window ends, in the order of their slots."""
-    async with swarm(8) as peers:
-        start = trio.current_time()
-        found = await gather(*(partial(peer.find, wanted_slot=7 - i) for i, peer in enumerate(peers.peers)))
-        check_disjoint(peers.peers, found)
-        assert found[0] is not None
-        assert [m.peer_id for m in found[0].members] == [p.rpc.peer_id for p in reversed(peers.peers)]
-        assert trio.current_time() - start < 2.5
-
-
-@simulated
 async def test_twenty_peers_on_one_key() -> None:
     """Groups of 8, 8 and 4: nobody is in two, and nobody left over."""
     async with swarm(20) as peers:
@@ -62,15 +50,6 @@ def test_a_grid_of_64_peers_forms_8_full_groups(round_number: int) -> None:
                 assert group.slots == tuple(range(8))
 
     run(test)
-
-
-@simulated
-async def test_alone_until_the_deadline() -> None:
-    """A peer without others has no group, and gives up when no leader could begin in time any more."""
-    async with swarm(1) as peers:
-        start = trio.current_time()
-        assert await peers.peers[0].find(12.0) is None
-        assert trio.current_time() - start == pytest.approx(12.0 - CONFIG.margin_s)
 
 
 @simulated

@@ -14,7 +14,7 @@ from net.averaging.assisting import assist
 from net.averaging.averager import AveragingStep
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan, find_plan, parse_plan_untrusted, plan_key
+from net.averaging.plan import MAX_ASSISTED_SIZE, AveragingPlan, find_plan, parse_plan_untrusted, plan_key
 from net.averaging.speeds import Speeds
 from net.errors import RemoteProtocolError
 from tests.net.averaging_peers import CONFIG, vector_of
@@ -107,16 +107,15 @@ def test_it_follows_when_another_model_is_trained() -> None:
 
 def test_most_peers_plan_counts_and_rubbish_does_not() -> None:
     """One that nobody but its author has, nonsense, and a vector too large for us are passed over."""
-    big = AveragingPlan.of(size=10**9, grid=GRID, schema="")
+    big, too_big = (AveragingPlan.of(size=size, grid=GRID, schema="") for size in (10**9, MAX_ASSISTED_SIZE + 1))
 
     async def body(swarm: Swarm) -> None:
         async with open_place(swarm, "ann") as place:
             assert await find_plan(place.dht, "x") is None
-            values = [big.to_value(), PLAN.to_value(), PLAN.to_value(), [1, 2, 3], None, "plan", *[big.to_value()] * 2]
-            for number, value in enumerate(values):
+            plans = [big, PLAN, PLAN, *[too_big] * 3]
+            for number, value in enumerate([*(each.to_value() for each in plans), [1, 2, 3], None, "plan"]):
                 await place.dht.store(plan_key("x"), value, subkey=f"peer{number}", expiration=1000.0)
-            assert await find_plan(place.dht, "x") == big
-            assert await find_plan(place.dht, "x", max_size=10**8) == PLAN
+            assert await find_plan(place.dht, "x") == PLAN
 
     in_swarm(body)
 

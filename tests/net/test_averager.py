@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager, AveragingStep
-from net.averaging.grouping.group import Role
+from net.averaging.averager import Averager
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
 from net.averaging.plan import AveragingPlan
@@ -206,37 +205,6 @@ def test_one_step_at_a_time() -> None:
         assert averager.round_number == 1
 
     run_one(body)
-
-
-def test_an_auxiliary_peer_only_reduces() -> None:
-    """Two peers and a helper: the mean is that of the two, and the helper has a part of the work."""
-
-    async def body(swarm: Swarm) -> None:
-        found: dict[str, AveragingStep] = {}
-
-        async def live(name: str, role: Role) -> None:
-            async with (
-                open_place(swarm, name) as place,
-                open_averager(
-                    *(place.rpc, place.dht, AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=3, dims=1))),
-                    prefix="x",
-                    rng=place.rng,
-                    config=replace(CONFIG, role=role),
-                ) as averager,
-            ):
-                await trio.sleep_until(ROUND_S)
-                found[name] = await averager.step(None if role is Role.AUXILIARY else vector_of(name))
-                await trio.sleep_forever()
-
-        for name, role in {"ann": Role.NODE, "bob": Role.NODE, "help": Role.AUXILIARY}.items():
-            swarm.network.start(name, live, name, role)
-        await trio.sleep_until(2 * ROUND_S)
-        mean = (vector_of("ann") + vector_of("bob")) / 2
-        for name in ("ann", "bob"):
-            np.testing.assert_allclose(found[name].average, mean, atol=1e-6)
-            assert len(found[name].peers) == 3
-
-    in_swarm(body)
 
 
 def test_a_newcomer_takes_the_whole_state() -> None:

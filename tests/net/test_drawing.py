@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from net.averaging.averager import AveragingStep
-from net.averaging.drawing import drawn_places, drawn_size, put_back, taken
+from net.averaging.drawing import drawn_places, drawn_size, put_back
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.opening import open_averager
 from net.averaging.plan import AveragingPlan
@@ -47,7 +47,6 @@ def test_sizes_and_shares() -> None:
             drawn_size(10, wrong)
     whole = np.arange(5, dtype=np.float32)
     places = np.array([1, 4])
-    np.testing.assert_array_equal(taken(whole, places), [1, 4])
     np.testing.assert_array_equal(put_back(whole, places, np.float32([7, 8])), [0, 7, 2, 3, 8])
     np.testing.assert_array_equal(whole, np.arange(5))
 

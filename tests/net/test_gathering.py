@@ -8,20 +8,31 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.gathering.payloads import BROKE_RULES, SILENT, UNREACHABLE, GatherConfig, Payloads
-from net.averaging.gathering.sparse_mean import SparseGather, SparseLayout, SparseMean
+from net.averaging.gathering import (
+    BROKE_RULES,
+    SILENT,
+    UNREACHABLE,
+    GatherConfig,
+    Payloads,
+    SparseLayout,
+    inline,
+    mean_untrusted,
+)
 from net.errors import CallRefused, RemoteProtocolError
+from net.identity import PeerId
 from net.transport.sim.events import Partition
+from net.types import Array
 from net.wire.sparse import (
     SparseBlocks,
     SparseCoding,
     SparseVector,
     all_gather_nbytes,
     all_reduce_nbytes,
+    encode_sparse,
     mean_of_sparse,
     sparse_nbytes,
 )
-from tests.net.gathering_group import CONFIG, NBYTES, TIMEOUT_S, Members, T, payload_of, with_members
+from tests.net.gathering_group import CONFIG, NBYTES, Members, T, payload_of, with_members
 
 STARTS = range(0, NBYTES, 100)
 GONE = Partition((frozenset({"host3"}),))
@@ -188,19 +199,14 @@ def vector_of(seed: int, coding: SparseCoding = CODING, sizes: tuple[int, ...] =
 
 async def averaged(
     members: Members, vectors: dict[int, SparseVector], config: GatherConfig = CONFIG
-) -> dict[int, SparseMean]:
-    """The means that members come to."""
-    found: dict[int, SparseMean] = {}
-
-    async def one(place: int, vector: SparseVector) -> None:
-        layout = SparseLayout(coding=vector.coding, sizes=vector.sizes)
-        gather = SparseGather(members.callers[place], prefix="x", layout=layout, config=config)
-        found[place] = await gather.run(members.group, await gather.packed(vector), timeout_s=TIMEOUT_S)
-
-    async with trio.open_nursery() as nursery:
-        for place, vector in vectors.items():
-            nursery.start_soon(one, place, vector)
-    return found
+) -> dict[int, tuple[Array, dict[PeerId, str], int]]:
+    """The mean that each member comes to, who is missing in it and why, and the bytes that it has sent."""
+    payloads = {place: np.frombuffer(encode_sparse(vector), np.uint8) for place, vector in vectors.items()}
+    layout = SparseLayout(coding=vectors[0].coding, sizes=vectors[0].sizes)
+    return {
+        place: (*await mean_untrusted(gathered, members.group, layout, inline), gathered.sent_bytes)
+        for place, gathered in (await members.gather(vectors, config, payloads)).items()
+    }
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -222,10 +228,9 @@ def test_all_hold_the_same_weighted_mean(is_there: bool) -> None:
         count = 3 if is_there else 2
         expected = mean_of_sparse([vectors[n] for n in range(count)], [1.0, 2.0, 3.0][:count])
         assert len(found) == count
-        for mean in found.values():
-            np.testing.assert_array_equal(mean.average, expected)
-            assert mean.num_others == count - 1
-            assert dict(mean.lost) == ({} if is_there else {members.group.members[2].peer_id: BROKE_RULES})
+        for mean, lost, _ in found.values():
+            np.testing.assert_array_equal(mean, expected)
+            assert lost == ({} if is_there else {members.group.members[2].peer_id: BROKE_RULES})
 
     with_members(body, 3)
 
@@ -244,8 +249,8 @@ def test_a_million_values_take_a_hundredth_of_float32() -> None:
         before = members.network.statistics().nbytes
         found = await averaged(members, vectors, GatherConfig())
         delivered = members.network.statistics().nbytes - before
-        assert all(mean.num_others == 3 for mean in found.values())
-        assert {mean.sent_bytes for mean in found.values()} == {all_gather_nbytes(coding, (size,), 4)}
+        assert not any(lost for _, lost, _ in found.values())
+        assert {sent_bytes for *_, sent_bytes in found.values()} == {all_gather_nbytes(coding, (size,), 4)}
         assert delivered * 100 <= 4 * 3 * 4 * size
         assert delivered * least <= 4 * all_reduce_nbytes(size, 4)
 

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.partition import (
-    ChunkName,
-    Part,
-    parse_name_untrusted,
-    parts_of,
-)
+from net.averaging.reduction.partition import MAX_WEIGHT, ChunkName, Part, parse_name_untrusted, parts_of
 from net.errors import RemoteProtocolError
 from net.identity import Address, PeerId
 from net.wire.codec import decode_untrusted, encode
@@ -67,7 +62,8 @@ def test_names_survive_the_wire() -> None:
     "changes",
     [
         *({"group": b"short"}, {"group": "g" * 16}, {"group": None}, {"size": -1}, {"size": True}, {"start": 1.0}),
-        *({"wish": None}, {"wish": -1}, {"weight": -1.0}, {"weight": 1}),
+        *({"wish": None}, {"wish": -1}, {"weight": -1.0}, {"weight": float("inf")}, {"weight": 2 * MAX_WEIGHT}),
+        *({"weight": 1}, {"weight": True}, {"weight": "1"}, {"weight": [1.0]}),
     ],
 )
 def test_names_that_are_none(changes: dict[str, object]) -> None:

@@ -2,19 +2,21 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.reduction.partition import MAX_WINDOW, Part
+from net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part
 from net.averaging.reduction.reducer import PartReduction, is_finite, mean_into, values_untrusted
 from net.errors import RemoteProtocolError
 from net.types import Array
 from net.wire.compression import Compression
 
 T = 5.0
+CONFIG = AllReduceConfig(sender_timeout_s=T)
 
 
 def vectors(count: int, size: int = 6) -> list[Array]:
@@ -34,7 +36,7 @@ class Bench:
             weights or dict.fromkeys(range(0 if own else 1, count), 1.0),
             own=(0, self.vectors[0]) if own else None,
             average=self.average,
-            sender_timeout_s=T,
+            config=CONFIG,
             now=0.0,
         )
 
@@ -104,9 +106,8 @@ def test_what_is_lost_on_the_way_is_lost_to_all_alike() -> None:
         {0: 1, 1: 1},
         own=(0, own),
         average=average,
-        sender_timeout_s=T,
+        config=replace(CONFIG, compression=Compression.FLOAT16),
         now=0.0,
-        compression=Compression.FLOAT16,
     )
     reduction.receive_untrusted(1, 0, [other], 0.0)
     assert [(chunk, mean.tolist()) for chunk, mean in reduction.take_finished()] == [(0, [2052.0])]
@@ -239,7 +240,7 @@ def test_what_one_sender_can_make_us_hold_is_bounded() -> None:
     """`MAX_WINDOW` chunks ahead of the answers are fine, one more ends it, and what it brought is let go."""
     part = Part(start=0, end=100, chunk_size=1)
     average = np.zeros(100, np.float32)
-    reduction = PartReduction(part, {0: 1, 1: 1}, own=None, average=average, sender_timeout_s=T, now=0.0)
+    reduction = PartReduction(part, {0: 1, 1: 1}, own=None, average=average, config=CONFIG, now=0.0)
     for chunk in range(MAX_WINDOW):
         reduction.receive_untrusted(1, chunk, [average[:1]], 0.0)
     with pytest.raises(RemoteProtocolError, match="ahead of the answers"):

@@ -9,10 +9,8 @@ import trio
 
 from net.averaging.state.buffer import StateBuffer, pack, piece_hash
 from net.averaging.state.download import StateUnavailable
-from net.averaging.state.pieces import OVERDUE_S, Pieces
 from net.averaging.state.sharing import StateSharingConfig
 from net.errors import CallRefused
-from net.identity import PeerId
 from net.rpc.base import Handler, Reply, Request
 from tests.net.averaging_swarm import Swarm
 from tests.net.test_state_download import start_liar
@@ -141,21 +139,6 @@ def test_an_offer_without_sound_hashes_is_none() -> None:
         assert next(offers, None) is None
 
     with_newcomer(body)
-
-
-def test_pieces_are_asked_for_once_lost_ones_again_and_overdue_ones_twice() -> None:
-    """10 bytes in fours are three pieces."""
-    alice, bob = PeerId(b"a" * 32), PeerId(b"b" * 32)
-    pieces = Pieces(10, 4)
-    assert [pieces.where(index) for index in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
-    assert [pieces.next_for(alice, 0.0), pieces.next_for(bob, 0.0), pieces.next_for(alice, 0.0)] == [0, 1, 2]
-    assert pieces.next_for(bob, OVERDUE_S / 2) is None
-    pieces.lost(alice, [2])
-    assert pieces.next_for(bob, 1.0) == 2
-    assert pieces.next_for(bob, OVERDUE_S) == 0  # which alice has not brought
-    assert pieces.next_for(bob, OVERDUE_S) is None  # nor does she get a third
-    assert [pieces.came(0), pieces.came(0), pieces.came(1), pieces.came(2)] == [True, False, True, True]
-    assert pieces.num_missing == 0
 
 
 @pytest.mark.parametrize("changes", [{"max_donors": 0}, {"chunk_bytes": 2**24 + 1}, {"window": 0}])

@@ -14,7 +14,6 @@ from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from net.errors import RemoteProtocolError
 from net.rpc.base import Caller, Handler, Reply, Request
-from net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 
 CONFIG = StateSharingConfig(chunk_bytes=1000, call_timeout_s=5.0)
@@ -174,19 +173,6 @@ def test_one_snapshot_serves_many() -> None:
     with_newcomer(body)
 
 
-def test_a_dead_donor_is_passed_over() -> None:
-    """The furthest has died silently: the next one gives its state."""
-
-    async def body(swarm: Swarm, download: Download) -> None:
-        start_donor(swarm, "ahead", Donor(9))
-        start_donor(swarm, "behind", Donor(8))
-        await trio.sleep(1.0)
-        swarm.network.apply(HostDown("ahead", silent=True))
-        assert_same(await download(timeout_s=20.0), state_of(8))
-
-    with_newcomer(body)
-
-
 def test_a_broken_download_goes_on_where_it_was() -> None:
     """The donor refuses after four pieces, once; the newcomer comes back and fetches only the others."""
 
@@ -223,28 +209,5 @@ def test_nothing_to_be_had_ends_in_time() -> None:
         await trio.sleep(1.0)
         assert await download(min_version=6, timeout_s=3.0) is None
         assert trio.current_time() - began <= 7.0 + 1e-6
-
-    with_newcomer(body)
-
-
-def test_a_donor_that_lies_is_not_asked_again() -> None:
-    """What it sends has another digest; the honest one, though behind, gives its state."""
-
-    async def body(swarm: Swarm, download: Download) -> None:
-        asked: list[int] = []
-
-        def false(serve: Handler) -> Handler:
-            async def answer(request: Request) -> Reply:
-                asked.append(request.body["index"])
-                (piece,) = (await serve(request)).tensors
-                return Reply(tensors=(np.zeros_like(piece),))
-
-            return answer
-
-        start_donor(swarm, "liar", Donor(9), false)
-        start_donor(swarm, "honest", Donor(8))
-        await trio.sleep(1.0)
-        assert_same(await download(timeout_s=30.0), state_of(8))
-        assert 0 < len(asked) <= 9
 
     with_newcomer(body)

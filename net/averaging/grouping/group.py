@@ -1,4 +1,4 @@
-"""A group as all of its members know it, alike: who they are, and who reduces which part of the vector."""
+"""A group as all of its members know it, alike: who they are, and the slots that they take."""
 
 import enum
 from dataclasses import dataclass
@@ -7,11 +7,12 @@ from functools import cached_property
 from net.averaging.grouping.group_key import assign_slots
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.identity import Address, Contact, PeerId
+from net.wire.fields import octets
 
 GROUP_ID_BYTES = 16
+GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 MAX_GROUP_SIZE = 1024
 """Members. The papers' groups have 4 to 64; the list of them travels in one message."""
-
 
 WEIGHTS = (1e-9, 1e12)
 """Least and largest weight of a vector, such as its samples: all can be added up, and the least still counts."""
@@ -53,7 +54,7 @@ class Member:
 
     @property
     def contact(self) -> Contact:
-        """The contact at which it is called; a client is not."""
+        """Contact at which it is called; a client is not."""
         assert self.address is not None
         return Contact(self.peer_id, self.address)
 

@@ -1,20 +1,13 @@
 """The rule by which peers meet: that of Moshpit All-Reduce (Ryabinin et al., NeurIPS 2021, algorithm 1).
 
-Theory of operation. Peers sit on the cells of a grid with `dims` axes of `side` slots each. In round t all peers that
-differ only along axis t mod dims form a group, average, and divide the work of it: the vector is cut into one chunk for
-each member, in the order of their *slots*, their places along that axis. The slot whose chunk a peer reduced is its
-place on that axis from then on: a peer keeps its own if it is free, so that on a grid without collisions nobody ever
-moves, and takes another if somebody sits there already. So those who met in a round differ in its digit and do not
-meet again until that digit is drawn anew, `dims` rounds later; on a full grid everybody has the exact mean after `dims`
-rounds.
+Peers sit on the cells of a grid with `dims` axes of `side` slots each. In round t all peers that differ only along axis
+t mod dims form a group and average; each reduces the chunk of its *slot*, its place along that axis. If somebody sits
+there already it takes another, which is its place from then on. So those who met in a round do not meet again until its
+digit is drawn anew, `dims` rounds later; on a full grid everybody has the exact mean after `dims` rounds.
 
-The paper's key is made of the `dims` last chunk numbers. The right number is `dims - 1`: with `dims`, from round
-`dims` + 1 on the newest digit tells all members of a group apart, and every group has one member. The paper's key also
-names the round. Ours does not: peers that have lost count of each other's rounds should still find each other, and any
-group's average is a step towards the mean.
-
-The arithmetic works on integers and elementwise on arrays of them, NumPy's or JAX's (also traced): what the network
-does for one peer, a simulation does for thousands at once.
+The paper's key is made of the `dims` last chunk numbers, of which the newest would tell all members of a group apart;
+the right number is `dims - 1`. Nor does our key name the round: peers that have lost count of each other's rounds
+should still find each other.
 """
 
 from collections.abc import Sequence
@@ -28,7 +21,7 @@ MAX_PREFIX_LENGTH = 64
 _PREFIX_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 Cell = Any
-"""The number of a cell, 0 to num_cells - 1: an int, or an integer array of any shape."""
+"""Number of a cell, 0 to num_cells - 1: an int, or an integer array of any shape, NumPy's or JAX's (also traced)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +79,7 @@ class MoshpitGrid:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself: the name of what is averaged, in DHT keys and methods.
+    """Return the prefix itself: the name of what is averaged, in DHT keys and methods.
 
     Raises:
       ValueError: it is empty, too long, or has other characters than letters, digits, '_' and '-'.
@@ -97,26 +90,15 @@ def check_prefix(prefix: str) -> str:
 
 
 def group_key(prefix: str, grid: MoshpitGrid, cell: int, round_number: int) -> str:
-    """The DHT key under which a peer looks for its group: `prefix.moshpit.3.0`, the coordinates after the name.
-
-    Args:
-      prefix: what is averaged; peers under one prefix have vectors of one meaning. Without a dot.
-    """
+    """The DHT key under which a peer looks for its group: `prefix.moshpit.3.0`, the coordinates after the name."""
     return ".".join((prefix, "moshpit", *map(str, grid.coordinates(cell, round_number))))
 
 
 def assign_slots(wanted: Sequence[int], side: int) -> list[int]:
-    """A chunk of its own for each member of a group, in the order of the group.
+    """A chunk of its own for each member of a group that wants these slots, 0 to side - 1.
 
     The first to want a slot has it; others take the free slots from the lowest up, and past `side` where a group is
-    larger than the side. Every member computes the same from the same list.
-
-    Args:
-      wanted: each member's own slot, 0 to side - 1.
-      side: of the grid.
-
-    Raises:
-      ValueError: naming a slot that is out of range.
+    larger than the side.
     """
     for slot in wanted:
         if not 0 <= slot < side:

@@ -6,20 +6,17 @@
     DHT, KEY / peer id      [host, port, expiration], or None
 
 `ask` is answered at once and binds nobody: it tells whether `join` would have a chance now, and that the leader lives.
-`join` is answered when the leader begins, or when it has to send its followers away; `window` is what it told as its
-expiration, so that a call that crosses the end of that window does not wait through the next. A member travels as
-`[id, host, port, role, slot, weight, up, down, reducing]`, host and port None for a client, and what is not known of
-its `Speeds`; a leader as `[id, host, port, expiration]`.
-
-The order of leaders goes by *declared* expirations, which stand in the values of DHT entries. The entries themselves
-may end later: a key's next entry must expire later than its last one, or the DHT would not take it.
+`join` is answered when the leader begins, or when it has to send its followers away; `window` is the expiration that it
+told, so that a call that crosses the end of that window does not wait through the next. A member travels as
+`[id, host, port, role, slot, weight, up, down, reducing]`, with None for an unknown speed and a client's address; a
+leader as `[id, host, port, expiration]`.
 """
 
 import enum
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, Group, Member, Role
 from net.averaging.speeds import Speeds
 from net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
 from net.errors import RemoteProtocolError
@@ -64,7 +61,6 @@ _MEMBER: dict[str, Field[Any]] = {
     "down": optional(_FINITE),
     "reducing": optional(_FINITE),
 }
-_GROUP_ID = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 _MEMBERS = rows(MAX_GROUP_SIZE)
 
 
@@ -82,7 +78,7 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that may lead, by its declaration; at `expiration`, swarm time, it stops gathering."""
+    """A peer that may lead; at `expiration`, swarm time, it stops gathering. Its DHT entry may end later."""
 
     contact: Contact
     expiration: float
@@ -95,23 +91,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """A peer that would follow.
-
-    Attributes:
-      key: the DHT key of the group that it looks for.
-      schema: says what its vector means.
-      side: of its grid.
-      member: what the group will know of it.
-      expiration: its declared expiration.
-      window: in `join`, the leader's expiration as it was told.
-    """
+    """A peer that would follow."""
 
     key: str
+    """DHT key of the group that it looks for."""
     schema: bytes
+    """Meaning of its vector."""
     side: int
+    """Side of its grid."""
     member: Member
+    """Facts that the group will know of it."""
     expiration: float
+    """Its declared expiration."""
     window: float | None = None
+    """In `join`, the leader's expiration as it was told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +113,11 @@ class Refusal:
 
     reason: Reason
     leader: Candidate | None = None
-    """Whom the refusing peer follows, with `Reason.FOLLOWING`."""
+    """The peer that the refusing one follows, with `Reason.FOLLOWING`."""
 
 
 def request_body(request: JoinRequest) -> Body:
-    """A request of `ask` or `join`."""
+    """The body of `ask` or `join`."""
     body: dict[str, object] = {
         "key": request.key,
         "schema": request.schema,
@@ -159,7 +152,7 @@ def declaration_of(candidate: Candidate) -> list[Value]:
 
 
 def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
-    """Whoever is declared under a key. Entries that cannot be read are passed over: anybody can write them."""
+    """The peers that are declared under a key. Entries that cannot be read are passed over: anybody can write them."""
     if not isinstance(record, Dictionary):
         return ()
     found: list[Candidate] = []
@@ -175,11 +168,7 @@ def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
 
 
 def parse_request_untrusted(body: Body, peer_id: PeerId) -> JoinRequest:
-    """Read a request of `ask` or `join` that came from `peer_id`.
-
-    Raises:
-      RemoteProtocolError: it is anything else, or speaks for another peer.
-    """
+    """Read a request of `ask` or `join` that came from `peer_id`."""
     key, schema = _KEY.of_untrusted(body, "key"), _SCHEMA.of_untrusted(body, "schema")
     side = _SIDE.of_untrusted(body, "side")
     member = _parse_member_untrusted(body.get("member"), side)
@@ -201,14 +190,10 @@ def parse_asked_untrusted(body: Body) -> float | Refusal:
 
 
 def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> Group | Refusal:
-    """The answer of `leader` to our `join`: the group, in which we stand with the facts that we gave, or a refusal.
-
-    Raises:
-      RemoteProtocolError: it is anything else.
-    """
+    """The answer of `leader` to our `join`: the group, in which we stand with the facts that we gave, or a refusal."""
     if "refusal" in body:
         return _parse_refusal_untrusted(body)
-    group_id = _GROUP_ID.of_untrusted(body, "group_id")
+    group_id = GROUP_ID.of_untrusted(body, "group_id")
     members = tuple(_parse_member_untrusted(item, request.side) for item in _MEMBERS.of_untrusted(body, "members"))
     if request.member not in members:
         raise RemoteProtocolError("the group that we joined does not have us as a member, or with other facts")

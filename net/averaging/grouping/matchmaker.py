@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import trio
 
@@ -37,61 +37,42 @@ _NOT_LOOKING, _BUSY = Refusal(reason=Reason.NOT_LOOKING), Refusal(reason=Reason.
 _PLACES_TO_SPARE = 16
 """Calls of `join` beyond a group's members: of followers whose earlier call, on a lost connection, has not ended."""
 
-
 _RARELY = 4
 """Times as long between two readings of the DHT where those to ask are known without it."""
 
 
+@dataclass(eq=False)
 class Matchmaker:
-    """Finds a peer's groups, one after the other; in between it tells others that it does not look for one.
+    """Finds a peer's groups, one after the other; in between it tells others that it does not look for one."""
 
-    Args:
-      caller: serves `averaging.PREFIX.ask` and `.join`, for one matchmaker of a prefix at a time. If it listens
-        nowhere, the matchmaker never leads.
-      dht: where peers that look for a group meet.
-      prefix: what is averaged, see `group_key`.
-      grid: whose groups are looked for.
-      schema: at most 64 bytes that tell what the vector means. Peers of other schemas are refused.
-      rng: draws group ids.
+    caller: Caller
+    """Serves `averaging.PREFIX.ask` and `.join`. If it listens nowhere, the matchmaker never leads."""
+    dht: DhtNode
+    """Network in which peers that look for a group meet."""
+    _: KW_ONLY
+    prefix: str
+    """Name of what is averaged, see `group_key`."""
+    grid: MoshpitGrid
+    schema: bytes
+    """Meaning of the vector, at most 64 bytes. Peers of other schemas are refused."""
+    rng: random.Random
+    """Draws group ids."""
+    config: AssemblyConfig
 
-    Raises:
-      ValueError: the caller serves the prefix already.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        prefix: str,
-        grid: MoshpitGrid,
-        schema: bytes,
-        rng: random.Random,
-        config: AssemblyConfig,
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._prefix = prefix
-        self._grid = grid
-        self._schema = schema
-        self._rng = rng
-        self._config = config
-        self.ask_method, self.join_method = f"averaging.{prefix}.ask", f"averaging.{prefix}.join"
+    def __post_init__(self) -> None:
+        self.ask_method, self.join_method = f"averaging.{self.prefix}.ask", f"averaging.{self.prefix}.join"
         self._search: _Search | None = None
-        # The key under which the last search was declared, and until when.
-        self._last: tuple[str, float] | None = None
-        # By key, when our last entry ends. Those that have ended are dropped at each search, so there are no more than
-        # searches begun within a window.
+        self._last: tuple[str, float] | None = None  # key under which the last search was declared, and until when
+        # Ends of our last entries by key; those that are past are dropped at each search.
         self._ends: dict[str, float] = {}
-        caller.add_handler(self.ask_method, self._serve_ask)
+        self.caller.add_handler(self.ask_method, self._serve_ask)
         # At most `side` followers of either kind wait, see `Matchmaking`.
-        max_waiting = min(2 * grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
-        caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
+        max_waiting = min(2 * self.grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
+        self.caller.add_handler(self.join_method, self._serve_join, max_concurrent=max_waiting)
 
     def close(self) -> None:
-        """Serve no more calls."""
-        self._caller.remove_handler(self.ask_method)
-        self._caller.remove_handler(self.join_method)
+        self.caller.remove_handler(self.ask_method)
+        self.caller.remove_handler(self.join_method)
 
     async def find_group(
         self,
@@ -107,31 +88,25 @@ class Matchmaker:
     ) -> Group | None:
         """Assemble a group with other peers of our cell's group in this round. One search at a time.
 
-        What was declared in the DHT stands until its window ends, and costs others a question each; call `withdraw`
-        while the group is at work to spare them that. If cancelled, the declaration is withdrawn (this takes up to
-        `withdrawal_timeout_s`) and followers are sent away.
+        Call `withdraw` while the group is at work: what was declared stands until its window ends, and costs others a
+        question each. If cancelled, it is withdrawn (within `withdrawal_timeout_s`) and followers are sent away.
 
         Args:
-          me: what the group is to know of us; a client if the caller listens nowhere.
-          cell, round_number: our place on the grid, and which of its axes; see `MoshpitGrid`.
-          deadline: swarm time, later than now; if the search is postponed, it may take `window_s` longer.
-          begins_at: swarm time at which the group is to begin, at most an hour ahead; None: once it is full, or after
-            `window_s`.
+          me, deadline, begins_at, fewest: as of `Matchmaking`; `begins_at` at most an hour ahead.
           schema: what the vector means this time; None: as ever.
           hints: peers that are known to look for this group: they are asked beside those in the DHT.
-          fewest: how few members with a vector make a group, asked when it is to begin.
 
         Returns: the group, the same for all of its members; or None, by the deadline, if there were too few others.
         """
-        now = self._dht.clock.now()
+        now = self.dht.clock.now()
         core = Matchmaking(
             me,
-            key=group_key(self._prefix, self._grid, cell, round_number),
-            schema=self._schema if schema is None else schema,
-            side=self._grid.side,
+            key=group_key(self.prefix, self.grid, cell, round_number),
+            schema=self.schema if schema is None else schema,
+            side=self.grid.side,
             deadline=deadline,
-            config=self._config,
-            rng=self._rng,
+            config=self.config,
+            rng=self.rng,
             now=now,
             begins_at=begins_at,
             fewest=fewest,
@@ -142,14 +117,14 @@ class Matchmaker:
             await search.run(deadline)
         except BaseException:
             self._search = None
-            with trio.move_on_after(self._config.withdrawal_timeout_s, shield=True):
+            with trio.move_on_after(self.config.withdrawal_timeout_s, shield=True):
                 await self.withdraw()
             raise
         self._search = None
         return core.group
 
     def postpone(self, begins_at: float) -> None:
-        """The search that is under way, if it was told when to begin, is to begin later, and may end later too."""
+        """Let the search that is under way begin later, if it was told when to begin; it may end later too."""
         if self._search is not None:
             self._search.postpone(begins_at)
 
@@ -158,21 +133,21 @@ class Matchmaker:
         if self._search is not None:
             return
         last, self._last = self._last, None
-        if last is not None and last[1] > self._dht.clock.now():
+        if last is not None and last[1] > self.dht.clock.now():
             await self._store(last[0], None, 0.0)
 
     async def declare(self, core: Matchmaking) -> bool:
-        """Bring our declared expiration into the DHT; whether it is there."""
+        """Bring our declared expiration into the DHT; True once it is there."""
         # Before the store: if that is cancelled half-way, this is what has to be withdrawn.
         self._last = core.key, core.expiration
         declaration = declaration_of(Candidate(contact=core.me.contact, expiration=core.expiration))
         return await self._store(core.key, declaration, core.expiration)
 
     async def _store(self, key: str, value: object, expiration: float) -> bool:
-        # The DHT takes an entry only if it ends later than the one before it, even if we gather for a shorter time.
+        # The DHT takes an entry only if it ends later than the one before it.
         end = max(expiration, math.nextafter(self._ends.get(key, 0.0), math.inf))
         self._ends[key] = end
-        return await self._dht.store(key, value, subkey=str(self._caller.peer_id), expiration=end)
+        return await self.dht.store(key, value, subkey=str(self.caller.peer_id), expiration=end)
 
     async def _serve_ask(self, request: Request) -> Reply:
         wanted = _parse(request)
@@ -193,7 +168,7 @@ class _Search:
         self._hints = tuple(hints)
         self._asking = trio.Lock()  # one leader at a time is followed
         self.core = core
-        self._caller, self._dht, self._config = matchmaker._caller, matchmaker._dht, matchmaker._config
+        self._caller, self._dht, self._config = matchmaker.caller, matchmaker.dht, matchmaker.config
         self._scope = trio.CancelScope()
         # Where the followers' calls wait for their answers; bounded as the core's followers are.
         self._waiting: dict[PeerId, trio.MemorySendChannel[Answer]] = {}
@@ -201,7 +176,6 @@ class _Search:
         self._changed = trio.Event()  # set, and replaced, after whatever the core was told
 
     async def run(self, deadline: float) -> None:
-        """Search until there is a group, or no more time."""
         self._scope.deadline = self._trio_time(deadline)
         try:
             with self._scope:
@@ -217,20 +191,19 @@ class _Search:
             self.told()
 
     def postpone(self, begins_at: float) -> None:
-        """Begin, and perhaps end, later."""
         self.core.postpone(begins_at)
         self._scope.deadline = self._trio_time(self.core.search_ends_at)
         self.told()
 
     def consider(self, request: JoinRequest) -> float | Refusal:
-        """Say if we would lead this peer; if it should lead us, it is asked next."""
+        """Do as `Matchmaking.consider`; a peer that should lead us is asked next."""
         answer = self.core.consider(request)
         if isinstance(answer, Refusal) and answer.reason is Reason.LATER:
             self.told()
         return answer
 
     async def lead(self, request: JoinRequest) -> Answer:
-        """Take a follower; returns when it is none any more. If cancelled, it has gone."""
+        """Take a follower; return when it is none any more. If cancelled, it has gone."""
         peer_id = request.member.peer_id
         if (earlier := self._waiting.pop(peer_id, None)) is not None:  # it has lost the connection of its last call
             self.core.leave(peer_id)
@@ -317,10 +290,8 @@ class _Search:
                 leader = await self._join(leader)
 
     async def _ask(self, batch: Sequence[Candidate]) -> Candidate | None:
-        """Ask several candidates at once; the first in rank that is willing, without waiting long for silent ones.
-
-        A later one in rank will do: if an earlier one was only slow, the later will find it too, and send us there.
-        """
+        """The first in rank of several candidates that is willing, without waiting long for silent ones: if one was
+        only slow, whoever we follow will find it too, and send us there."""
         request = self.core.request
         waiting = {candidate.contact.peer_id: candidate for candidate in batch}
         willing: list[Candidate] = []

@@ -1,29 +1,23 @@
-"""How peers that look for one group find a leader, without I/O.
+"""Search for a leader by peers that look for one group, without I/O.
 
 Theory of operation. Every peer that can be called declares until when it gathers followers. (expiration, peer id) is a
 total order, the *rank*; a peer only ever asks peers that precede it, and refuses those that precede itself, so two
-peers never wait for each other and there is nothing to lock. The first of a group's seekers asks nobody, and leads.
+peers never wait for each other and there is nothing to lock. A search is in one of these states:
 
-A search is in one of these states:
-
-- *leading*: it has followers or would have them. Once its group is full it begins; when its window ends it begins
-  with what there is, if that is enough, and else sends its followers away and opens the next window. A search that was
-  told when to begin (`begins_at`) has a first window until then, and its group waits for that time even if it is full;
+- *leading*: once its group is full it begins; when its window ends it begins with what there is, if that is enough, and
+  else sends its followers away and opens the next window. A search that was told when to begin (`begins_at`) has a
+  first window until then, and its group waits for that time even if it is full;
 - *following*: a leader has its request. Its own followers were sent there, and whoever asks it is sent there too. Its
   window stands still; if the leader fails or refuses, it leads again where it left off;
 - *ended*: it has its group, or its time is over.
 
-A peer in client mode cannot lead. It has one window, as long as its search: so it may follow any leader that begins in
-time. Members are counted by who has a vector: a group has 2 to `side` of these, besides auxiliary peers, which must
-neither take the places of others nor make a group out of one.
+A client cannot lead, and has one window, as long as its search: so it may follow any leader that begins in time. A
+group has 2 to `side` members with a vector, besides auxiliary peers, which must neither take the places of others nor
+make a group out of one.
 
 Peers may know of each other without the DHT (`hinted`). Searches that were told when to begin mostly declare the same
 time, and then the least peer id leads: so of two peers the one with the greater id asks. If that one is the earlier all
-the same, its question says so, and whoever was asked comes to it: asking all others instead would cost most peers two
-rounds of refusals, which on long lines is all the time that there is.
-
-The shell feeds in requests (`consider`, `receive`, `leave`), outcomes (`follow`, `on_refused`, `on_failed`, `on_group`)
-and time (`tick`, when `deadline` has come), and tells followers what `take_answers` gives.
+the same, its question says so, and whoever was asked comes to it.
 """
 
 import math
@@ -57,19 +51,19 @@ class AssemblyConfig:
     """Settings of a search for a group."""
 
     window_s: float = 5.0
-    """How long a leader gathers followers, seconds; a full group begins at once. Let it be longer than the DHT's
+    """Seconds for which a leader gathers followers; a full group begins at once. Let it be longer than the DHT's
     `rpc_timeout_s`: a declaration may have to pass by dead peers, and those that come late form a group of their own
     (where 3 of 8 x 8 peers had died in each of six rounds, the last 46 formed 14 groups with 3 s, and 8 with 8 s)."""
     request_timeout_s: float = 3.0
-    """How long a leader may take to say whether it would have us, and to answer after its window, seconds."""
+    """Seconds that a leader may take to say whether it would have us, and to answer after its window."""
     grace_s: float = 0.3
-    """Once a leader is willing, how long to wait for the answers of those that precede it, seconds."""
+    """Seconds to wait, once a leader is willing, for the answers of peers that precede it."""
     poll_s: float = 1.0
-    """How often the key is read again and a leader pinged, and how soon a peer that refused is asked again, seconds."""
+    """Seconds until the key is read again, a leader pinged, and a peer that refused asked again."""
     silence_s: float = 1.5
-    """A leader that has taken us on and leaves a ping unanswered for so long is given up, seconds."""
+    """Seconds for which a leader that has taken us on may leave a ping unanswered."""
     margin_s: float = 0.5
-    """A leader's last window ends so long before its deadline, seconds: its answer takes a moment to arrive."""
+    """Seconds between a leader's last window and its deadline: its answer takes a moment to arrive."""
     withdrawal_timeout_s: float = 1.0
     """Longest time for taking a declaration back after a cancellation, seconds."""
     max_questions: int = 4
@@ -97,12 +91,9 @@ class Matchmaking:
 
     Args:
       me: what the group will know of us.
-      key: of the group.
       schema: what our vector means.
       side: of the grid: the size of a full group.
       deadline: swarm time at which the search ends, unless it is postponed; then at most `window_s` later.
-      rng: draws the group's id.
-      now: swarm time.
       begins_at: swarm time at which a group is to begin, and not before; None: as soon as it is full.
       fewest: how few members with a vector make a group, asked when it is to begin; at least 2.
     """
@@ -126,7 +117,7 @@ class Matchmaking:
         self.group: Group | None = None
         """The group that was found."""
         self.is_over = False
-        """Whether the search has ended, with a group or without."""
+        """True once the search has ended, with a group or without."""
         self.leader: Candidate | None = None
         """The peer that we follow."""
         self.expiration = now
@@ -161,20 +152,16 @@ class Matchmaking:
 
     @property
     def is_client(self) -> bool:
-        """Whether we cannot lead, and need not be declared."""
+        """True if we cannot lead, and need not be declared."""
         return self.me.role is Role.CLIENT
 
     @property
     def is_timed(self) -> bool:
-        """Whether the group is to begin at a time that was given, which may be postponed."""
+        """True if the group is to begin at a time that was given, which may be postponed."""
         return self._begins_at is not None
 
     def candidates(self, declared: Iterable[Candidate], now: float) -> tuple[Candidate, ...]:
-        """Who is to be asked, first things first: those that precede us, but for those that failed or just refused.
-
-        Args:
-          declared: what the key holds. We may be among them.
-        """
+        """The peers to be asked, first things first: they precede us, and have neither failed nor just refused."""
         found = {candidate.contact.peer_id: candidate for candidate in declared}
         suggested = self.suggested(now)
         if suggested is not None:
@@ -184,38 +171,38 @@ class Matchmaking:
         return tuple(sorted(may_be_asked, key=lambda candidate: (candidate != suggested, candidate.rank)))
 
     def suggested(self, now: float) -> Candidate | None:
-        """Who was named to us as a leader, by itself or by others, if it may be asked now."""
+        """The peer that was named to us as a leader, by itself or by others, if it may be asked now."""
         if self._suggested is not None and not self._suggested.expiration > now:
             self._suggested = None  # and make room for others
         return self._suggested if self._suggested is not None and self._may_ask(self._suggested, now) else None
 
     def hinted(self, contacts: Iterable[Contact]) -> tuple[Candidate, ...]:
-        """These peers, which are known to look for our group, with the expiration that they probably have."""
+        """Candidates of peers that are known to look for our group, with the expiration that they probably have."""
         asks_all = self.is_client or self._begins_at is None  # nobody asks a client; and later windows end anyhow
         expiration = math.nextafter(self.expiration, -math.inf) if asks_all else self.expiration
         return tuple(Candidate(contact=each, expiration=expiration) for each in contacts)
 
     def precedes_us(self, candidate: Candidate) -> bool:
-        """Whether it may lead us."""
+        """True if it may lead us."""
         return candidate.contact.peer_id != self.me.peer_id and candidate.rank < (self.expiration, self.me.peer_id)
 
     def follow(self, leader: Candidate) -> None:
-        """We ask this willing leader to have us: our followers are better off there."""
+        """Ask this willing leader to have us: our followers are better off there."""
         self.leader = leader
         self._suggested = None
         self._send_away(Refusal(reason=Reason.FOLLOWING, leader=leader))
 
     def on_group(self, group: Group) -> None:
-        """Our leader has begun."""
+        """Take the group that our leader has begun."""
         self.group, self.leader, self.is_over = group, None, True
 
     def on_refused(
         self, candidate: Candidate, refusal: Refusal, now: float, *, asked: JoinRequest | None = None
     ) -> None:
-        """A candidate, or the leader that we followed, will not have us now.
+        """Note that a candidate, or the leader that we followed, will not have us now.
 
         Args:
-          asked: with what, if that may be another request than ours is now.
+          asked: the request that was refused, if it may be another than ours is now.
         """
         peer_id = candidate.contact.peer_id
         pause_s = self._config.poll_s
@@ -236,12 +223,12 @@ class Matchmaking:
             self._suggest(refusal.leader)
 
     def on_failed(self, candidate: Candidate) -> None:
-        """A candidate, or the leader that we followed, did not answer or answered nonsense: never again."""
+        """Never ask again a candidate, or the leader that we followed, that did not answer or answered nonsense."""
         self._failed.add(candidate.contact.peer_id)
         self._forget_leader(candidate.contact.peer_id)
 
     def consider(self, request: JoinRequest) -> float | Refusal:
-        """Whether we would lead this peer, and until when we gather."""
+        """The time until which we gather, or why we would not lead this peer."""
         reason: Reason | None = None
         leader: Candidate | None = None
         if self.is_over or self.is_client or request.member.peer_id == self.me.peer_id:
@@ -261,8 +248,7 @@ class Matchmaking:
         return self.expiration if reason is None else Refusal(reason=reason, leader=leader)
 
     def receive(self, request: JoinRequest) -> Refusal | None:
-        """Take a follower, if we would lead it (None). It must not be one yet. The last one of a full group begins
-        it."""
+        """Take a follower that is none yet, or say why not. The last one of a full group begins it."""
         answer = self.consider(request)
         if isinstance(answer, Refusal):
             return answer
@@ -274,11 +260,11 @@ class Matchmaking:
         return None
 
     def leave(self, peer_id: PeerId) -> None:
-        """A follower does not wait any more."""
+        """Drop a follower that does not wait any more."""
         self._followers.pop(peer_id, None)
 
     def deadline(self) -> float | None:
-        """When `tick` is due; None: not before something else happens."""
+        """Time at which `tick` is due; None: not before something else happens."""
         return None if self.is_over or self.leader is not None else self.expiration
 
     def tick(self, now: float) -> None:
@@ -297,7 +283,7 @@ class Matchmaking:
             self._open_window(now)
 
     def postpone(self, begins_at: float) -> None:
-        """The group is to begin later than was said, and so may the search end, by `window_s` at most.
+        """Let the group begin later than was said, and the search end later, by `window_s` at most.
 
         A follower does as its leader, which is told the same: else it would have left when its group begins.
         """
@@ -318,7 +304,7 @@ class Matchmaking:
         self._send_away(Refusal(reason=Reason.DISBANDED))
 
     def take_answers(self) -> dict[PeerId, Answer]:
-        """The answers to those that follow no more. Each is given out once."""
+        """Return the answers to followers that follow no more. Each is given out once."""
         answers, self._answers = self._answers, {}
         return answers
 
@@ -345,7 +331,7 @@ class Matchmaking:
             self._suggested = None
 
     def _suggest(self, leader: Candidate) -> None:
-        """Somebody else, or the leader itself, says that this one leads: of several the first in rank is asked."""
+        """Note whom somebody else, or the leader itself, says to lead: of several the first in rank is asked."""
         if self.precedes_us(leader) and (self._suggested is None or leader.rank < self._suggested.rank):
             self._suggested = leader
 

@@ -1,33 +1,17 @@
 """Shares of the vector that members reduce, by bandwidth (DeDLOC: Diskin et al., NeurIPS 2021, section 3.2).
 
-The programme. In a butterfly all-reduce of a vector of one byte, among members of which s have a vector of their own,
-the member that reduces the share f sends
+In a butterfly all-reduce of a vector of one byte, among members of which s have a vector of their own, the member that
+reduces the share f sends, and receives, so many bytes; and what a member can reduce within T seconds is its capacity:
 
-    a node            1 - f of its own vector and s - 1 answers of f:    1 + (s - 2) f
-    an auxiliary      s answers of f:                                    s f
-    a client          its own vector:                                    1
+    a node            1 + (s - 2) f   its own but for f, and s - 1 answers    max(0, min((b T - 1) / (s - 2), r T / s))
+    an auxiliary      s f             s answers of f                          min(b, r) T / s
+    a client          1               its own vector                          0
 
-bytes, and receives as many, for an answer is as long as what it answers. So of an uneven line the slower direction
-alone counts, b = min(up, down). Beside it, a member that adds up r bytes a second needs s f / r seconds for that, at
-the same time. A node ends after t = max((1 + (s - 2) f) / b, s f / r) seconds, and DeDLOC minimises the largest t by a
-linear programme over f >= 0, sum f = 1.
-
-The solution. What a member can reduce within T seconds is
-
-    a node            max(0, min((b T - 1) / (s - 2), r T / s))
-    an auxiliary      min(b, r) T / s
-
-and T, the end of all who reduce, is the first moment at which these add up to 1. A member that cannot even send its own
-vector by then decides the largest t whatever it reduces, and the programme has many solutions, some of them absurd for
-everybody else. Here it reduces nothing, and all others end at T: a solution of the programme, and the only one that is
-earliest for the others, too. Capacities are straight lines between the moments at which a member begins to have time
-left, and at which its adding up becomes its limit; so T is exact. Without limits of adding up and without auxiliaries,
-k members reduce, and
-
-    T = (s - 2 + k) / sum b,    f = (b T - 1) / (s - 2).
-
-With two vectors a node's line carries the same whatever it reduces, so the nodes alone reduce, alike if nothing else
-limits them. A single vector is its own mean: a node keeps it.
+with b = min(up, down), as the slower direction counts, and r bytes a second that it adds up at the same time. DeDLOC
+minimises the latest end by a linear programme. Its solution: T is the first moment at which capacities add up to 1,
+exactly, as they are straight lines between the moments at which a member begins to have time left, and at which its
+adding up becomes its limit. A member that cannot even send its own vector by then is last whatever it reduces, and
+reduces nothing. With two vectors the nodes alone reduce; a single vector is its own mean: a node keeps it.
 """
 
 import math
@@ -40,8 +24,7 @@ from net.averaging.grouping.group import Role
 from net.averaging.speeds import Speeds
 
 MIN_SHARE = 0.01
-"""Shares below this part of an equal one are not worth a connection: their owners reduce nothing. All of them together
-are less than a hundredth of the vector, by which the others end later."""
+"""Shares below this part of an equal one are not worth a connection: their owners reduce nothing."""
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -75,10 +58,7 @@ def bytes_each_way(role: Role, share: float, *, num_vectors: int) -> float:
 
 
 def split_by_shares(size: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers near size * share that add up to `size`, by the method of largest remainders.
-
-    Zero shares stay zero; one at least is above. Every member computes the same from the same list.
-    """
+    """Whole numbers near size * share that add up to `size`, by the method of largest remainders; zeros stay."""
     total = math.fsum(shares)
     exact = [size * share / total for share in shares]
     counts = [math.floor(part) for part in exact]

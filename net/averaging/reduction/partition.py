@@ -1,9 +1,5 @@
 """The cutting of a vector for a group: every member's part, the chunks of a part, and how a call names one.
 
-Part and chunks follow from the group, the size of the vector and the size of a chunk, which all members must have
-alike. A call says what it takes the size of the vector to be and where in it its chunk begins, so that a disagreement
-is refused and not averaged.
-
     call    {"group": 16 bytes, "size": numbers in the vector, "start": of the chunk,   one float32 tensor: the values
              "wish": chunks that the sender would like to have under way,
              "weight": of the sender's vector, a float; not there: as announced}
@@ -11,22 +7,20 @@ is refused and not averaged.
              "room": chunks that it may have under way,                    or the mean minus the values as received
              "weight": sum of the weights in the mean, a float}
 
-A weight in a call, from 0 to `WEIGHTS[1]`, takes the place of the one that the member announced when the group formed,
-and is the same in all of its calls to a reducer: whoever changes it is out, as whoever brings what is not finite.
-A vector of weight 0 adds nothing to the mean and counts among the senders; of no weight at all the mean is 0. The sum
-is that of the weights of all whose vectors are in this chunk, summed exactly and rounded once: so all answers of all
-reducers say the same sum, to the last bit, if nobody is missing in any of them, and all were told the same weights.
+A weight takes the place of the one that the member announced when the group formed, and is the same in all of its calls
+to a reducer. Sums of weights are exact and rounded once: all answers of all reducers say the same sum, to the last bit,
+if nobody is missing in any of them, and all were told the same weights.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, WEIGHTS, Group
-from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions, split_by_shares
+from net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, WEIGHTS, Group
+from net.averaging.reduction.load_balance import peer_fractions, split_by_shares
 from net.errors import RemoteProtocolError
 from net.rpc.base import Body
 from net.wire.compression import BLOCK_SIZE, Compression
-from net.wire.fields import integer, octets, optional, real
+from net.wire.fields import integer, optional, real
 from net.wire.messages import MAX_TIMEOUT_S
 
 MAX_WINDOW = 16
@@ -46,7 +40,7 @@ MAX_WEIGHT = WEIGHTS[1]
 TOTAL_WEIGHT = real(0.0, MAX_GROUP_SIZE * MAX_WEIGHT)
 """The sum of the weights in a mean."""
 
-_GROUP, _NATURAL, _WEIGHT = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), integer(0, 2**63 - 1), real(0.0, MAX_WEIGHT)
+_NATURAL, _WEIGHT = integer(0, 2**63 - 1), real(0.0, MAX_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,24 +49,22 @@ class AllReduceConfig:
 
     chunk_bytes: int = 2 * 2**20
     """Most bytes of the vector's float32 numbers in one call. Smaller chunks cost calls, larger ones memory: with 1280
-    KiB, four members on one machine took a tenth more processor time without encryption, and at 1 Gb/s and 100 ms
-    they used 0.92 of the line and not 0.96."""
+    KiB, four members on one machine took a tenth more processor time, and at 1 Gb/s and 100 ms used 0.92 of the line
+    and not 0.96."""
     window_bytes: int = 8 * 2**20
-    """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each, so
-    that those of large groups are smaller. A member holds as much for others, and once more of answers that come in.
-    The more, the less members wait for each other: of four on one machine, with half of it they took a fifth longer. On
-    longer lines windows grow as far as these carry, the memory budget allows (`net.rpc.bulk`), and reducers grant."""
+    """Bytes of chunks that wait for their means, at all reducers together, to begin with; one chunk or more at each. A
+    member holds as much for others, and once more of answers that come in. With half of it, four on one machine took a
+    fifth longer. On longer lines windows grow as far as these carry, the memory budget allows (`net.rpc.bulk`), and
+    reducers grant."""
     sender_timeout_s: float = 30.0
-    """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. All
-    that the window allows may share its line, and has to pass it in that time. A reducer that has not answered for
-    twice as long is given up: it may have to wait for others that long itself."""
+    """A member that has not brought a chunk so long after all earlier ones were averaged is left out of the rest. A
+    reducer that has not answered for twice as long is given up: it may have to wait for others that long itself."""
     timeout_s: float = 300.0
     """Longest that the whole all-reduce takes, seconds; what is not averaged by then keeps its own values."""
     compression: Compression = Compression.NONE
     """Form of the numbers that this member sends, as sender and as reducer."""
     is_identical: bool = False
-    """True: all members get the very same numbers, though these travel compressed: the answer is then the compressed
-    mean, and the reducer keeps of it what the others get. Without compression it is so anyway."""
+    """True if all members get the very same numbers, though these travel compressed."""
 
     def __post_init__(self) -> None:
         for name in ("chunk_bytes", "window_bytes"):
@@ -83,8 +75,8 @@ class AllReduceConfig:
                 raise ValueError(f"{name} must be above 0 and at most {MAX_TIMEOUT_S:g} s, got {getattr(self, name)}")
 
     def chunk_size(self, group_size: int) -> int:
-        """Numbers in a chunk: as many for each member as `window_bytes` allows, in whole blocks of 4096, whose scales
-        8-bit compression shares, where it comes to as many."""
+        """Numbers in a chunk: as many for each member as `window_bytes` allows, in whole blocks of 8-bit compression
+        where it comes to as many."""
         numbers = min(self.chunk_bytes, self.window_bytes // group_size) // _FLOAT_BYTES
         return max(1, numbers - numbers % BLOCK_SIZE if numbers > BLOCK_SIZE else numbers)
 
@@ -96,7 +88,7 @@ class AllReduceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The numbers from `start` to just before `end`, which one member reduces, `chunk_size` of them at a time."""
+    """The numbers from `start` to just before `end`, which one member reduces in chunks of `chunk_size`."""
 
     start: int
     end: int
@@ -104,7 +96,7 @@ class Part:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks in the part, of which the last may be shorter than the others."""
+        """Number of chunks, of which the last may be shorter than the others."""
         return -(-(self.end - self.start) // self.chunk_size)
 
     @property
@@ -113,16 +105,11 @@ class Part:
         return _FLOAT_BYTES * self.chunk_size
 
     def chunk(self, index: int) -> slice:
-        """Place of the chunk in the vector."""
         start = self.start + index * self.chunk_size
         return slice(start, min(start + self.chunk_size, self.end))
 
     def index_untrusted(self, start: int) -> int:
-        """The chunk that begins at `start`.
-
-        Raises:
-          RemoteProtocolError: none does.
-        """
+        """The number of the chunk that begins at `start`."""
         index, rest = divmod(start - self.start, self.chunk_size)
         if rest or not 0 <= index < self.num_chunks:
             raise RemoteProtocolError(
@@ -133,11 +120,7 @@ class Part:
 
 
 def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
-    """The part of a vector of `size` numbers that each member reduces, in member order.
-
-    Parts lie in the vector in the order of their owners' slots, and are as long as `load_balance` makes them: nothing
-    for a client.
-    """
+    """The part of a vector of `size` numbers that each member reduces: parts lie in it in the order of slots."""
     members = group.members
     shares = peer_fractions([member.role for member in members], [member.speeds for member in members])
     lengths = split_by_shares(size, shares)
@@ -148,17 +131,8 @@ def parts_of(group: Group, size: int, *, chunk_size: int) -> tuple[Part, ...]:
     return tuple(parts[index] for index in range(len(lengths)))
 
 
-def traffic_of(group: Group, index: int, size: int) -> float:
-    """Bytes of float32 that a member sends in the group's all-reduce of `size` numbers; it receives as many."""
-    part = parts_of(group, size, chunk_size=size)[index]
-    num_vectors = sum(member.sends for member in group.members)
-    share = (part.end - part.start) / size
-    return 4 * size * bytes_each_way(group.members[index].role, share, num_vectors=num_vectors)
-
-
 class ChunkName(NamedTuple):
-    """The chunk that a call brings: of which group's vector of how many numbers, and where it starts; how many chunks
-    its sender would like to have under way; and what its vector counts, None if it does not say."""
+    """The chunk that a call brings, and its sender's wishes; as in the table above."""
 
     group_id: bytes
     size: int
@@ -167,18 +141,13 @@ class ChunkName(NamedTuple):
     weight: float | None = None
 
     def body(self) -> Body:
-        """The body of the call."""
         body = {"group": self.group_id, "size": self.size, "start": self.start, "wish": self.wish}
         return body if self.weight is None else {**body, "weight": self.weight}
 
 
 def parse_name_untrusted(body: Body) -> ChunkName:
-    """Read what `ChunkName.body` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
-    group_id = _GROUP.read_untrusted(body.get("group"), "the group id")
+    """Read what `ChunkName.body` made."""
+    group_id = GROUP_ID.read_untrusted(body.get("group"), "the group id")
     size, start = _NATURAL.of_untrusted(body, "size"), _NATURAL.of_untrusted(body, "start")
     wish, weight = ROOM.of_untrusted(body, "wish"), optional(_WEIGHT).of_untrusted(body, "weight")
     return ChunkName(group_id, size, start, wish, weight)

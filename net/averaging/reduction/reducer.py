@@ -1,23 +1,13 @@
 """One part of the vector on its way from the members' values to their mean.
 
-Theory of operation. Every sender brings the part chunk by chunk. A chunk is averaged when all senders that are still
-in the game have brought it; it is the mean of what has arrived, weighted, summed in the order of the members: the
-outcome does not depend on the order of arrival, and all members get the very same numbers, for they are computed once.
+A chunk is averaged when all senders that are still in the game have brought it, in the order of the members: the
+outcome does not depend on the order of arrival. Nothing is added up before it is complete, which costs no memory: the
+values stay where the network has put them until their sender is answered.
 
 A clock runs for the *frontier* alone, the first chunk that is not averaged: whoever has not brought it within
-`sender_timeout_s` of its becoming the frontier is out, for the rest of the part. So the frontier moves at least once in
-that time: nobody waits longer for the next answer, however many senders fail one after the other; and a sender that
-waits for answers itself (its window is full) is never taken for silent, as it may always send the frontier.
-
-Out at once is whoever breaks the rules: brings what is not finite or of the wrong length, or far more ahead of the
-answers than any window allows, or says another weight than before. A chunk that comes twice is refused, and the first
-one counts.
-
-Under compression the means leave as differences to what each sender brought (see `all_reduce`), or, where all members
-are to have the very same numbers, as they are, compressed once for all, and the own part keeps what the others get.
-
-Nothing is added up before it is complete. It costs no memory, since the values that arrived stay where the network has
-put them until their sender is answered; and one pass over all of them together is quicker than a pass for each.
+`sender_timeout_s` of its becoming the frontier is out, for the rest of the part. So nobody waits longer for the next
+answer, however many senders fail one after the other; and a sender that waits for answers itself (its window is full)
+is never taken for silent, as it may always send the frontier. Out at once is whoever breaks the rules.
 """
 
 import math
@@ -25,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from net.averaging.reduction.partition import MAX_WINDOW, Part
+from net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part
 from net.errors import RemoteProtocolError
 from net.types import Array
 from net.wire.compression import Compression, compressed_in_place
@@ -38,12 +28,11 @@ _TILE_SIZE = 64 * 1024
 def mean_into(out: Array, values: Sequence[Array], weights: Sequence[float]) -> None:
     """Write the weighted mean to `out`, summed in the given order in float32.
 
-    Weights count in relation to the largest, so that equal ones change nothing, and great ones do not overflow.
-
     Args:
       out: float32 of any length; none of `values` overlaps it.
       values: at least one, each of the length of `out`.
-      weights: of each, 0 or more. What has none is left out; where nothing has any, the mean is 0.
+      weights: of each, 0 or more; where all are 0, the mean is 0. They count in relation to the largest, so that equal
+        ones change nothing, and great ones do not overflow.
     """
     counting = [index for index, weight in enumerate(weights) if weight > 0]
     if not counting:
@@ -78,11 +67,7 @@ def is_finite(values: Array) -> bool:
 
 
 def values_untrusted(tensors: Sequence[Tensor], size: int) -> Array:
-    """The values that came with a call or an answer.
-
-    Raises:
-      RemoteProtocolError: they are not one float32 tensor of `size` finite numbers.
-    """
+    """Return the values that came with a call or an answer, `size` finite numbers."""
     if len(tensors) != 1 or tensors[0].dtype != np.float32 or tensors[0].shape != (size,):
         got = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors)
         raise RemoteProtocolError(f"expected one float32 tensor of {size} numbers, got {got or 'none'}")
@@ -95,15 +80,9 @@ class PartReduction:
     """The values that arrive for one part, and their means. Members are named by their place in the group.
 
     Args:
-      part: what is reduced here.
-      weights: of every member that sends, by member, ourselves included.
+      weights: of every member that sends, ourselves included.
       own: our place, and our vector, of which the part is a part; None if we do not send.
-      average: the vector to whose part the means are written. A chunk of it is final once it is finished.
-      sender_timeout_s: see the head of this file.
-      now: when this begins.
-      compression: of what is sent. Our values lose in it what others' lose before the mean is taken, and get back the
-        difference that the mean makes, as others do.
-      is_identical: the means are sent as they are after compression, and are what we have, too.
+      average: the vector to whose part the means are written.
     """
 
     def __init__(
@@ -113,29 +92,27 @@ class PartReduction:
         *,
         own: tuple[int, Array] | None,
         average: Array,
-        sender_timeout_s: float,
+        config: AllReduceConfig,
         now: float,
-        compression: Compression = Compression.NONE,
-        is_identical: bool = False,
     ) -> None:
         self._part = part
         self._weights = dict(weights)
         self._own = own
         self._average = average
-        self._compression = compression
-        self.sends_differences = compression is not Compression.NONE and not is_identical
-        """True: a mean leaves as its difference to what a sender brought."""
-        self._sender_timeout_s = sender_timeout_s
+        self._compression = config.compression
+        self.sends_differences = config.compression is not Compression.NONE and not config.is_identical
+        """True if a mean leaves as its difference to what a sender brought."""
+        self._sender_timeout_s = config.sender_timeout_s
         self._awaited = set(weights) - ({own[0]} if own else set())
         self._heard: set[int] = set()  # those who have brought something, and with it their weight
         self.lost: list[int] = []
-        """The senders that are out, in the order in which they went."""
+        """Senders that are out, in the order in which they went."""
         self.room: dict[int, int] = {}
         """Chunks that a sender may be ahead of the answers, for those who may be more than `MAX_WINDOW`."""
         # Of chunks that are not finished and for which something has come. Of each sender as many as it has room for.
         self._arrived: dict[int, dict[int, Array]] = {}
         self.num_senders: list[int | None] = [None] * part.num_chunks
-        """Vectors in the mean of each chunk. None: it is not finished; 0: nobody was left, and there is no mean."""
+        """Number of vectors in each chunk's mean. None: it is not finished; 0: nobody was left, there is no mean."""
         self.total_weights: list[float] = [0.0] * part.num_chunks
         """Sum of their weights, once it is finished."""
         self._frontier = 0
@@ -145,15 +122,15 @@ class PartReduction:
 
     @property
     def is_done(self) -> bool:
-        """All chunks are finished."""
+        """True if all chunks are finished."""
         return self._frontier == self._part.num_chunks
 
     def deadline(self) -> float:
-        """When to call `tick` next."""
+        """Time at which to call `tick` next."""
         return math.inf if self.is_done else self._frontier_since + self._sender_timeout_s
 
     def take_finished(self) -> list[tuple[int, Outgoing]]:
-        """The chunks that were finished since this was last called, and their means, as they may leave."""
+        """Return the chunks that were finished since the last call, and their means, as they may leave."""
         finished, self._newly_finished = self._newly_finished, []
         return finished
 
@@ -166,17 +143,10 @@ class PartReduction:
         *,
         weight: float | None = None,
     ) -> Array:
-        """A sender brings a chunk, which nobody writes to any more.
+        """Take a chunk that a sender brings, which nobody writes to any more, and return its values.
 
         Args:
-          chunk: a chunk of the part.
-          tensors: as they came.
           weight: what the sender's vector counts, 0 or more; None: what was known from the beginning.
-
-        Returns: the values.
-
-        Raises:
-          RemoteProtocolError: they do not count, and the message says why. Often the sender is out.
         """
         if sender not in self._awaited:
             raise RemoteProtocolError("nothing is expected from you here, or you were too late")
@@ -199,11 +169,7 @@ class PartReduction:
         return values
 
     def _weigh_untrusted(self, sender: int, weight: float | None) -> None:
-        """Take a sender's word for its weight, once.
-
-        Raises:
-          RemoteProtocolError: it has said something else before, with another chunk.
-        """
+        """Take a sender's word for its weight, once."""
         known = self._weights[sender]
         if weight is not None and weight != known:
             if sender in self._heard:
@@ -212,7 +178,7 @@ class PartReduction:
         self._heard.add(sender)
 
     def drop(self, sender: int, now: float) -> None:
-        """The sender has failed: what is not finished goes on without it. Nothing happens if it is out already."""
+        """Go on without a sender that has failed. Nothing happens if it is out already."""
         if sender in self._awaited:
             self._awaited.remove(sender)
             self.lost.append(sender)

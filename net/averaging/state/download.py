@@ -1,11 +1,9 @@
 """Fetching a whole state from whichever peers have it; see `net.averaging.state.sharing`.
 
-Trust. Whoever is in the swarm may call itself a donor. A state is what the furthest donor offers; others give pieces of
-it if they say that theirs has the same digest and the same hashes of pieces. A piece with another hash is thrown away,
-and its donor is not asked again. If all pieces are right and the whole does not have the digest, then the hashes were a
-lie, and none of those who vouched for them is asked again; an honest donor computes both from its own bytes, and never
-vouches for such. What the newcomer cannot use (other shapes, an absurd version, values that are no numbers) it says by
-`expects` and `accepts`, and other donors are asked. Donors that do not answer a ping are passed over.
+A state is what the furthest donor offers; others give pieces of it if they say that theirs has the same digest and the
+same hashes of pieces. A piece with another hash is thrown away, and its donor is not asked again. If all pieces are
+right and the whole does not have the digest, then the hashes were a lie, and none of those who vouched for them is
+asked again; an honest donor computes both from its own bytes.
 """
 
 import contextlib
@@ -21,12 +19,13 @@ import trio
 from net.averaging.state.buffer import (
     HASH_BYTES,
     MAX_PIECES,
+    OVERDUE_S,
+    Pieces,
     Table,
     check_table_untrusted,
     piece_hash,
     receive_untrusted,
 )
-from net.averaging.state.pieces import OVERDUE_S, Pieces
 from net.averaging.state.sharing import (
     CHUNK_BYTES,
     DIGEST,
@@ -42,7 +41,8 @@ from net.dht.node import DhtNode
 from net.dht.records import Dictionary
 from net.errors import CallFailed, CallRefused, NetError, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply
+from net.nursery import background_nursery
+from net.rpc.base import Caller
 from net.rpc.service import PING
 from net.wire.fields import MAPPING, integer, row_untrusted, rows
 from net.wire.tensors import aligned_buffer
@@ -59,44 +59,6 @@ class StateUnavailable(NetError):
 
 class StateRefused(StateUnavailable):
     """All donors that are announced said that they have no state of use now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Offer:
-    """A state that a donor says it has."""
-
-    version: int
-    facts: Mapping[str, Any]
-    table: Table
-    nbytes: int
-    digest: bytes
-    chunk_bytes: int
-    hashes: np.ndarray
-    """uint8 [pieces, 32]."""
-
-    def is_same(self, other: "_Offer") -> bool:
-        """True if pieces of both are pieces of one state, as far as can be told."""
-        is_alike = (self.digest, self.table, self.chunk_bytes) == (other.digest, other.table, other.chunk_bytes)
-        return is_alike and np.array_equal(self.hashes, other.hashes)
-
-
-class _Partial:
-    """One state as far as it has come."""
-
-    def __init__(self, offer: _Offer) -> None:
-        self.offer = offer
-        self.buffer = aligned_buffer(offer.nbytes)
-        self.pieces = Pieces(offer.nbytes, offer.chunk_bytes)
-        self.donors: dict[PeerId, _Offer] = {}
-        """Those who vouch for it, the first one first."""
-        self.errors: list[NetError] = []
-        """Failures of donors since it was last asked for."""
-        self.change = trio.Event()
-
-    def tell(self) -> None:
-        """Let donors look again for something to be asked for."""
-        self.change.set()
-        self.change = trio.Event()
 
 
 async def download_state(
@@ -133,18 +95,9 @@ async def download_state(
       StateUnavailable: somebody is, and no state was whole in time that could be used.
       StateRefused: all who are announced said that they have none of use now.
     """
-    search = _Search(
-        caller=caller,
-        dht=dht,
-        prefix=prefix,
-        rng=rng,
-        config=config,
-        min_version=min_version,
-        deadline=trio.current_time() + timeout_s,
-        expects=expects,
-        known=known,
-    )
-    with trio.move_on_at(search.deadline):
+    deadline = trio.current_time() + timeout_s
+    search = _Search(caller, dht, prefix, rng, config, min_version, deadline, expects, accepts, known)
+    with trio.move_on_at(deadline):
         pause_s = 0.1
         for _ in itertools.count() if attempts is None else range(attempts):
             donors = await search.donors()
@@ -152,18 +105,13 @@ async def download_state(
                 if contact.peer_id in search.banned:  # since they were looked up
                     continue
                 try:
-                    state, vouching = await search.state_of(contact, donors[place + 1 :])
+                    return await search.state_of(contact, donors[place + 1 :])
                 except RemoteProtocolError:
                     search.banned.add(contact.peer_id)
-                    continue
                 except CallRefused:
                     search.announced.discard(contact.peer_id)
-                    continue
                 except NetError:
                     continue
-                if accepts(state):
-                    return state
-                search.banned.update(vouching)
             # A donor may be back, or others announced, in a moment.
             await trio.sleep(pause_s)
             pause_s = min(2 * pause_s, 5.0)
@@ -176,10 +124,40 @@ async def download_state(
     return None
 
 
-@dataclass(kw_only=True, eq=False)
-class _Search:
-    """One search for a state; see `download_state`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offer:
+    version: int
+    facts: Mapping[str, Any]
+    table: Table
+    nbytes: int
+    digest: bytes
+    chunk_bytes: int
+    hashes: np.ndarray
+    """uint8 [pieces, 32]."""
 
+    def is_same(self, other: "_Offer") -> bool:
+        """True if pieces of both are pieces of one state, as far as can be told."""
+        is_alike = (self.digest, self.table, self.chunk_bytes) == (other.digest, other.table, other.chunk_bytes)
+        return is_alike and np.array_equal(self.hashes, other.hashes)
+
+
+class _Partial:
+    """One state as far as it has come."""
+
+    def __init__(self, offer: _Offer) -> None:
+        self.offer = offer
+        self.buffer = aligned_buffer(offer.nbytes)
+        self.pieces = Pieces(offer.nbytes, offer.chunk_bytes)
+        self.donors: dict[PeerId, _Offer] = {}
+        """Peers that vouch for it, the first one first."""
+        self.errors: list[NetError] = []
+        """Failures of donors since it was last asked for."""
+        self.waiting = trio.lowlevel.ParkingLot()
+        """Tasks that wait for something to be asked for, or for the whole."""
+
+
+@dataclass(eq=False)
+class _Search:
     caller: Caller
     dht: DhtNode
     prefix: str
@@ -188,14 +166,12 @@ class _Search:
     min_version: int
     deadline: float  # by trio's clock
     expects: Callable[[int, Table], bool]
+    accepts: Callable[[SharedState], bool]
     known: Sequence[Contact] | None
     partial: _Partial | None = None
     banned: set[PeerId] = field(default_factory=set)
     num_announced: int = 0  # donors that the last look at the DHT found
     announced: set[PeerId] = field(default_factory=set)  # those of them that have not refused
-
-    def __post_init__(self) -> None:
-        self.open_method, self.chunk_method = state_methods(self.prefix)
 
     async def donors(self) -> list[Contact]:
         """Donors that live, the furthest first; at the same version in random order."""
@@ -237,15 +213,13 @@ class _Search:
                 nursery.start_soon(ping, contact)
         return [contact for contact in contacts if contact.peer_id in living]
 
-    async def state_of(self, first: Contact, others: Sequence[Contact]) -> tuple[SharedState, tuple[PeerId, ...]]:
-        """A whole state, the one that the first donor has, from all donors that have it; and who they were. What came
-        before of the same state need not come again.
+    async def state_of(self, first: Contact, others: Sequence[Contact]) -> SharedState:
+        """The whole state that the first donor has, from all donors that have it.
 
         Raises:
-          NetError: the first one has none that will do, or it did not come whole, or not in time; what came is kept.
-          RemoteProtocolError: the first one does not keep to the rules.
+          NetError: it has none that will do, or it did not come whole, or not in time; what came is kept.
         """
-        offer = await self._offer_of(first)
+        offer = await self._offer_untrusted(first)
         if self.partial is None or not self.partial.offer.is_same(offer):
             # One state at a time: what came of another is given up, or newcomers would hold several.
             self.partial = None
@@ -256,28 +230,30 @@ class _Search:
         partial, left = self.partial, iter(others)
         partial.donors[first.peer_id] = offer
         partial.errors.clear()
-        async with trio.open_nursery() as nursery:
+        async with background_nursery() as nursery:
             nursery.start_soon(self._watch, partial, nursery.cancel_scope)
             nursery.start_soon(_until_whole, partial, nursery.cancel_scope)
             async with trio.open_nursery() as fetching:
                 fetching.start_soon(self._fetch_from, first, partial)
                 for _ in range(self.config.max_donors - 1):
                     fetching.start_soon(self._fetch_from_others, left, partial)
-            nursery.cancel_scope.cancel()
         if partial.pieces.num_missing:
             failure = next(iter(partial.errors), None)
             why = ", or too slowly" if failure is None else f": {failure}"
             raise StateUnavailable(f"{partial.pieces.num_missing} pieces did not come{why}") from failure
         self.partial = None
-        vouching = tuple(partial.donors)
         try:
             tensors = receive_untrusted(offer.table, partial.buffer, offer.digest)
         except RemoteProtocolError as error:
-            self.banned.update(vouching)
+            self.banned.update(partial.donors)
             raise StateUnavailable(str(error)) from error
         # The digest does not cover version and facts: they are as somebody said who has not been caught lying.
         said = next((each for peer_id, each in partial.donors.items() if peer_id not in self.banned), offer)
-        return SharedState(version=said.version, tensors=tensors, facts=said.facts), vouching
+        state = SharedState(version=said.version, tensors=tensors, facts=said.facts)
+        if not self.accepts(state):
+            self.banned.update(partial.donors)
+            raise StateUnavailable("the values are of no use")
+        return state
 
     async def _watch(self, partial: _Partial, scope: trio.CancelScope) -> None:
         """Cancel everything once the pieces come so slowly that the last would come too late."""
@@ -294,7 +270,7 @@ class _Search:
             if not partial.pieces.num_missing:
                 return
             try:
-                offer = await self._offer_of(contact, like=partial.offer)
+                offer = await self._offer_untrusted(contact, like=partial.offer)
             except RemoteProtocolError:
                 self.banned.add(contact.peer_id)
                 continue
@@ -314,7 +290,7 @@ class _Search:
             try:
                 await self._fetch_untrusted(contact, partial, index)
                 under_way.discard(index)
-                partial.tell()
+                partial.waiting.unpark_all()
             except NetError as error:
                 partial.errors.append(error)
                 if isinstance(error, RemoteProtocolError):
@@ -334,31 +310,24 @@ class _Search:
                         continue
                     window.give_back(chunk_bytes)
                     with trio.move_on_after(OVERDUE_S):
-                        await partial.change.wait()
+                        await partial.waiting.park()
         finally:
             pieces.lost(donor, under_way)
-            partial.tell()
+            partial.waiting.unpark_all()
 
-    async def _offer_of(self, contact: Contact, *, like: _Offer | None = None) -> _Offer:
-        """Ask a donor for its offer; with `like`, for one of that version and perhaps the same.
-
-        Raises:
-          NetError: it has nothing that will do. RemoteProtocolError: it does not keep to the rules.
-        """
+    async def _offer_untrusted(self, contact: Contact, *, like: _Offer | None = None) -> _Offer:
+        """Ask a donor for its offer; with `like`, for one of that version and perhaps the same."""
         known = like if like is not None else None if self.partial is None else self.partial.offer
         body: dict[str, Any] = {
             "min_version": self.min_version,
             "offered": [] if known is None else [known.digest],
             "version": None if like is None else like.version,
         }
-        reply = await self.caller.call(contact, self.open_method, body, timeout_s=self.config.call_timeout_s)
-        return self._parse_offer_untrusted(reply)
-
-    def _parse_offer_untrusted(self, reply: Reply) -> _Offer:
-        body = reply.body
-        version, digest = VERSION.of_untrusted(body, "version"), DIGEST.of_untrusted(body, "digest")
-        facts, chunk_bytes = MAPPING.of_untrusted(body, "facts"), CHUNK_BYTES.of_untrusted(body, "chunk_bytes")
-        table: Any = body.get("table")
+        open_method, _ = state_methods(self.prefix)
+        reply = await self.caller.call(contact, open_method, body, timeout_s=self.config.call_timeout_s)
+        said, table = reply.body, reply.body.get("table")
+        version, digest = VERSION.of_untrusted(said, "version"), DIGEST.of_untrusted(said, "digest")
+        facts, chunk_bytes = MAPPING.of_untrusted(said, "facts"), CHUNK_BYTES.of_untrusted(said, "chunk_bytes")
         if version < self.min_version:
             raise RemoteProtocolError(f"expected a state of version {self.min_version} or later, got {version}")
         nbytes = check_table_untrusted(table, max_bytes=self.config.max_bytes)
@@ -367,21 +336,13 @@ class _Search:
         num_pieces, hashes = -(-nbytes // chunk_bytes), reply.tensors[0] if len(reply.tensors) == 1 else None
         if num_pieces > MAX_PIECES or not _is_bytes(hashes, (num_pieces, HASH_BYTES)):
             raise RemoteProtocolError(f"expected a hash of {HASH_BYTES} bytes for each of {num_pieces} pieces")
-        return _Offer(
-            version=version,
-            facts=facts,
-            table=table,
-            nbytes=nbytes,
-            digest=digest,
-            chunk_bytes=chunk_bytes,
-            hashes=hashes,
-        )
+        return _Offer(version, facts, table, nbytes, digest, chunk_bytes, hashes)
 
     async def _fetch_untrusted(self, contact: Contact, partial: _Partial, index: int) -> None:
         offer, target = partial.offer, partial.buffer[partial.pieces.where(index)]
-        body = {"digest": offer.digest, "index": index}
+        body, (_, chunk_method) = {"digest": offer.digest, "index": index}, state_methods(self.prefix)
         reply = await self.caller.call(
-            contact, self.chunk_method, body, timeout_s=self.config.call_timeout_s, bulk_bytes=target.nbytes
+            contact, chunk_method, body, timeout_s=self.config.call_timeout_s, bulk_bytes=target.nbytes
         )
         piece = reply.tensors[0] if len(reply.tensors) == 1 else None
         if not _is_bytes(piece, (target.nbytes,)):
@@ -399,5 +360,5 @@ def _is_bytes(tensor: object, shape: tuple[int, ...]) -> TypeGuard[np.ndarray]:
 async def _until_whole(partial: _Partial, scope: trio.CancelScope) -> None:
     """Cancel everything once all pieces are there: some donor may never answer."""
     while partial.pieces.num_missing:
-        await partial.change.wait()
+        await partial.waiting.park()
     scope.cancel()

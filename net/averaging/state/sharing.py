@@ -1,13 +1,9 @@
 """A whole state from a peer that has it: for one that joins late, or fell behind.
 
-Theory of operation. Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the
-number of trunk updates). Who needs one asks the donor that is furthest: `open` makes it take a snapshot (or offers the
-one that it just took for another) and answers with table and digest; `chunk` then fetches the snapshot piece by piece,
-as many at a time as fill the line (`net.averaging.window`). A lost connection costs the pieces that were on their way:
-it goes on if a donor offers the same state again. Another state begins anew.
-
-Several donors. Two states with one digest are one state, whoever has it: the newcomer asks other donors for the version
-and the digest that it got from the first one, and fetches pieces from all who have just that, in the same pieces. So
+Donors announce under the DHT key `prefix.state` how far their state is (its *version*, such as the number of trunk
+updates). A newcomer asks the donor that is furthest: `open` makes it take a snapshot, or offers one that it took for
+another; `chunk` fetches the snapshot piece by piece. Two states with one digest are one state: the newcomer asks other
+donors for the version and digest that it got from the first one, and fetches pieces from all who have just that. So
 that one who lies costs its own pieces and no more, donors also give a hash of each piece.
 
     open   {"min_version": int, "offered": digests that the newcomer has begun to fetch,
@@ -20,7 +16,7 @@ that one who lies costs its own pieces and no more, donors also give a hash of e
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,25 +57,22 @@ class StateSharingConfig:
     announce_period_s: float = 30.0
     """Seconds between two announcements, which live three times as long."""
     snapshot_lifetime_s: float = 60.0
-    """Seconds that a snapshot is kept after it was last asked for. Later newcomers get the same one, unless it is more
-    than `max_lag` versions old."""
+    """Seconds that a snapshot is kept after it was last asked for."""
     max_lag: int = 100
-    """Versions by which a snapshot may be behind for a newcomer to get it."""
+    """Versions by which a snapshot may be behind for a later newcomer to get it, too."""
     max_snapshots: int = 2
-    """Kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
+    """Snapshots kept at once: one that is being downloaded and a fresher one. Each is a whole state in memory."""
     chunk_bytes: int = 2**20
-    """Bytes in a piece: what others wait for behind it on the same connection. At most 16 MiB; more where a state would
-    have over 65,536 pieces."""
+    """Bytes in a piece, at most 16 MiB; more where a state would have over 65,536 pieces."""
     window: int = 4
     """Pieces on their way from each donor to a newcomer, to begin with. On longer lines the window grows as far as
     these carry and the memory budget allows (`net.rpc.bulk`)."""
     max_donors: int = 8
-    """From which a newcomer fetches at once."""
+    """Donors from which a newcomer fetches at once."""
     snapshot_period_s: float = 2.0
     """Fewest seconds between two snapshots, whatever is asked for: each costs a copy of the state and a digest."""
     call_timeout_s: float = 30.0
-    """Seconds that one piece, or the snapshot, may take. After them a download that would not end in time is given up
-    for another donor."""
+    """Seconds that one piece, or the snapshot, may take."""
     ping_timeout_s: float = 3.0
     """A donor that does not answer a ping for so long is passed over. An announcement outlives its peer."""
     max_bytes: int = 2**34
@@ -102,7 +95,7 @@ def state_key(prefix: str) -> str:
 
 
 def state_methods(prefix: str) -> tuple[str, str]:
-    """The methods of a donor: one for a snapshot, one for a piece of it."""
+    """Methods of a donor: one for a snapshot, one for a piece of it."""
     return f"averaging.{prefix}.state.open", f"averaging.{prefix}.state.chunk"
 
 
@@ -121,77 +114,64 @@ class _Snapshot:
     version: int
     facts: Mapping[str, Any]
     packed: StateBuffer
-    used_at: float
-    """When it was last asked for."""
+    used_at: float  # when it was last asked for
     chunk_bytes: int
-    hashes: np.ndarray
-    """uint8 [pieces, 32], of its pieces."""
+    hashes: np.ndarray  # uint8 [pieces, 32]
 
 
+@dataclass(eq=False)
 class StateSharing:
-    """Announces this peer's state and serves it. Make one for each caller and prefix.
+    """Announces this peer's state and serves it. Make one for each caller and prefix."""
 
-    Args:
-      caller: places and serves the calls. dht: where donors are announced.
-      prefix: what is shared. source: this peer's state.
-    """
+    caller: Caller
+    """Places and serves the calls."""
+    dht: DhtNode
+    """Network in which donors are announced."""
+    _: KW_ONLY
+    prefix: str
+    """Name of what is shared."""
+    source: StateSource
+    config: StateSharingConfig
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        prefix: str,
-        source: StateSource,
-        config: StateSharingConfig,
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._prefix = prefix
-        self._source = source
-        self._config = config
+    def __post_init__(self) -> None:
         self._snapshots: dict[bytes, _Snapshot] = {}
         self._taken_at = -math.inf  # when the last snapshot was
         self._taking = trio.Lock()
 
     async def run(self) -> None:
         """Announce and serve until cancelled; what was announced runs out by itself. A client has nothing to do."""
-        if self._caller.address is None:
+        if self.caller.address is None:
             return
-        contact = contact_to_wire(Contact(self._caller.peer_id, self._caller.address))
+        contact = contact_to_wire(Contact(self.caller.peer_id, self.caller.address))
         with self.serving():
             while True:
-                await self._dht.store(
-                    state_key(self._prefix),
-                    [self._source.version(), contact],
-                    subkey=str(self._caller.peer_id),
-                    expiration=self._dht.clock.now() + 3 * self._config.announce_period_s,
+                await self.dht.store(
+                    state_key(self.prefix),
+                    [self.source.version(), contact],
+                    subkey=str(self.caller.peer_id),
+                    expiration=self.dht.clock.now() + 3 * self.config.announce_period_s,
                 )
-                await trio.sleep(self._config.announce_period_s)
+                await trio.sleep(self.config.announce_period_s)
                 self._forget_old()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Serve as long as the block lasts, without announcing it: to those who know of this donor by other ways.
-
-        Raises:
-          ValueError: the caller serves a state under this prefix already.
-        """
-        open_method, chunk_method = state_methods(self._prefix)
+        """Serve as long as the block lasts, without announcing it: to peers that know of this donor by other ways."""
+        open_method, chunk_method = state_methods(self.prefix)
         with (
-            handlers(self._caller, {open_method: self._serve_open}, max_concurrent=16),
-            handlers(self._caller, {chunk_method: self._serve_chunk}),
+            handlers(self.caller, {open_method: self._serve_open}, max_concurrent=16),
+            handlers(self.caller, {chunk_method: self._serve_chunk}),
         ):
             yield
 
     @property
     def used_at(self) -> float:
-        """When a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
+        """Time at which a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
         return max((held.used_at for held in self._snapshots.values()), default=-math.inf)
 
     async def _serve_open(self, request: Request) -> Reply:
         min_version, offered, wanted = read_request(request, **_OPEN)
-        version = self._source.version()
+        version = self.source.version()
         if version < min_version:
             raise CallRefused(f"this peer's state is of version {version}, {min_version} was asked for")
         held = any(digest in self._snapshots for digest in offered)
@@ -215,16 +195,16 @@ class StateSharing:
         """A snapshot that the newcomer has begun to fetch, one that is fresh enough, or a new one."""
         async with self._taking:  # several newcomers at once share one
             self._forget_old()
-            oldest = max(min_version, self._source.version() - self._config.max_lag)
+            oldest = max(min_version, self.source.version() - self.config.max_lag)
             fresh = [digest for digest, held in self._snapshots.items() if held.version >= oldest]
             for digest in (*(each for each in offered if each in fresh), *reversed(fresh)):
                 self._snapshots[digest].used_at = trio.current_time()
                 return self._snapshots[digest]
             self._make_room()
-            state = await self._source.snapshot()
+            state = await self.source.snapshot()
             self._taken_at = trio.current_time()
             packed = pack(state.tensors)
-            chunk_bytes = max(self._config.chunk_bytes, -(-packed.buffer.nbytes // MAX_PIECES))
+            chunk_bytes = max(self.config.chunk_bytes, -(-packed.buffer.nbytes // MAX_PIECES))
             hashes = np.empty((-(-packed.buffer.nbytes // chunk_bytes), HASH_BYTES), np.uint8)
             for index in range(len(hashes)):
                 hashes[index] = np.frombuffer(piece_hash(packed.chunk(index, chunk_bytes)), np.uint8)
@@ -235,12 +215,8 @@ class StateSharing:
             return snapshot
 
     def _make_room(self) -> None:
-        """Make room for one more snapshot.
-
-        Raises:
-          PeerBusy: the last one was taken only now, or all are being downloaded.
-        """
-        now, config = trio.current_time(), self._config
+        """Make room for one more snapshot, or raise `PeerBusy`."""
+        now, config = trio.current_time(), self.config
         if now - self._taken_at < config.snapshot_period_s:
             raise PeerBusy("a snapshot of this peer's state was taken only now")
         while len(self._snapshots) >= config.max_snapshots:
@@ -260,7 +236,7 @@ class StateSharing:
         return Reply(tensors=(snapshot.packed.chunk(index, snapshot.chunk_bytes),))
 
     def _forget_old(self) -> None:
-        oldest = trio.current_time() - self._config.snapshot_lifetime_s
+        oldest = trio.current_time() - self.config.snapshot_lifetime_s
         for digest in [each for each, held in self._snapshots.items() if held.used_at < oldest]:
             del self._snapshots[digest]
 
