@@ -1,8 +1,8 @@
 """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of a model are averaged at different times, and the
 average arrives while training goes on.
 
-The bytes are those of DiLoCo. But a line needs to carry only a fragment at a time, and nobody waits for it: with P
-fragments the peak is P times lower, and with an overlap of tau steps an average may take as long as these.
+The bytes are those of DiLoCo, but nobody waits for them: with P fragments the peak is P times lower, and with an
+overlap of tau steps an average may take as long as these.
 """
 
 from collections.abc import Sequence
@@ -15,31 +15,28 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
-from dmoe_jax.optim.host_state import HostState, Sent, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, goes_over, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
-"""Of the Nesterov momentum that the paper found best."""
+"""Rate and decay of the Nesterov momentum that the paper found best."""
 
 
 @HostState.register
 class StreamingDiLoCoState(NamedTuple):
-    """State of `streaming_diloco`.
+    """State of `streaming_diloco`; `due` [P], `arrived` [P] and `taken` as of `HostState`.
 
     Attributes:
-      inner: of the optimiser inside.
+      inner: state of the optimiser inside.
       steps: updates so far.
       rounds: averagings so far, each of one fragment; the number of the next.
       anchor: the parameters after each fragment's last outer step: the same at all peers.
       under_way: the averages that are to arrive, float32, zero where there is none. For each fragment a dict of its
         arrays by their place among those of the parameters, "0" for the first.
-      outer: of the outer optimiser, one for each fragment.
-      due: bool [P], fragments whose turn it is to leave; None where the host has no part, as the next two.
-      left: int32 [P], after which update the fragment left whose average is in `under_way`.
-      arrived: bool [P], whether there is one.
-      taken: parameters of another peer to go over to; None: there are none.
+      outer: states of the outer optimiser, one for each fragment.
+      left: [P], the update after which the fragment left whose average is in `under_way`; None where the host has no
+        part, as `due` and `arrived`.
     """
 
     inner: PyTree
@@ -63,7 +60,7 @@ class StreamingDiLoCoState(NamedTuple):
 
     @property
     def members(self) -> list[list[int]]:
-        """The places among the arrays of the parameters of each fragment's."""
+        """For each fragment the places of its arrays among those of the parameters."""
         return [sorted(map(int, fragment)) for fragment in self.under_way]
 
     def offer(self, params: PyTree, fragment: int) -> Sent:
@@ -111,21 +108,20 @@ def streaming_diloco(
                                     theta_p  <- alpha theta_p + (1 - alpha) anchor_p
 
     One fragment, no overlap and no mixing (alpha = 0) are DiLoCo: `moshpit_average(what="pseudo_gradients")`.
-    With `average` it is computed when it leaves, and kept for tau steps. Without, the host averages each fragment that
-    is due while training goes on: what comes back within tau steps is used after them, so that peers stay together,
-    and what takes longer at the next update. An average that is lost, or not finite, leaves its fragment to its next
-    one.
+    An average that is lost, or not finite, leaves its fragment to its next one.
 
     Args:
       inner: any optimiser.
       every: updates between two averagings of the same fragment.
-      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; as of `moshpit_average`.
-        None: the host averages between updates; see `dmoe_jax.averaging`.
-      fragments: how many; array i of the model is then in fragment i mod P, which spreads the layers of each over the
-        depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
-      overlap: tau, updates from the averaging to its use; below `every`. Between hosts at least 2 pass: what came is
+      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; computed when a fragment
+        leaves, and kept for tau steps. None: the host averages each fragment that is due while training goes on. What
+        comes back within tau steps is used after them, so that peers stay together; what takes longer, at the next
+        update.
+      fragments: their number P; array i of the model is then in fragment i mod P, which spreads the layers of each over
+        the depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
+      overlap: tau, updates from the averaging to its use; below `every`. Between hosts at least 2 pass: the average is
         put into the state after one update, and used by the next.
-      mixing: alpha, how much of their own parameters peers keep then. The paper uses 0.5.
+      mixing: alpha, the share of their own parameters that peers keep then. The paper uses 0.5.
       outer: default: SGD with Nesterov momentum, rate 0.4 and 0.9.
 
     Raises:
@@ -177,7 +173,7 @@ class _Streaming:
         return state._replace(due=due, left=jnp.zeros(count, jnp.int32), arrived=arrived)
 
     def members(self, count: int) -> list[list[int]]:
-        """The places among `count` arrays of each fragment's."""
+        """For each fragment the places of its arrays among `count`."""
         fragments = self.fragments
         if isinstance(fragments, int):
             numbers = [place % fragments for place in range(count)]
@@ -226,8 +222,8 @@ class _Streaming:
     def _averaged(
         self, number: int, moved: list[Array], state: StreamingDiLoCoState
     ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state in which a fragment was averaged if it leaves now, and whether its average is to be used now."""
-        offset, places, kept = self._offset(number, state), state.members[number], _in_order(state.under_way[number])
+        """The state after a fragment's averaging, if it leaves now, and True if its average is to be used now."""
+        offset, places = self._offset(number, state), state.members[number]
         anchor = jax.tree.leaves(state.anchor)
         leaves_now = self._leaves_now(number, state)
         has_left = state.steps - self.overlap >= (offset or self.every)
@@ -237,6 +233,7 @@ class _Streaming:
             assert self.average is not None
             return [wide(leaf) for leaf in self.average(ways, rounds)]
 
+        kept = [state.under_way[number][str(place)] for place in places]
         ways = [wide(anchor[place]) - moved[place] for place in places]
         arrays = jax.lax.cond(leaves_now, average, lambda _, kept, __: kept, ways, kept, state.rounds)
         flying = dict(zip(map(str, places), arrays, strict=True))
@@ -246,7 +243,7 @@ class _Streaming:
     def _awaited(
         self, number: int, state: StreamingDiLoCoState, *, is_step: bool
     ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state in which the host is told that a fragment is due, and whether what it brought is to be used now."""
+        """The state that tells the host if a fragment is due, and True if what it brought is to be used now."""
         assert state.due is not None
         assert state.left is not None
         assert state.arrived is not None
@@ -262,7 +259,8 @@ class _Streaming:
         self, number: int, moved: list[Array], state: StreamingDiLoCoState, arrives_now: Array
     ) -> tuple[list[Array], StreamingDiLoCoState]:
         """Parameters and state after the outer step of a fragment, if its average is to be used now."""
-        places, flying = state.members[number], _in_order(state.under_way[number])
+        places = state.members[number]
+        flying = [state.under_way[number][str(place)] for place in places]
         anchor, structure = jax.tree.flatten(state.anchor)
         operands = flying, _pick(moved, places), _pick(anchor, places), state.outer[number]
         mine, fixed, outer = jax.lax.cond(arrives_now, self._outer_step, lambda _, *kept: kept, *operands)
@@ -280,11 +278,6 @@ class _Streaming:
         anchor = optax.apply_updates(anchor, updates)
         kept, taken = self.mixing, 1 - self.mixing
         return [kept * own + taken * wide(new) for own, new in zip(mine, anchor, strict=True)], anchor, outer
-
-
-def _in_order(fragment: dict[str, Array]) -> list[Array]:
-    """Its arrays by their places; the keys of a dict come back from JAX in the order of text, "10" before "2"."""
-    return [fragment[place] for place in sorted(fragment, key=int)]
 
 
 def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
