@@ -1,11 +1,8 @@
 """Arrays of a training state: copies of their own, the forms in which they are kept and travel, and sums over them.
 
-Trunk, collaboration, nodes, emulator, checkpoints and donors all use these, so that each takes the same care:
-
-- an optimiser's state may be the parameters themselves, or one array twice, and is donated: it is copied first;
-- a random key with a type of its own is kept, and travels, as its data;
-- NumPy's buffers know neither bfloat16 nor float8: their bits are looked at as bytes;
-- sums are taken in float32 at least, and each number is looked at where the question is whether all are finite.
+- An optimiser's state may be the parameters themselves, or one array twice, and is donated: it is copied first.
+- A random key with a type of its own is kept, and travels, as its data.
+- NumPy's buffers know neither bfloat16 nor float8: their bits are looked at as bytes.
 """
 
 from typing import Any
@@ -31,7 +28,7 @@ def copied(tree: PyTree) -> PyTree:
 
 
 def as_params(tree: PyTree) -> PyTree:
-    """A caller's parameters as arrays of their own: what becomes of either does not reach the other.
+    """A caller's parameters as arrays of their own.
 
     Raises:
       ValueError: a leaf is no number and no array of numbers; the message names it.
@@ -53,7 +50,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def stored(leaf: Any) -> Any:
-    """The array as checkpoints and travellers have it: of a random key its data, anything else as it is."""
+    """The array in the form of checkpoints: of a random key its data, anything else as it is."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -63,7 +60,7 @@ def host_copy(tree: PyTree) -> PyTree:
 
 
 def sent(leaf: Any) -> Any:
-    """The array as it travels: as `stored`, and bytes where the wire has no name for its type, such as float8."""
+    """The array in the form that travels: as `stored`, or bytes if the wire has no name for its type (float8)."""
     leaf = stored(leaf)
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return np.asarray(array).view(np.uint8) if _travels_as_bytes(array.dtype) else array

@@ -1,4 +1,4 @@
-"""What a trainer asks of a model.
+"""A trainable model, as trainers see it.
 
     class Classifier(Model):
         def __init__(self, mixture):
@@ -13,8 +13,7 @@
             hidden, penalty = await self.mixture(run, scores, hidden)
             return Outcome(loss=run(loss_head, params["head"], hidden, batch.labels, penalty))
 
-`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. A batch is whatever the model's `forward`
-understands; batches come from any Python iterator.
+`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. Batches come from any Python iterator.
 """
 
 import abc
@@ -33,11 +32,11 @@ from dmoe_jax.types import PyTree
 
 
 class Outcome(NamedTuple):
-    """What `Model.forward` returns.
+    """Result of `Model.forward`.
 
     Attributes:
-      loss: scalar on the tape: what is differentiated, auxiliary losses included.
-      state: what the same trainer's next batch begins with, such as a memory of the text; () for nothing.
+      loss: scalar on the tape that is differentiated, auxiliary losses included.
+      state: state of the trainer that its next batch begins with, such as a memory of the text; () for nothing.
       reported: scalar that logs and evaluations show; None: the loss.
       items: samples or tokens that the loss is a mean of, for throughput, weights and evaluations.
       metrics: further scalars on the tape by name, means over the items too, such as an accuracy.
@@ -52,11 +51,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found.
+    """Figures of an evaluation.
 
     Attributes:
       loss: mean of the reported loss over all samples or tokens.
-      items: how many there were.
+      items: number of samples or tokens.
       metrics: further figures by name, such as an accuracy.
       targets: [tokens], the words that were predicted, for baselines over the same words; language models only.
     """
@@ -73,15 +72,12 @@ class Evaluation:
 
 
 class Model(abc.ABC):
-    """A trainable model: `init` and `forward`. What else there is has a default.
-
-    Segments (the functions that `run` is called with) must be the same objects in every step: see `autodiff`.
-    """
+    """A trainable model: `init` and `forward`; the rest has a default."""
 
     name: str = "model"
-    """What reports and figures call it."""
+    """Name in reports and figures."""
     unit: str = "samples"
-    """What `Outcome.items` counts, for people."""
+    """Unit of `Outcome.items`, for people."""
     meaning: str = ""
     """Meaning of its parameters' numbers beyond names and shapes, a fact a line, such as a hash of the words that the
     rows of an embedding stand for. Averages, states and checkpoints of another meaning are refused."""
@@ -95,10 +91,11 @@ class Model(abc.ABC):
         """The loss of one batch.
 
         Args:
-          run: the recording of this step; `run(function, *args)` is a jitted segment.
-          params: what `init` made, each array on the tape.
+          run: the recording of this step; `run(function, *args)` is a jitted segment, of a function that is the same
+            object in every step.
+          params: as `init` made them, each array on the tape.
           batch: one of the trainer's batches, or of an evaluation's.
-          state: what the batch before returned; `initial_state` at first.
+          state: state that the batch before returned; `initial_state` at first.
           keys: chance of this step, from `keys`; None in evaluation, when nothing may be random.
 
         Raises:
@@ -107,7 +104,6 @@ class Model(abc.ABC):
 
     def initial_state(self, batch: Any) -> PyTree:
         """The state before a trainer's first batch, or an evaluation's."""
-        del batch
         return ()
 
     def keys(self, batch: Any, *, seed: int, trainer: int, step: int) -> Any:
@@ -115,7 +111,6 @@ class Model(abc.ABC):
 
         Default: key data uint32 [2], which `jax.random.wrap_key_data` makes a key of inside a segment.
         """
-        del batch
         return np.random.SeedSequence([seed, trainer, step]).generate_state(2, np.uint32)
 
     async def evaluate(
@@ -124,7 +119,6 @@ class Model(abc.ABC):
         """The mean loss and metrics over some batches, nothing random, no expert trained.
 
         Args:
-          params: the trunk's, as `init` made them.
           batches: in order; the state is carried from one to the next.
           on_batch: called after each of them, to show progress.
 
@@ -134,10 +128,9 @@ class Model(abc.ABC):
         total, items, state = 0.0, 0, None
         metrics: dict[str, float] = {}
         for batch in batches:
+            before = self.initial_state(batch) if state is None else state
             run = Recording(differentiate=False)
-            outcome = await self.forward(
-                run, jax.tree.map(Value, params), batch, self.initial_state(batch) if state is None else state, None
-            )
+            outcome = await self.forward(run, jax.tree.map(Value, params), batch, before, None)
             shown = outcome.loss if outcome.reported is None else outcome.reported
             counted = int(outcome.items)
             total += counted * float(shown.value)
@@ -148,6 +141,5 @@ class Model(abc.ABC):
             on_batch()
         if not items:
             raise ValueError("there is nothing to evaluate: no batch")
-        return Evaluation(
-            loss=total / items, items=items, metrics={name: value / items for name, value in metrics.items()}
-        )
+        means = {name: value / items for name, value in metrics.items()}
+        return Evaluation(loss=total / items, items=items, metrics=means)

@@ -202,8 +202,8 @@ def collaborative(
       optimizer: any Optax optimiser.
       shared: the thing that is added up. "gradients": those of all micro-batches. With the other two a peer steps by
         itself at each micro-batch, and the state of `optimizer` stays with it. "parameters" are averaged by samples.
-        "pseudo_gradients" (DiLoCo: Douillard et al. 2023, algorithm 1): the way that parameters came since the last step
-        is averaged, and taken by an outer optimiser as a gradient.
+        "pseudo_gradients" (DiLoCo: Douillard et al. 2023, algorithm 1): the way that parameters came since the last
+        step is averaged, and taken by an outer optimiser as a gradient.
       outer: for "pseudo_gradients" only; default: SGD with Nesterov momentum, DiLoCo's.
       loss_scale: for gradients of few bits; None: losses are as they are.
 
