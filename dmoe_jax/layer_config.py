@@ -10,8 +10,8 @@ from typing import Literal
 from dmoe_jax.checks import check_positive, check_rates
 
 Route = Literal["sequence", "token"]
-"""Part of the data that chooses experts for itself. A sequence: experts are whole layers (Learning@home). A token: experts
-are the feed-forward networks, and attention stays with the trainer (Shazeer et al. 2017, GShard, Switch)."""
+"""Part of the data that is sent to experts of its own. A sequence: experts are whole layers (Learning@home). A token:
+experts are the feed-forward networks, and attention stays with the trainer (Shazeer et al. 2017, GShard, Switch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

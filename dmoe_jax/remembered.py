@@ -19,8 +19,11 @@ RECENT = 4
 
 
 def remembered(most: int = RECENT) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function that makes an object: equal arguments give the same one while it is in use or among the `most`
-    that were asked for last. Python cannot tell if a tuple is in use: of tuples only the last ones are kept."""
+    """Decorate a function that makes an object: equal arguments give the same one.
+
+    A function forgets objects that nobody uses, but for the `most` that were asked for last. Python cannot tell if a
+    tuple is in use: of tuples only the last ones are kept.
+    """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
         recent: OrderedDict[Hashable, T] = OrderedDict()

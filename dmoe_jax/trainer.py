@@ -65,37 +65,29 @@ AnyTrunk = TypeVar("AnyTrunk", bound=Trunk)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One training step.
-
-    Attributes:
-      step: number of the trunk update, from 1.
-      trainer: index of the trainer.
-      loss: the reported loss of the batch.
-      items: samples or tokens in the batch.
-      staleness: trunk updates by other trainers between this step's reading and writing of the parameters.
-    """
+    """One training step."""
 
     step: int
+    """Number of the trunk update, from 1."""
     trainer: int
+    """Index of the trainer."""
     loss: float
+    """Reported loss of the batch."""
     items: int
+    """Samples or tokens in the batch."""
     staleness: int
+    """Trunk updates by others between this step's reading and writing of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """Time that a trainer spent on a step, or on a micro-batch of a larger one.
-
-    Attributes:
-      trainer: index of the trainer.
-      began, ended: from the batch at hand to its gradient applied or gathered; trio's clock, seconds.
-      outcome: "ok", or the name of the error with which the step was lost.
-    """
+    """Time that a trainer spent on a step: from the batch at hand to its gradient applied or gathered."""
 
     trainer: int
-    began: float
+    began: float  # seconds of trio's clock, as the next
     ended: float
     outcome: str
+    """Name of the error with which the step was lost; "ok" if it was not."""
 
 
 OnStep = Callable[[StepRecord], None]
@@ -135,11 +127,7 @@ class Trainer:
         return self._batches.position if isinstance(self._batches, Resumable) else self._read
 
     def seek(self, position: int) -> None:
-        """Make batch `position` the next one. Batches that cannot be sought are read from their beginning.
-
-        Raises:
-          EndOfData: there are not so many. ValueError: they have been read beyond it already.
-        """
+        """Make batch `position` the next one; batches that are not `Resumable` are read up to it."""
         if isinstance(self._batches, Resumable):
             self._batches.seek(position)
             return
@@ -149,9 +137,7 @@ class Trainer:
             self._next_batch()
 
     async def step(self) -> StepRecord:
-        """Take one step.
-
-        If cancelled, the trunk is untouched or stepped, never in between; experts may have learnt already.
+        """Take one step. If cancelled, the trunk is untouched or stepped; experts may have learnt already.
 
         Raises:
           NetError: the swarm could not carry the step; the trainer can go on with the next one.
@@ -272,11 +258,7 @@ def _not_finite(loss: Any, grads: PyTree) -> str:
 
 
 def iterators_of(batches: Any) -> list[Iterator[Any]]:
-    """One iterator of batches for each trainer, from a sequence of them or a single one.
-
-    Raises:
-      ValueError: there is none, or something is no iterator.
-    """
+    """One iterator of batches for each trainer, from a sequence of them or a single one."""
     several = list(batches) if isinstance(batches, Sequence) else [batches]
     if not several:
         raise ValueError("there must be at least one iterator of batches, one for each trainer; got none")

@@ -1,4 +1,4 @@
-"""What a run writes down: steps, evaluations, calls and checkpoints on the way, figure and report at its end."""
+"""The records of a run: steps, evaluations, calls and checkpoints on the way, figure and report at its end."""
 
 import os
 import time
@@ -26,10 +26,10 @@ from dmoe_jax.training.saving import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
 from dmoe_jax.training.task import Task
 
 Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
-"""What else happened since it was called last: records for the metrics, as (kind, fields)."""
+"""Further records for the metrics since the last call, as (kind, fields)."""
 
 _ROOM_BYTES = 1 << 19
-"""Kept free on the disk from the beginning of a run, for its figure and report."""
+"""Room on the disk that is held from the beginning of a run, for its figure and report."""
 
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
@@ -51,7 +51,6 @@ class Stopwatch:
         self.seconds, self._since, self._is_running = self.now(), None, False
 
     def step(self, items: int) -> None:
-        """A step of so many items is done."""
         if self._is_warm:
             self.items += items
         else:
@@ -59,7 +58,6 @@ class Stopwatch:
             self._since = time.perf_counter() if self._is_running else None
 
     def now(self) -> float:
-        """Seconds so far."""
         return self.seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     @property
@@ -70,10 +68,7 @@ class Stopwatch:
 
 
 class Ledger:
-    """A run under way: its parts, what it writes down, and how it ends.
-
-    Args: as of `run.train`. The engine is moved on to the folder's checkpoint here; only then is anything written.
-    """
+    """A run under way: its parts, its records, and its end. The engine is moved on to its checkpoint first."""
 
     def __init__(
         self,
@@ -148,7 +143,6 @@ class Ledger:
         return size
 
     def on_step(self, record: StepRecord) -> None:
-        """Write down a step that was made."""
         self._step = max(self._step, record.step)  # trainers of one trunk may tell of their steps in another order
         self._items += record.items
         self._staleness += record.staleness
@@ -157,12 +151,11 @@ class Ledger:
         self.progress.update(record.step, record.loss, self.watch.rate or 0.0, self.totals.failures)
 
     def on_lost(self, trainer: int, error: Exception) -> None:
-        """Write down a step that was given up; a run that pauses counts them, for the pause."""
-        if not self.plan.pause:
+        if not self.plan.pause:  # else they are counted, for the pause
             self.event("step_lost", f"trainer {trainer}: {error}")
 
     def log(self, kind: str, /, **fields: object) -> None:
-        """A record with its time."""
+        """Write a record with its time."""
         self._write(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
 
     def _write(self, kind: str, /, **fields: object) -> None:
@@ -175,11 +168,11 @@ class Ledger:
             self._unwritten += 1
 
     def event(self, name: str, detail: str) -> None:
-        """A record for the report."""
+        """Write a record for the report."""
         self.log("event", name=name, detail=detail)
 
     def log_calls(self) -> None:
-        """The totals of calls, if there are new ones; in a run that pauses, the steps that were lost too."""
+        """Write the totals of calls, if there are new ones; in a run that pauses, the steps that were lost too."""
         self.totals = totals = self.engine.totals()
         for kind, fields in self._records():
             self.log(kind, **fields)
@@ -191,21 +184,19 @@ class Ledger:
             self._lost_before = totals.steps_lost
 
     def log_load(self) -> None:
-        """The load of every expert."""
         self._balance.log_load(self.totals, step=self.engine.step, time_s=self.watch.now())
 
     def log_balance(self) -> None:
-        """The load of every expert, and how even it was since the last time."""
         self.totals = self.engine.totals()
         self._balance.log(self.totals, step=self.engine.step, time_s=self.watch.now())
 
     async def evaluate_first(self) -> None:
-        """A point of the curve: the first split, if there is any, always over the same words or samples."""
+        """Add a point to the curve: the first split, if there is any, always over the same words or samples."""
         for split in self.task.splits[:1]:
             await self._evaluate(split, self.plan.eval_items, kind="eval")
 
     async def evaluate_finally(self) -> None:
-        """The figures of a complete run, of all splits; right after the last point of the curve."""
+        """Evaluate all splits, right after the last point of the curve."""
         is_same = self.plan.final_eval_items == self.plan.eval_items
         for split in self.task.splits:
             done = self._evaluations.get(split) if is_same else None
@@ -218,19 +209,12 @@ class Ledger:
                 done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
         self._evaluations[split] = evaluation = done
         figures = self.task.figures(evaluation)
-        self.log(
-            kind,
-            step=step,
-            split=split,
-            **figures,
-            items=evaluation.items,
-            items_seen=items_seen,
-            virtual_s=self.engine.totals().virtual_s,
-        )
+        sizes = {"items": evaluation.items, "items_seen": items_seen}
+        self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.engine.totals().virtual_s)
         if kind == "eval":
             self._log_baseline(evaluation)
-        if not self.plan.pause and kind == "eval":
-            self.log_balance()
+            if not self.plan.pause:
+                self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
         over = f"over {evaluation.items:,} {spoken(self.task.unit)}"
         if kind == "final_eval":
@@ -245,7 +229,6 @@ class Ledger:
             self._write("baseline", **baseline)
 
     def checkpoint_facts(self) -> dict[str, Any]:
-        """Facts that a checkpoint holds beside the arrays."""
         return {
             "engine": self.engine.facts(),
             "training_s": self.watch.now(),
@@ -254,13 +237,12 @@ class Ledger:
         }
 
     def save_here(self) -> None:
-        """Write a checkpoint while nobody trains; blocks."""
         with self.saving():
             self.checkpoints.save(self.engine.step, host_copy(self.engine.state()), self.checkpoint_facts())
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Write a checkpoint in the block. If it cannot be written, that is an event, and the run goes on."""
+        """Make an event of a checkpoint that cannot be written in the block; the run goes on."""
         try:
             yield
         except (CheckpointError, OSError) as error:
@@ -272,11 +254,10 @@ class Ledger:
             self.unsaved = ""
 
     def end_early(self, error: BaseException) -> None:
-        """Write down what ended the run, and its report. Nothing here waits for the network."""
+        """Write what ended the run, and its report. Nothing here waits for the network."""
+        goes_on = "continue with --resume"
         if self.plan.pause:
             goes_on = f"--resume goes on from step {self.checkpoints.latest_step() or 0}"
-        else:
-            goes_on = "continue with --resume"
         # A nursery may have put Ctrl-C, or a cancellation, into groups.
         if BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, trio.Cancelled)) is not None:
             self.event("interrupted", f"at step {self._step}; {goes_on}")
@@ -286,10 +267,7 @@ class Ledger:
         self.finish(is_complete=False)
 
     def finish(self, *, is_complete: bool) -> dict[str, Any]:
-        """Save a run that does not pause, log the headline, draw the figure and write the report.
-
-        A run whose end is not saved is not complete.
-        """
+        """Save a run that does not pause, draw the figure and write the report; return the headline."""
         if not self.plan.pause:
             self.log_calls()
             self.save_here()
@@ -298,6 +276,7 @@ class Ledger:
             self.event("records_lost", f"{self._unwritten} records had no room in metrics.jsonl")
         if self.unsaved:
             self.event("end_not_saved", self.unsaved)
+        # A run whose end is not saved is not complete.
         headline = {**self._headline(is_complete), "complete": is_complete and not self.unsaved}
         path, title = self.folder.path, f"{self.engine.name} on {self.task.name}"
         with self._writing(path / FIGURE):

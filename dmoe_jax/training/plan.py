@@ -1,4 +1,4 @@
-"""What a run does beside its training, and how often."""
+"""Length of a run, and all that it does beside training."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run does beside training."""
+    """Length of a run, and all that it does beside training."""
 
     steps: int
     """Updates of the whole run."""
     eval_every: int
     """Updates between two evaluations; in a run that pauses, between two pauses."""
     eval_items: int = 16_384
-    """Tokens or samples of the evaluations on the way and of the one after the last update; 0 for all. They are the
-    same ones each time: a run's curve is over one text."""
+    """Tokens or samples of the evaluations on the way and after the last update, the same each time; 0 for all."""
     final_eval_items: int = 0
-    """Tokens or samples of the final evaluations, 0 for all. They are figures of their own and no part of the curve."""
+    """Tokens or samples of the final evaluations, which are no part of the curve; 0 for all."""
     pause: bool = False
-    """Whether training pauses to be evaluated and saved, and can then be resumed bit for bit; or goes on meanwhile."""
+    """True if training pauses to be evaluated and saved, and can then be resumed bit for bit; else it goes on."""
     checkpoint_every: int = 0
     """Updates between two checkpoints of a run that does not pause; 0 for one at the end only."""
     max_s: float = math.inf

@@ -1,11 +1,10 @@
 """From an engine to a run: train, evaluate, save, report. The same for every engine.
 
 A run that *pauses* is a row of stretches of `eval_every` updates with an evaluation and a checkpoint after each.
-Its curve is over the same words at every point, the last one too; what the end adds over the whole texts are figures
-of their own, records of the kind "final_eval".
 Whatever ends it early (Ctrl-C, a power cut, a loss of NaN), it goes on from its last pause, and then gives bit for bit
-what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training,
-which never waits for them; this needs an engine that runs under trio.
+what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training, which never
+waits for them; this needs an engine that runs under trio. The figures of the end, over whole texts, are no part of the
+curve.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
@@ -27,10 +26,10 @@ from net.errors import NetError
 T = TypeVar("T")
 
 _CALLS_PERIOD_S = 1.0
-"""How often the totals of calls are written down beside the training."""
+"""Seconds between two records of the totals of calls, beside the training."""
 
 _LOAD_PERIOD_S = 10.0
-"""How often the load of every expert is, which makes a long line."""
+"""Seconds between two records of the load of every expert, which are long lines."""
 
 
 async def train(
@@ -44,21 +43,18 @@ async def train(
     records: Records = tuple,
     on_end: Callable[[dict[str, Any]], None] = lambda headline: None,
 ) -> dict[str, Any]:
-    """Train to the end of the plan, from the folder's last checkpoint if it holds one.
+    """Train to the end of the plan, from the folder's last checkpoint if it holds one, and return the headline.
 
-    Also when it ends early or is cancelled, the folder has a figure and a report of what was reached; one that does
-    not pause has a checkpoint of it, too.
+    Also when it ends early or is cancelled, the folder has a figure and a report; one that does not pause has a
+    checkpoint, too.
 
     Args:
       engine: at its beginning; it is moved on to the checkpoint here.
       run: from `prepare_run`. Nothing is written to its folder before the checkpoint has been read.
-      plan: of a run that is resumed, if it pauses, as it was.
+      plan: the plan of a run that is resumed, if it pauses, as it was.
       facts: beginning of the headline, such as the number of parameters.
-      records: gives further records for the metrics since it was called last.
-      on_end: is given the headline, also of a run that ended early.
-
-    Returns:
-      The headline: what the run came to.
+      records: gives further records for the metrics since the last call.
+      on_end: is given the headline, also that of a run that ended early.
 
     Raises:
       CheckpointError: the folder's checkpoint is of another model; or the last one could not be written, after the
@@ -87,11 +83,7 @@ async def train(
 
 
 def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that never waits, such as `train` with an engine on this device, without an event loop.
-
-    Raises:
-      RuntimeError: it waits. And what it raises.
-    """
+    """Drive a coroutine that never waits, such as `train` with an engine on this device, without an event loop."""
     try:
         run.send(None)
     except StopIteration as done:
@@ -153,7 +145,6 @@ class _Beside:
         self._saving = trio.Lock()
 
     def on_step(self, record: StepRecord) -> None:
-        """A step was made; start what is due after it."""
         run, plan = self._run, self._run.plan
         run.on_step(record)
         if record.step >= plan.steps:
@@ -176,7 +167,7 @@ class _Beside:
             self._evaluating = False
 
     async def _save(self) -> None:
-        """A checkpoint. If cancelled, it is written or absent, never half."""
+        """Write a checkpoint. If cancelled, it is written or absent, never half."""
         async with self._saving:
             step, state = await self._run.engine.snapshot()
             facts = self._run.checkpoint_facts()

@@ -21,9 +21,7 @@ class SwarmEngine:
     they are there; the trainers' own state, such as a memory of the text just read, begins anew.
 
     Args:
-      trainers: the trainers of this process, with the model and the parameters that they share.
-      statistics: totals of their expert calls.
-      evaluation: batches to evaluate.
+      statistics: totals of the trainers' expert calls.
       layers: layer -> uids of its experts.
       figures: further figures for the headline, such as those of averaging.
     """
@@ -40,7 +38,7 @@ class SwarmEngine:
         self._trainers = trainers
         self._statistics = statistics
         self._evaluation = evaluation
-        self._layers = layers
+        self.layers = layers
         self._figures = figures
         self._items = self._staleness = self._steps_lost = 0
         self.last_loss: float | None = None
@@ -53,10 +51,6 @@ class SwarmEngine:
     @property
     def step(self) -> int:
         return self._trainers.step
-
-    @property
-    def layers(self) -> Mapping[str, tuple[str, ...]]:
-        return self._layers
 
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         def count_step(record: StepRecord) -> None:
