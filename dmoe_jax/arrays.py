@@ -28,11 +28,7 @@ def copied(tree: PyTree) -> PyTree:
 
 
 def as_params(tree: PyTree) -> PyTree:
-    """A caller's parameters as arrays of their own.
-
-    Raises:
-      ValueError: a leaf is no number and no array of numbers; the message names it.
-    """
+    """A caller's parameters as arrays of their own. A ValueError names a leaf that is no array of numbers."""
 
     def own(path: Any, leaf: Any) -> Any:
         try:
@@ -67,12 +63,7 @@ def sent(leaf: Any) -> Any:
 
 
 def kept_like(own: Any, saved: Any) -> Any:
-    """A stored or received array as a buffer of its own, of the kind, type and place of the array that it follows.
-
-    Args:
-      own: an array of either kind, a random key or a number.
-      saved: `stored` or `sent` of one like it.
-    """
+    """A `stored` or `sent` array as a buffer of its own, of the kind, type and place of `own`, which it follows."""
     if is_key(own):
         keys = jax.random.wrap_key_data(jnp.array(stored(saved)), impl=jax.random.key_impl(own))
         return jax.device_put(keys, own.sharding) if own.committed else keys

@@ -34,10 +34,9 @@ from dmoe_jax.types import PyTree
 
 
 class Value:
-    """A value on the tape: one array, known now, through which gradients will flow.
+    """A value on the tape: one array, known now, through which gradients will flow; a leaf to `jax.tree`.
 
-    It is a leaf to `jax.tree`, so a parameter tree keeps its structure when its arrays are put on the tape. Read
-    `.value` to look at the array; what is computed from it outside the recording is a constant to the gradient.
+    `.value` is the array; what is computed from it outside the recording is a constant to the gradient.
     """
 
     __slots__ = ("value",)
@@ -102,11 +101,7 @@ class _Remote:
 
 
 class Recording:
-    """The tape of one step; also the `run` that user code calls.
-
-    Args:
-      differentiate: False keeps no notes (evaluation), so that nothing is held longer than needed.
-    """
+    """The tape of one step, and the `run` that user code calls. For evaluation, without `differentiate`, it is empty."""
 
     def __init__(self, *, differentiate: bool = True) -> None:
         self._notes: list[_Segment | _Remote] | None = [] if differentiate else None
@@ -147,12 +142,7 @@ class Recording:
         return values
 
     async def backward(self, loss: Value) -> dict[Value, Any]:
-        """Gradients of the scalar `loss` with respect to every tape value that it depends on.
-
-        Raises:
-          ValueError: if loss is not a scalar floating tape value.
-          RuntimeError: if the recording does not differentiate.
-        """
+        """Gradients of the scalar `loss` with respect to every tape value that it depends on."""
         if self._notes is None:
             raise RuntimeError("this recording was made with differentiate=False")
         if not isinstance(loss, Value) or loss.shape != () or not _is_inexact(loss.value):
@@ -179,8 +169,8 @@ def value_and_grad(
     """The asynchronous counterpart of `jax.value_and_grad`.
 
     Args:
-      forward: `async forward(run, params, *args) -> loss` (or `(loss, aux)`); `run` is the step's `Recording`.
-      has_aux: True if forward returns extra data beside the loss. Tape values in it are replaced by their arrays.
+      forward: `async forward(run, params, *args) -> loss`; with `has_aux`, `-> (loss, aux)`. `run` is the step's
+        `Recording`. Tape values in `aux` are replaced by their arrays.
 
     Returns: an async function `(params, *args) -> (loss, grads)` or `((loss, aux), grads)`; `grads` has the structure
       of `params`, zeros where the loss does not depend on a parameter. If it is cancelled nothing is left behind but

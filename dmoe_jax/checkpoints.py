@@ -31,7 +31,7 @@ Arrays = dict[tuple[str, ...], np.ndarray]
 _STATE = "state"
 _FACTS = "facts"
 _CHECKSUMS = "checksums.json"
-"""Path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
+"""File with path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
 _NOT_READ = {_CHECKSUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}
 """Files that no array and no fact depends on."""
 _UNFINISHED = ".unfinished-"
@@ -72,7 +72,7 @@ class CheckpointFiles:
         self._checkpointer = ocp.Checkpointer(composite, multiprocessing_options=here)
 
     def write(self, path: Path, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint: arrays that nobody changes or donates meanwhile, see `host_copy`, and what JSON can hold.
+        """Write arrays that nobody changes or donates meanwhile (see `host_copy`), and facts that JSON can hold.
 
         Raises:
           CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
@@ -121,11 +121,7 @@ class CheckpointFiles:
             return state, saved["facts"]
 
     def read_arrays(self, path: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> Arrays:
-        """The arrays of the checkpoint at a path whose names are wanted, without those that have no elements.
-
-        Raises:
-          CheckpointError: it cannot be read.
-        """
+        """The arrays of the checkpoint at a path whose names are wanted, without those that have no elements."""
         path, placeholder = path.absolute(), self._ocp.PLACEHOLDER
         with _reading(path):
             held = self._checkpointer.metadata(path).item_metadata[_STATE]
@@ -155,9 +151,7 @@ class Checkpoints:
     it is restored: else they would stand before everything that is learnt from then on.
 
     Args:
-      folder: made when something is saved.
       keep: number of the newest that are kept.
-      files: None: its own.
       is_sound: returns False for a state that is worth nothing, such as one that is not finite.
       say: told of each checkpoint that cannot be used, once.
     """
@@ -182,11 +176,7 @@ class Checkpoints:
         return max(numbers_in(self._folder), default=None)
 
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint unless there is a usable one of this step already, and delete the oldest.
-
-        Raises:
-          CheckpointError: it cannot be written; all that was there is there still.
-        """
+        """Write a checkpoint unless there is a usable one of this step, and delete the oldest. Raises as `write`."""
         path = self._folder / str(step)
         if path.exists() and step not in self._usable:
             try:
@@ -202,7 +192,7 @@ class Checkpoints:
         """The newest checkpoint that can be used, as (step, state, facts); `like` as of `CheckpointFiles.read`.
 
         Raises:
-          CheckpointError: there is none, or it is one of another model. Nothing is moved then.
+          CheckpointError: there is none, or it is of another model. Nothing is moved then.
         """
         found, unusable = self._newest(like)
         if found is None:
@@ -212,11 +202,7 @@ class Checkpoints:
         return found
 
     def restore_or_begin(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """As `restore_latest`; None, with all set aside that cannot be used, for a fresh start.
-
-        Raises:
-          CheckpointError: the newest that could be used is one of another model.
-        """
+        """As `restore_latest`, or None for a fresh start, with all set aside that cannot be used."""
         found, unusable = self._newest(like)
         self._set_aside(unusable, "there is no other" if found is None else f"checkpoint {found[0]} is taken")
         return found
@@ -290,11 +276,7 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def read_arrays(folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
-    """The number of the newest checkpoint in a folder that can be read, and some of its arrays. Writes nothing.
-
-    Raises:
-      CheckpointError: there is none.
-    """
+    """The number of the newest checkpoint in a folder that can be read, and some of its arrays. Writes nothing."""
     files = CheckpointFiles()
     why: list[str] = []
     try:

@@ -87,7 +87,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise OSError if so many bytes do not fit into a folder: a full disk or quota, or a bound on the size of files."""
+    """Raise OSError if so many bytes do not fit into a folder, or files may not be so large."""
     if not hasattr(os, "posix_fallocate"):
         return
     trial = folder / ".room"

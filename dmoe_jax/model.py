@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
     Attributes:
       loss: scalar on the tape that is differentiated, auxiliary losses included.
-      state: state of the trainer that its next batch begins with, such as a memory of the text; () for nothing.
+      state: state that the trainer's next batch begins with, such as a memory of the text; () for nothing.
       reported: scalar that logs and evaluations show; None: the loss.
       items: samples or tokens that the loss is a mean of, for throughput, weights and evaluations.
       metrics: further scalars on the tape by name, means over the items too, such as an accuracy.
@@ -51,19 +51,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Figures of an evaluation.
-
-    Attributes:
-      loss: mean of the reported loss over all samples or tokens.
-      items: number of samples or tokens.
-      metrics: further figures by name, such as an accuracy.
-      targets: [tokens], the words that were predicted, for baselines over the same words; language models only.
-    """
+    """Figures of an evaluation."""
 
     loss: float
+    """Mean of the reported loss over all samples or tokens."""
     items: int
+    """Number of samples or tokens."""
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Further figures by name, such as an accuracy."""
     targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    """[tokens], the words that were predicted, for baselines over the same words; language models only."""
 
     @property
     def perplexity(self) -> float:
@@ -94,7 +91,6 @@ class Model(abc.ABC):
           run: the recording of this step; `run(function, *args)` is a jitted segment, of a function that is the same
             object in every step.
           params: as `init` made them, each array on the tape.
-          batch: one of the trainer's batches, or of an evaluation's.
           state: state that the batch before returned; `initial_state` at first.
           keys: chance of this step, from `keys`; None in evaluation, when nothing may be random.
 
@@ -116,14 +112,9 @@ class Model(abc.ABC):
     async def evaluate(
         self, params: PyTree, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
-        """The mean loss and metrics over some batches, nothing random, no expert trained.
+        """The mean loss and metrics over batches in order, nothing random, no expert trained.
 
-        Args:
-          batches: in order; the state is carried from one to the next.
-          on_batch: called after each of them, to show progress.
-
-        Raises:
-          NetError: the swarm cannot carry it. ValueError: there is no batch.
+        `on_batch` is called after each. Raises NetError if the swarm cannot carry it, ValueError without a batch.
         """
         total, items, state = 0.0, 0, None
         metrics: dict[str, float] = {}

@@ -30,16 +30,12 @@ from net.rpc.base import Caller
 
 
 class SharedTrunk:
-    """Trunk parameters and optimiser state that the trainers of one process share.
+    """Trunk parameters, initially copies of `params`, and optimiser state that the trainers of one process share.
 
     Args:
-      params: initial trunk parameters, which are copied.
       optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer, and inside a
         `moshpit_average` of gradients the averagings.
       device: runs the updates, and what trainers wait for.
-
-    Raises:
-      ValueError: a parameter is no number.
     """
 
     def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
@@ -67,7 +63,6 @@ class SharedTrunk:
             return self.step, await self.device.run(host_copy, self.state)
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a checkpoint beside the state: none."""
         return {}
 
     def restore(self, step: int, state: dict[str, PyTree], facts: Mapping[str, Any] | None = None) -> None:

@@ -122,9 +122,8 @@ class Collaborative:
     def gather(self, state: CollaborativeState, grads: PyTree, samples: ArrayLike, **extra: Any) -> CollaborativeState:
         """Take in a micro-batch; one whose gradients, times its samples, are not finite in float32 is left out.
 
-        Args:
-          grads: mean over its samples of the gradient of the loss, times `state.scale` if there is one.
-          extra: further arguments of the optimiser's `update`, for what steps at each micro-batch.
+        `grads` are the mean over its samples of the gradient of the loss, times `state.scale` if there is one; `extra`
+        further arguments of an optimiser that steps at each micro-batch.
         """
         amount = jnp.asarray(samples, jnp.float32)
         factor = 1.0 if state.scale is None else 1 / state.scale
@@ -199,16 +198,12 @@ def collaborative(
     """An optimiser whose steps are made by many peers together.
 
     Args:
-      optimizer: any Optax optimiser.
       shared: the thing that is added up. "gradients": those of all micro-batches. With the other two a peer steps by
         itself at each micro-batch, and the state of `optimizer` stays with it. "parameters" are averaged by samples.
         "pseudo_gradients" (DiLoCo: Douillard et al. 2023, algorithm 1): the way that parameters came since the last
         step is averaged, and taken by an outer optimiser as a gradient.
       outer: for "pseudo_gradients" only; default: SGD with Nesterov momentum, DiLoCo's.
       loss_scale: for gradients of few bits; None: losses are as they are.
-
-    Raises:
-      ValueError: an unknown `shared`, or an outer optimiser for something else.
     """
     if shared not in get_args(Shared):
         raise ValueError(f"what is shared is one of {', '.join(get_args(Shared))}, got {shared!r}")

@@ -44,17 +44,14 @@ class ErrorFeedback:
 
 
 class Compressed(NamedTuple):
-    """A tree after compression.
-
-    Attributes:
-      parts: the values that are sent, as `net.wire.sparse.SparseVector` has them.
-      tree: the same as arrays of the tree's shapes, float32, as receivers decode them.
-      residual: the rest, which is kept, of the same shapes, float32.
-    """
+    """A tree after compression."""
 
     parts: tuple[SparseBlocks, ...]
+    """The values that are sent, as `net.wire.sparse.SparseVector` has them."""
     tree: PyTree
+    """The same as arrays of the tree's shapes, float32, as receivers decode them."""
     residual: PyTree
+    """The rest, which is kept, of the same shapes, float32."""
 
 
 def zero_residual(params: PyTree) -> PyTree:
@@ -70,10 +67,7 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
 
     Args:
       tree: floating-point arrays.
-      residual: as `zero_residual` or the last round left it.
-
-    Raises:
-      ValueError: the residual has another structure than the tree.
+      residual: as `zero_residual` or the last round left it, of the tree's structure.
     """
     leaves: list[Array]
     structure: Any
@@ -85,7 +79,11 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
         for leaf, left in zip(leaves, jax.tree.leaves(residual), strict=True)
     ]
     groups = [(place, group) for place, total in enumerate(totals) for group in feedback.coding.blocks(total.size)]
-    parts, dense = _compress_groups([_rows(totals[place], group) for place, group in groups], groups, feedback.coding)
+    blocks = [
+        totals[place][group.start : group.start + group.num_blocks * group.length].reshape(-1, group.length)
+        for place, group in groups
+    ]
+    parts, dense = _compress_groups(blocks, [group for _, group in groups], feedback.coding)
     sent, kept = [], []
     for place, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
         own = [rows.reshape(-1) for (of, _), rows in zip(groups, dense, strict=True) if of == place]
@@ -95,27 +93,22 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
     return Compressed(tuple(parts), jax.tree.unflatten(structure, sent), jax.tree.unflatten(structure, kept))
 
 
-def _rows(total: Array, group: BlockGroup) -> Array:
-    """[num_blocks, length]: the blocks of a group in a flat array."""
-    rows = total[group.start : group.start + group.num_blocks * group.length]
-    return rows.reshape(group.num_blocks, group.length)
-
-
 def _compress_groups(
-    rows: Sequence[Array], groups: Sequence[tuple[int, BlockGroup]], coding: SparseCoding
+    rows: Sequence[Array], groups: Sequence[BlockGroup], coding: SparseCoding
 ) -> tuple[list[SparseBlocks], list[Array]]:
     """The values of each group that are sent, sparse and dense."""
     # Blocks of one shape go through together, from whichever array: a model has few shapes, and many arrays of each.
     alike: dict[tuple[int, int], list[int]] = {}
-    for number, (_, group) in enumerate(groups):
+    for number, group in enumerate(groups):
         alike.setdefault((group.length, group.kept), []).append(number)
     parts: dict[int, SparseBlocks] = {}
     dense: dict[int, Array] = {}
     for (_, kept), numbers in alike.items():
         together = jnp.concatenate([rows[number] for number in numbers])
         blocks = _largest_of_blocks(together, kept, coding)
-        values = _dense(blocks, together)
-        ends = np.cumsum([groups[number][1].num_blocks for number in numbers])[:-1].tolist()
+        values = blocks.levels.astype(jnp.float32) * blocks.scales[:, jnp.newaxis]
+        values = jnp.put_along_axis(jnp.zeros_like(together), blocks.indices, values, axis=1, inplace=False)
+        ends = np.cumsum([groups[number].num_blocks for number in numbers])[:-1].tolist()
         split = [jnp.split(each, ends) for each in (*blocks, values)]
         for number, *part, whole in zip(numbers, *split, strict=True):
             parts[number], dense[number] = SparseBlocks(*part), whole
@@ -145,11 +138,9 @@ def _largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: S
 
 
 def sparse_vector(parts: Sequence[SparseBlocks], like: PyTree, coding: SparseCoding) -> SparseVector:
-    """The parts of a compressed tree as a vector on the host, ready for `net.wire.sparse.encode_sparse`.
+    """The parts of a tree that was compressed with this coding, as a vector on the host for `net.wire.sparse`.
 
-    Args:
-      like: a tree of the same shapes, for instance the parameters.
-      coding: the one it was compressed with.
+    `like` is a tree of the same shapes, for instance the parameters.
     """
     sizes = tuple(int(np.prod(np.shape(leaf), dtype=np.int64)) for leaf in jax.tree.leaves(like))
     on_host = tuple(SparseBlocks(*(np.asarray(each) for each in part)) for part in parts)
@@ -160,9 +151,3 @@ def _nearest(magnitudes: Array, scales: Array, least: int, most: int) -> Array:
     """The levels nearest to the magnitudes, as float32."""
     safe = jnp.where(scales > 0, scales, 1)[:, jnp.newaxis]
     return jnp.clip(jnp.round(magnitudes / safe), least, most)
-
-
-def _dense(part: SparseBlocks, like: Array) -> Array:
-    """[blocks, length] as `like`: the values at their places."""
-    values = part.levels.astype(jnp.float32) * part.scales[:, jnp.newaxis]
-    return jnp.put_along_axis(jnp.zeros_like(like), part.indices, values, axis=1, inplace=False)

@@ -14,7 +14,6 @@ next update goes over to them.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -26,17 +25,9 @@ from dmoe_jax.optim.compression import ErrorFeedback
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
-Update = Callable[..., tuple[PyTree, Any]]
-"""(updates, state, params, **extra) -> (updates, state)."""
-
 
 class Taken(NamedTuple):
-    """Parameters that were taken from another peer.
-
-    Attributes:
-      params: the other's.
-      waits: True if they wait for the next update.
-    """
+    """Parameters of another peer to go over to; `waits` is True until an update has done so."""
 
     params: PyTree
     waits: Bool[Array, ""]
@@ -72,10 +63,9 @@ class Sent(NamedTuple):
 
 
 class HostState(ABC):
-    """State of an optimiser that leaves averaging to the host.
+    """State of an optimiser that leaves averaging to the host. Named tuples, which cannot inherit, are registered.
 
-    It offers *fragments* of the model, each averaged by itself; most have one, number 0. Named tuples cannot inherit
-    from it: they are registered.
+    It offers *fragments* of the model, each averaged by itself; most have one, number 0.
     """
 
     kind: str
@@ -89,7 +79,7 @@ class HostState(ABC):
     arrived: Bool[Array, "..."] | None
     """True where an average waits for the next update; None if the optimiser was made with `average`."""
     taken: Taken | None
-    """Parameters of another peer to go over to; None: there are none."""
+    """None unless the optimiser is to go over to another peer's parameters."""
 
     @abstractmethod
     def offer(self, params: PyTree, fragment: int) -> Sent:
@@ -108,11 +98,7 @@ class HostState(ABC):
 
 
 def host_state(opt_state: PyTree) -> HostState:
-    """The one state that averages in the state of what is composed around it.
-
-    Raises:
-      ValueError: there is none that averages, or more than one.
-    """
+    """The one state that averages in the state of what is composed around it."""
     found = [each for each in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(each)]
     if len(found) != 1:
         raise ValueError(
@@ -124,11 +110,7 @@ def host_state(opt_state: PyTree) -> HostState:
 
 
 def awaiting_host(opt_state: PyTree) -> HostState:
-    """`host_state` of an optimiser for which the host averages.
-
-    Raises:
-      ValueError: it averages by itself, or as of `host_state`.
-    """
+    """`host_state`, if the host averages for its optimiser."""
     state = host_state(opt_state)
     if state.arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
@@ -151,7 +133,7 @@ def what_to_send(opt_state: PyTree, params: PyTree, *, fragment: int = 0) -> Sen
     """This peer's offer now; copies, so that later steps may donate their arguments.
 
     Raises:
-      ValueError: an average that arrived was not applied yet: it would count twice. Or as of `awaiting_host`.
+      ValueError: an average that arrived was not applied yet, and would count twice; or the optimiser averages itself.
     """
     state = awaiting_host(opt_state)
     assert state.arrived is not None
@@ -168,7 +150,7 @@ def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None, *, frag
       averaged: the average, arrays of any floating type; None: there is none. One that is not finite is lost, too.
 
     Raises:
-      ValueError: it has another structure or other shapes than what was sent, or as of `awaiting_host`.
+      ValueError: it has another structure or other shapes than what was sent, or the optimiser averages itself.
     """
     awaiting_host(opt_state)
     if averaged is not None:
@@ -191,10 +173,7 @@ def apply_average(
 
 
 def without_gathered(tree: PyTree) -> PyTree:
-    """A tree in which no averaging optimiser has anything to offer yet; all else stays.
-
-    A peer that takes over another's state needs it: what the other has gathered, the other will send.
-    """
+    """Another peer's state without its own offers: what the other has gathered, the other will send."""
     return _map_states(lambda state: state.emptied(), tree)
 
 
@@ -240,14 +219,17 @@ def _map_states(function: Callable[[HostState], HostState], tree: PyTree) -> PyT
     return jax.tree.map(lambda each: function(each) if _is_state(each) else each, tree, is_leaf=_is_state)
 
 
-def goes_over(update: Update) -> Update:
-    """An update that leads to the parameters in `state.taken`, if they wait there, and changes nothing else then.
+def averaging_optimizer(
+    name: str, init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]]
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation of these functions. Where parameters wait in `state.taken`, its update goes over to them.
 
-    Its gradient is of the parameters before, and is dropped. Where `taken` is None it costs nothing.
+    The gradient, of the parameters before, is dropped then, and all else stays.
     """
 
-    @wraps(update)
     def updated(grads: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError(f"{name} wants the parameters: update(grads, state, params)")
         if state.taken is None:
             return update(grads, state, params, **extra)
         taken, before = state.taken, state._replace(taken=None)
@@ -257,7 +239,7 @@ def goes_over(update: Update) -> Update:
         after = optax.tree.where(taken.waits, before, after)
         return updates, after._replace(taken=taken._replace(waits=jnp.zeros_like(taken.waits)))
 
-    return updated
+    return optax.GradientTransformationExtraArgs(init, updated)
 
 
 def _is_masked(leaf: Any) -> bool:
@@ -266,5 +248,5 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def _way(own: Any, like: Any, new: Any) -> Any:
-    """From a peer's own array to another's, as an update; what is masked out stays its own."""
+    """The update from a peer's own array to another's; what is masked out stays its own."""
     return own if _is_masked(own) else (new - own).astype(like.dtype)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress, zero_residual
-from dmoe_jax.optim.host_state import HostState, Sent, Taken, check_like, goes_over, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, check_like, masked_like
 from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
@@ -111,7 +111,6 @@ class MoshpitState(NamedTuple):
         return self._replace(steps=steps, samples=samples, due=due, accumulated=accumulated, residual=residual)
 
     def counted(self, grads: PyTree, samples: ArrayLike | None, every: int) -> "MoshpitState":
-        """The state after one more gradient."""
         steps = self.steps + 1
         state = self._replace(steps=steps, due=steps >= every)
         if samples is not None:
@@ -148,7 +147,7 @@ class MoshpitState(NamedTuple):
         return incoming, is_there, state
 
     def _without(self, sent: Sent, is_good: Bool[Array, ""]) -> "MoshpitState":
-        """The state without what was sent: what came after it is for the next averaging."""
+        """The state without what was sent; the rest is for the next averaging."""
         steps = self.steps - sent.steps
         samples = None if self.samples is None or sent.samples is None else self.samples - sent.samples
         if self.accumulated is None:
@@ -213,7 +212,6 @@ def moshpit_average(
     Args:
       inner: any optimiser; arguments of `update` that are not for this transformation go to it.
       every: updates between two averagings (tau in the paper).
-      what: see above.
       outer: for pseudo-gradients only; default: SGD with Nesterov momentum, DiLoCo's.
       weighted: True if a peer counts by its samples: `update` then wants `samples=`, the number that the gradient is a
         mean of. Gradients of a peer count likewise among each other. Parameters and pseudo-gradients count by all
@@ -225,9 +223,6 @@ def moshpit_average(
       compress: sends the largest values only, of gradients and pseudo-gradients, and keeps the rest back; see
         `dmoe_jax.optim.compression`. An outer optimiser beside it should have no momentum: `optax.sgd(1.0)`,
         SparseLoCo's.
-
-    Raises:
-      ValueError: every is below 1, an unknown `what`, an outer optimiser for something else, or compressed parameters.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -240,7 +235,7 @@ def moshpit_average(
     if outer is None and what == "pseudo_gradients":
         outer = diloco_outer()
     moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average, compress)
-    return optax.GradientTransformationExtraArgs(moshpit.init, goes_over(moshpit.update))
+    return averaging_optimizer("moshpit_average", moshpit.init, moshpit.update)
 
 
 def diloco_outer() -> optax.GradientTransformation:
@@ -250,7 +245,7 @@ def diloco_outer() -> optax.GradientTransformation:
 
 @dataclass(frozen=True, slots=True)
 class _Moshpit:
-    """Arguments of `moshpit_average`, the outer optimiser filled in, and what they make of an update."""
+    """Arguments of `moshpit_average`, the outer optimiser filled in, and its `init` and `update`."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation | None
@@ -283,14 +278,12 @@ class _Moshpit:
         self,
         updates: PyTree,
         state: MoshpitState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
         samples: ArrayLike | None = None,
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, MoshpitState]:
-        if params is None:
-            raise ValueError("moshpit_average wants the parameters: update(grads, state, params)")
         if self.weighted and samples is None and not without_gradient:
             raise ValueError("a weighted average wants the number of samples: update(grads, state, params, samples=n)")
         grads = updates
@@ -333,11 +326,9 @@ class _Moshpit:
         updates: PyTree,
         state: MoshpitState,
     ) -> tuple[PyTree, MoshpitState]:
-        """The update with what the host brought, if there is any.
-
-        XLA copies whatever goes through a branch, at each update: only what an average changes does, and nothing where
-        the average is merely added. Adam's state alone is twice the model.
-        """
+        """The update with what the host brought, if there is any."""
+        # XLA copies whatever goes through a branch, at each update: only what an average changes does, and nothing
+        # where the average is merely added. Adam's state alone is twice the model.
         assert state.arrived is not None
         if self.what == "parameters":
             added, _ = apply(state.incoming, updates, state)
@@ -359,7 +350,7 @@ class _Moshpit:
 def _outer_step(
     outer: optax.GradientTransformation, incoming: tuple[PyTree, PyTree], state: MoshpitState
 ) -> tuple[PyTree, MoshpitState]:
-    """(what parameters change by, the state with the anchor moved) once the averaged pseudo-gradient is there."""
+    """The change of the parameters, and the state with the anchor moved, by an averaged pseudo-gradient."""
     averaged, sent = incoming
     updates, outer_state = outer.update(typed_like(averaged, state.anchor), state.outer, state.anchor)
     anchor = optax.apply_updates(state.anchor, updates)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
-from dmoe_jax.optim.host_state import HostState, Sent, Taken, goes_over, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
 from dmoe_jax.types import PyTree
 
@@ -95,9 +95,8 @@ def noloco(
         phi   <- phi + delta
         theta <- phi
 
-    Without gradients the second moments (E phi^2, E phi delta, E delta^2) about the swarm's mean are multiplied by a
-    matrix each time, whose spectral radius says how fast peers draw together. In pairs that are drawn anew each time it
-    is below 1 for 0 < gamma < 2 (1 - alpha^2), and 0.70 with the defaults. (The matrix is in the tests.)
+    Without gradients, in pairs that are drawn anew each time, peers draw together for 0 < gamma < 2 (1 - alpha^2): with
+    the defaults their second moments about the swarm's mean shrink to 0.70 each time. (The matrix is in the tests.)
 
     An outcome that is not finite, or never comes, leaves the parameters where the inner steps brought them. If the host
     averages, training goes on meanwhile: theta then keeps what it has learnt since.
@@ -109,9 +108,6 @@ def noloco(
         trees at once, theta - phi and phi. The paper's: pairs drawn anew each time. None: the host averages between
         updates, as of `moshpit_average`; in groups of two with `TreeAveragerConfig(side=2, dims=...)`.
       momentum, rate, pull: alpha, beta and gamma; the last two may be traced.
-
-    Raises:
-      ValueError: `every` is below 1, or the momentum is not from 0 to 1.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -158,13 +154,11 @@ def noloco(
     def update(
         updates: PyTree,
         state: NoLoCoState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, NoLoCoState]:
-        if params is None:
-            raise ValueError("noloco wants the parameters: update(grads, state, params)")
         if not without_gradient:
             updates, inner_state = inner.update(updates, state.inner, params, **extra)
             state = state._replace(inner=inner_state, steps=state.steps + 1)
@@ -180,4 +174,4 @@ def noloco(
         change = jax.tree.map(lambda new, own: (new - own).astype(own.dtype), moved, params)
         return change, state
 
-    return optax.GradientTransformationExtraArgs(init, goes_over(update))
+    return averaging_optimizer("noloco", init, update)

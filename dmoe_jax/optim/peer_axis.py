@@ -50,9 +50,6 @@ def moshpit_round(
 
     Returns: the tree, of the same shapes and types. Means are taken in float32 at least. The values of an absent or
       weightless peer, even if they are no numbers, have no influence on the others.
-
-    Raises:
-      ValueError: shapes do not agree, a leaf is not of floating numbers, or the failure rule is unknown.
     """
     return group_mean(
         tree,
@@ -91,9 +88,6 @@ def moshpit_rounds(
       num_rounds: number of rounds, static.
       first_round: number of the first, so that averaging goes on where it ended; may be traced.
       alive: bool [num_rounds, peers]; None: all are there in all rounds.
-
-    Raises:
-      ValueError: as `moshpit_round`, or `alive` is not of that many rounds.
     """
     if alive is not None and (jnp.ndim(alive) != 2 or jnp.shape(alive)[0] != num_rounds):
         raise ValueError(f"alive must have a row for each of {num_rounds} rounds, got the shape {jnp.shape(alive)}")
@@ -126,9 +120,7 @@ def group_mean(
 ) -> PyTree:
     """`moshpit_round` for groups of any make: the mean of each group, to each of its peers that takes part.
 
-    Args:
-      groups: int [peers], each peer's group, 0 to num_groups - 1.
-      num_groups: number of groups, static; some may be empty.
+    `groups`, int [peers], has each peer's group, 0 to `num_groups` - 1, static; groups may be empty.
     """
     if failure_rule not in get_args(FailureRule):
         raise ValueError(f"failure_rule is one of {', '.join(get_args(FailureRule))}, got {failure_rule!r}")
@@ -160,22 +152,14 @@ def group_mean(
 
 
 def random_cells(key: PRNGKeyArray, grid: MoshpitGrid, num_peers: int) -> Int[Array, " peers"]:
-    """A cell of its own for each peer, at random: in a grid with holes these should fall on all groups alike.
-
-    Raises:
-      ValueError: there are more peers than cells.
-    """
+    """A cell of its own for each peer, at random: in a grid with holes these should fall on all groups alike."""
     if not 0 <= num_peers <= grid.num_cells:
         raise ValueError(f"a grid of {grid.side}^{grid.dims} cells seats up to {grid.num_cells} peers, not {num_peers}")
     return jax.random.choice(key, grid.num_cells, (num_peers,), replace=False)
 
 
 def distortion(tree: PyTree) -> Array:
-    """Distance of peers: (1/N) sum_i |x_i - mean|^2 over all leaves [peers, ...]. Of scalars, their variance.
-
-    Raises:
-      ValueError: leaves have different numbers of peers or none.
-    """
+    """Distance of peers: (1/N) sum_i |x_i - mean|^2 over all leaves [peers, ...]. Of scalars, their variance."""
     num_peers = count_peers(tree)
 
     def of_leaf(leaf: Array) -> Array:
@@ -186,11 +170,7 @@ def distortion(tree: PyTree) -> Array:
 
 
 def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:
-    """The number of peers, once all leaves and the arrays [peers] agree on it.
-
-    Raises:
-      ValueError: naming the leaf or argument that does not.
-    """
+    """The number of peers. A ValueError names a leaf, or an array [peers], that does not agree on it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError("expected a tree with at least one array")

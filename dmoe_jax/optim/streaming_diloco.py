@@ -5,7 +5,6 @@ The bytes are those of DiLoCo, but nobody waits for them: with P fragments the p
 overlap of tau steps an average may take as long as these.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
-from dmoe_jax.optim.host_state import HostState, Sent, Taken, goes_over, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
 from dmoe_jax.types import PyTree
 
@@ -123,9 +122,6 @@ def streaming_diloco(
         put into the state after one update, and used by the next.
       mixing: alpha, the share of their own parameters that peers keep then. The paper uses 0.5.
       outer: default: SGD with Nesterov momentum, rate 0.4 and 0.9.
-
-    Raises:
-      ValueError: one of the numbers is out of its range.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -140,12 +136,12 @@ def streaming_diloco(
     streaming = _Streaming(
         optax.with_extra_args_support(inner), outer, average, every, fragments, overlap, float(mixing)
     )
-    return optax.GradientTransformationExtraArgs(streaming.init, goes_over(streaming.update))
+    return averaging_optimizer("streaming_diloco", streaming.init, streaming.update)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Streaming:
-    """Arguments of `streaming_diloco`, and what they make of an update."""
+    """Arguments of `streaming_diloco`, and its `init` and `update`."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
@@ -164,7 +160,7 @@ class _Streaming:
             rounds=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(jnp.array, params),
             under_way=tuple({str(place): jnp.zeros_like(wide(leaves[place])) for place in each} for each in members),
-            outer=tuple(self.outer.init(_pick(leaves, each)) for each in members),
+            outer=tuple(self.outer.init([leaves[place] for place in each]) for each in members),
         )
         if self.average is not None:
             return state
@@ -191,13 +187,11 @@ class _Streaming:
         self,
         updates: PyTree,
         state: StreamingDiLoCoState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, StreamingDiLoCoState]:
-        if params is None:
-            raise ValueError("streaming_diloco wants the parameters: update(grads, state, params)")
         if not without_gradient:
             updates, inner = self.inner.update(updates, state.inner, params, **extra)
             state = state._replace(inner=inner, steps=state.steps + 1)
@@ -262,7 +256,7 @@ class _Streaming:
         places = state.members[number]
         flying = [state.under_way[number][str(place)] for place in places]
         anchor, structure = jax.tree.flatten(state.anchor)
-        operands = flying, _pick(moved, places), _pick(anchor, places), state.outer[number]
+        operands = flying, [moved[place] for place in places], [anchor[place] for place in places], state.outer[number]
         mine, fixed, outer = jax.lax.cond(arrives_now, self._outer_step, lambda _, *kept: kept, *operands)
         moved = list(moved)
         for place, own, new in zip(places, mine, fixed, strict=True):
@@ -282,7 +276,3 @@ class _Streaming:
 
 def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
     return (*items[:place], item, *items[place + 1 :])
-
-
-def _pick(leaves: Sequence[Array], places: Sequence[int]) -> list[Array]:
-    return [leaves[place] for place in places]

@@ -11,11 +11,7 @@ from net.types import Array
 
 
 class TreeLayout:
-    """Place of each array of a tree in the vector.
-
-    Raises:
-      ValueError: it has no array, or one that is not of floating-point numbers; the message names it.
-    """
+    """Place of each array of a tree in the vector. A tree of other than floating-point arrays is refused."""
 
     def __init__(self, tree: PyTree) -> None:
         named, structure = jax.tree_util.tree_flatten_with_path(tree)
