@@ -101,7 +101,7 @@ class _Remote:
 
 
 class Recording:
-    """The tape of one step, and the `run` that user code calls. For evaluation, without `differentiate`, it is empty."""
+    """The tape of one step, and the `run` that user code calls. Not to `differentiate` is for evaluation."""
 
     def __init__(self, *, differentiate: bool = True) -> None:
         self._notes: list[_Segment | _Remote] | None = [] if differentiate else None

@@ -80,19 +80,19 @@ class BalanceLog:
         self._before = totals
         self._last: list[Balance] = []
 
-    def log_load(self, totals: Totals, **place: object) -> None:
-        """The load of all experts since the run began, and who serves them; nothing for a dense model."""
+    def log_load(self, totals: Totals) -> None:
+        """Write the load of all experts since the run began, and their nodes; nothing for a dense model."""
         if self._layers:
-            self._write("experts", **place, load=totals.load, peer=totals.peers)
+            self._write("experts", load=totals.load, peer=totals.peers)
 
-    def log(self, totals: Totals, **place: object) -> None:
-        """The load, and the balance of each layer; nothing if no sample was sent since the last time."""
+    def log(self, totals: Totals) -> None:
+        """Write the load, and the balance of each layer; nothing if no sample was sent since the last time."""
         if totals.load == self._before.load:
             return
-        self.log_load(totals, **place)
+        self.log_load(totals)
         self._last = [balance(uids, totals, self._before) for uids in self._layers.values()]
         for layer, found in zip(self._layers, self._last, strict=True):
-            self._write("balance", **place, layer=layer, **asdict(found))
+            self._write("balance", layer=layer, **asdict(found))
         self._before = totals
 
     def headline(self, totals: Totals, state: PyTree) -> dict[str, Any]:
