@@ -17,14 +17,9 @@ from dmoe_jax.types import PyTree
 from net.wire.tensors import DTYPES
 
 
-def own_copy(leaf: Any) -> Any:
-    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
-    return jnp.array(leaf, dtype=jnp.result_type(leaf))
-
-
 def copied(tree: PyTree) -> PyTree:
-    """`own_copy` of each array; may be traced."""
-    return jax.tree.map(own_copy, tree)
+    """Copies of all arrays, strongly typed: weak types would be compiled for once more after one update."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf)), tree)
 
 
 def as_params(tree: PyTree) -> PyTree:
@@ -32,7 +27,7 @@ def as_params(tree: PyTree) -> PyTree:
 
     def own(path: Any, leaf: Any) -> Any:
         try:
-            return own_copy(leaf)
+            return copied(leaf)
         except TypeError as error:
             name = jax.tree_util.keystr(path)
             raise ValueError(f"parameters are arrays of numbers, {name} is {leaf!r:.80}") from error

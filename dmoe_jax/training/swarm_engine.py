@@ -40,7 +40,7 @@ class SwarmEngine:
         self._evaluation = evaluation
         self.layers = layers
         self._figures = figures
-        self._items = self._staleness = self._steps_lost = 0
+        self._counted = {"items": 0, "staleness": 0, "steps_lost": 0}
         self.last_loss: float | None = None
         """Loss of the last step."""
 
@@ -54,13 +54,13 @@ class SwarmEngine:
 
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         def count_step(record: StepRecord) -> None:
-            self._items += record.items
-            self._staleness += record.staleness
+            self._counted["items"] += record.items
+            self._counted["staleness"] += record.staleness
             self.last_loss = record.loss
             on_step(record)
 
         def count_lost(trainer: int, error: Exception) -> None:
-            self._steps_lost += 1
+            self._counted["steps_lost"] += 1
             on_lost(trainer, error)
 
         await self._trainers.run(num_steps, count_step, count_lost)
@@ -85,9 +85,7 @@ class SwarmEngine:
     def facts(self) -> dict[str, Any]:
         return {
             "positions": [trainer.position for trainer in self._trainers.trainers],
-            "items": self._items,
-            "staleness": self._staleness,
-            "steps_lost": self._steps_lost,
+            **self._counted,
             "statistics": saved_statistics(self._statistics),
             **self._trainers.facts(),
         }
@@ -99,14 +97,11 @@ class SwarmEngine:
         if len(positions) == len(trainers):
             for trainer, position in zip(trainers, positions, strict=True):
                 trainer.seek(position)
-        self._items, self._staleness, self._steps_lost = (facts[name] for name in ("items", "staleness", "steps_lost"))
+        self._counted = {name: facts[name] for name in self._counted}
         load_statistics(self._statistics, facts["statistics"])
 
     def totals(self) -> Totals:
-        counted = Totals(
-            items=self._items, staleness=self._staleness, steps_lost=self._steps_lost, figures=self._figures()
-        )
-        return call_totals(self._statistics, counted)
+        return call_totals(self._statistics, Totals(**self._counted, figures=self._figures()))
 
 
 def call_totals(statistics: CallStatistics, totals: Totals) -> Totals:
