@@ -75,10 +75,12 @@ class StreamingDiLoCoState(NamedTuple):
         state = self._replace(due=self.due.at[fragment].set(False), rounds=self.rounds + 1)
         if averaged is None:
             return state
-        arrays = [jnp.array(wide(jnp.asarray(leaf))) for leaf in averaged]
-        flying = dict(zip(map(str, self.members[fragment]), arrays, strict=True))
+        places, under_way = map(str, self.members[fragment]), list(self.under_way)
+        under_way[fragment] = {
+            at: jnp.array(wide(jnp.asarray(leaf))) for at, leaf in zip(places, averaged, strict=True)
+        }
         return state._replace(
-            under_way=_with(self.under_way, fragment, flying),
+            under_way=tuple(under_way),
             left=self.left.at[fragment].set(sent.steps),
             arrived=self.arrived.at[fragment].set(all_finite((averaged, sent.tree))),
         )
@@ -197,72 +199,58 @@ class _Streaming:
             state = state._replace(inner=inner, steps=state.steps + 1)
         before, structure = jax.tree.flatten(params)
         moved = [wide(own) + change for own, change in zip(before, jax.tree.leaves(updates), strict=True)]
-        for number in range(len(state.under_way)):
-            if self.average is not None:
-                state, arrives_now = self._averaged(number, moved, state)
-            else:
-                state, arrives_now = self._awaited(number, state, is_step=not without_gradient)
-            moved, state = self._arrive(number, moved, state, arrives_now)
+        offsets = jnp.arange(len(state.members)) * self.every // len(state.members)
+        # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
+        leave_now = (state.steps - offsets) % self.every == 0
+        if self.average is not None:
+            state = self._averaged(moved, state, leave_now)
+            left = state.steps - self.overlap - offsets
+            has_left = left >= jnp.where(offsets == 0, self.every, 0)
+            is_good = jnp.stack([all_finite(each) for each in state.under_way])
+            arrive_now = (left % self.every == 0) & has_left & is_good
+        else:
+            assert state.due is not None
+            assert state.left is not None
+            assert state.arrived is not None
+            arrive_now = state.arrived & (state.steps - state.left >= self.overlap)
+            due = state.due | (leave_now & (not without_gradient))
+            state = state._replace(due=due, arrived=state.arrived & ~arrive_now)
+        moved, state = self._arrive(moved, state, arrive_now)
         change = [(new - own).astype(own.dtype) for new, own in zip(moved, before, strict=True)]
         return jax.tree.unflatten(structure, change), state
 
-    def _offset(self, number: int, state: StreamingDiLoCoState) -> int:
-        return number * self.every // len(state.under_way)
-
-    def _leaves_now(self, number: int, state: StreamingDiLoCoState) -> Array:
-        # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
-        return (state.steps - self._offset(number, state)) % self.every == 0
-
-    def _averaged(
-        self, number: int, moved: list[Array], state: StreamingDiLoCoState
-    ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state after a fragment's averaging, if it leaves now, and True if its average is to be used now."""
-        offset, places = self._offset(number, state), state.members[number]
-        anchor = jax.tree.leaves(state.anchor)
-        leaves_now = self._leaves_now(number, state)
-        has_left = state.steps - self.overlap >= (offset or self.every)
-        arrives_now = ((state.steps - offset - self.overlap) % self.every == 0) & has_left
+    def _averaged(self, moved: list[Array], state: StreamingDiLoCoState, leave_now: Array) -> StreamingDiLoCoState:
+        """The state after the averaging of the fragments that leave now."""
 
         def average(ways: list[Array], _: list[Array], rounds: Array) -> list[Array]:
             assert self.average is not None
             return [wide(leaf) for leaf in self.average(ways, rounds)]
 
-        kept = [state.under_way[number][str(place)] for place in places]
-        ways = [wide(anchor[place]) - moved[place] for place in places]
-        arrays = jax.lax.cond(leaves_now, average, lambda _, kept, __: kept, ways, kept, state.rounds)
-        flying = dict(zip(map(str, places), arrays, strict=True))
-        state = state._replace(under_way=_with(state.under_way, number, flying), rounds=state.rounds + leaves_now)
-        return state, arrives_now & all_finite(arrays)
-
-    def _awaited(
-        self, number: int, state: StreamingDiLoCoState, *, is_step: bool
-    ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state that tells the host if a fragment is due, and True if what it brought is to be used now."""
-        assert state.due is not None
-        assert state.left is not None
-        assert state.arrived is not None
-        arrives_now = state.arrived[number] & (state.steps - state.left[number] >= self.overlap)
-        is_due = state.due[number] | (self._leaves_now(number, state) & is_step)
-        state = state._replace(
-            due=state.due.at[number].set(is_due),
-            arrived=state.arrived.at[number].set(state.arrived[number] & ~arrives_now),
-        )
-        return state, arrives_now
+        anchor, under_way, rounds = jax.tree.leaves(state.anchor), [], state.rounds
+        for number, places in enumerate(state.members):
+            kept = [state.under_way[number][str(place)] for place in places]
+            ways = [wide(anchor[place]) - moved[place] for place in places]
+            arrays = jax.lax.cond(leave_now[number], average, lambda _, kept, __: kept, ways, kept, rounds)
+            under_way.append(dict(zip(map(str, places), arrays, strict=True)))
+            rounds = rounds + leave_now[number]
+        return state._replace(under_way=tuple(under_way), rounds=rounds)
 
     def _arrive(
-        self, number: int, moved: list[Array], state: StreamingDiLoCoState, arrives_now: Array
+        self, moved: list[Array], state: StreamingDiLoCoState, arrive_now: Array
     ) -> tuple[list[Array], StreamingDiLoCoState]:
-        """Parameters and state after the outer step of a fragment, if its average is to be used now."""
-        places = state.members[number]
-        flying = [state.under_way[number][str(place)] for place in places]
+        """Parameters and state after the outer steps of the fragments whose averages are to be used now."""
         anchor, structure = jax.tree.flatten(state.anchor)
-        operands = flying, [moved[place] for place in places], [anchor[place] for place in places], state.outer[number]
-        mine, fixed, outer = jax.lax.cond(arrives_now, self._outer_step, lambda _, *kept: kept, *operands)
-        moved = list(moved)
-        for place, own, new in zip(places, mine, fixed, strict=True):
-            moved[place], anchor[place] = own, new
-        anchor = jax.tree.unflatten(structure, anchor)
-        return moved, state._replace(anchor=anchor, outer=_with(state.outer, number, outer))
+        outers = []
+        for number, places in enumerate(state.members):
+            flying = [state.under_way[number][str(place)] for place in places]
+            mine, fixed = [moved[place] for place in places], [anchor[place] for place in places]
+            mine, fixed, outer = jax.lax.cond(
+                arrive_now[number], self._outer_step, lambda _, *kept: kept, flying, mine, fixed, state.outer[number]
+            )
+            for place, own, new in zip(places, mine, fixed, strict=True):
+                moved[place], anchor[place] = own, new
+            outers.append(outer)
+        return moved, state._replace(anchor=jax.tree.unflatten(structure, anchor), outer=tuple(outers))
 
     def _outer_step(
         self, arrived: list[Array], mine: list[Array], anchor: list[Array], outer: PyTree
@@ -272,7 +260,3 @@ class _Streaming:
         anchor = optax.apply_updates(anchor, updates)
         kept, taken = self.mixing, 1 - self.mixing
         return [kept * own + taken * wide(new) for own, new in zip(mine, anchor, strict=True)], anchor, outer
-
-
-def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:place], item, *items[place + 1 :])
