@@ -41,8 +41,6 @@ _TRASH = ".old-"
 _SET_ASIDE = "set-aside-"
 """Begins the name of a checkpoint that cannot be used and is kept for whoever wants to look at it."""
 
-_KEPT = 2
-"""Number of the newest checkpoints that are kept."""
 _NOT_DAMAGED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of the system that do not mean that a file is damaged."""
 
@@ -153,6 +151,7 @@ class Checkpoints:
     it is restored: else they would stand before everything that is learnt from then on.
 
     Args:
+      keep: number of the newest that are kept.
       is_sound: returns False for a state that is worth nothing, such as one that is not finite.
       say: told of each checkpoint that cannot be used, once.
     """
@@ -161,12 +160,13 @@ class Checkpoints:
         self,
         folder: Path,
         *,
+        keep: int = 2,
         files: CheckpointFiles | None = None,
         is_sound: Callable[[PyTree], Any] = lambda state: True,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
         self._folder = folder.absolute()
-        self._is_sound, self._say = is_sound, say
+        self._keep, self._is_sound, self._say = keep, is_sound, say
         self._owns_files = files is None
         self._files = CheckpointFiles() if files is None else files
         self._usable: set[int] = set()  # those that were read or written here
@@ -253,7 +253,7 @@ class Checkpoints:
         """Delete the oldest, and what a writer that was killed has left unfinished."""
         numbers = numbers_in(self._folder)
         # Kept are also the newest up to the one just saved: higher ones may be another node's.
-        newest, own = numbers[-_KEPT:], [number for number in numbers if number <= saved][-_KEPT:]
+        newest, own = numbers[-self._keep :], [number for number in numbers if number <= saved][-self._keep :]
         for old in {*numbers} - {*newest, *own}:
             trash = self._folder / f"{_TRASH}{old}"
             with suppress(OSError):  # another node that shares the folder was quicker
