@@ -19,10 +19,6 @@ class LayerConfig:
     """Shape of one Transformer-XL layer. Nodes and trainers of a swarm must use the same.
 
     Parameters do not depend on lengths, rates or types.
-
-    Raises:
-      ValueError: a size is not a positive integer, d_model is odd or not a multiple of num_heads, or a rate is not a
-        probability below 1.
     """
 
     d_model: int = 128
@@ -51,18 +47,15 @@ class LayerConfig:
     unless it is compressed."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            d_model=self.d_model, num_heads=self.num_heads, d_ff=self.d_ff, seq_len=self.seq_len, mem_len=self.mem_len
-        )
+        sizes = ("d_model", "num_heads", "d_ff", "seq_len", "mem_len")
+        check_positive(**{name: getattr(self, name) for name in sizes})
         if self.d_model % self.num_heads or self.d_model % 2:
             raise ValueError(f"d_model must be even and a multiple of num_heads ({self.num_heads}), got {self.d_model}")
         if self.clamp_len is not None:
             check_positive(clamp_len=self.clamp_len)
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype must be one of float32, bfloat16, got {self.compute_dtype!r}")
-        check_rates(
-            dropout=self.dropout, attention_dropout=self.attention_dropout, position_dropout=self.position_dropout
-        )
+        check_rates(**{name: getattr(self, name) for name in ("dropout", "attention_dropout", "position_dropout")})
 
     @property
     def drops(self) -> bool:

@@ -1,20 +1,4 @@
-"""A trainable model, as trainers see it.
-
-    class Classifier(Model):
-        def __init__(self, mixture):
-            self.mixture = mixture                                  # `swarm.mixture(...)`
-
-        def init(self, key):
-            return init_params(key)                                 # of everything that is not remote
-
-        async def forward(self, run, params, batch, state, keys):
-            hidden = run(embed, params["embed"], batch.x)           # a jitted segment
-            scores = run(gate, params["gate"], hidden, keys)
-            hidden, penalty = await self.mixture(run, scores, hidden)
-            return Outcome(loss=run(loss_head, params["head"], hidden, batch.labels, penalty))
-
-`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. Batches come from any Python iterator.
-"""
+"""A trainable model, as trainers see it. `dmoe_jax.models` holds two; `examples/own_model.py` is one of one's own."""
 
 import abc
 import math

@@ -100,7 +100,7 @@ async def train(
     Args:
       engine: at its beginning; it is moved on to the checkpoint here.
       run: from `prepare_run`. Nothing is written to its folder before the checkpoint has been read.
-      plan: the plan of a run that is resumed, if it pauses, as it was.
+      plan: as it was, if a run that pauses is resumed.
       facts: beginning of the headline, such as the number of parameters.
       records: gives further records for the metrics since the last call.
       on_end: is given the headline, also that of a run that ended early.
