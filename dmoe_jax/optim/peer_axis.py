@@ -51,15 +51,9 @@ def moshpit_round(
     Returns: the tree, of the same shapes and types. Means are taken in float32 at least. The values of an absent or
       weightless peer, even if they are no numbers, have no influence on the others.
     """
-    return group_mean(
-        tree,
-        grid.group(jnp.asarray(cells), round_number if isinstance(round_number, int) else jnp.asarray(round_number)),
-        num_groups=grid.num_groups,
-        alive=alive,
-        weights=weights,
-        failure_rule=failure_rule,
-        axis_name=axis_name,
-    )
+    number = round_number if isinstance(round_number, int) else jnp.asarray(round_number)
+    groups, among = grid.group(jnp.asarray(cells), number), {"alive": alive, "weights": weights}
+    return group_mean(tree, groups, num_groups=grid.num_groups, **among, failure_rule=failure_rule, axis_name=axis_name)
 
 
 def moshpit_rounds(

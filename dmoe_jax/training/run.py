@@ -196,10 +196,7 @@ class _Ledger:
         self._step = self._items = self._staleness = self._lost_before = 0
         self._evaluations: dict[str, Evaluation] = {}
         self._baseline: Mapping[str, float] = {}
-        try:
-            run.check_meaning(task.meaning)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+        run.check_meaning(task.meaning)
         self.unsaved = ""
         """Reason that the newest checkpoint could not be written; empty if it was."""
         self._unwritten = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.disk import check_not_held, hold_folder, is_empty
+from dmoe_jax.disk import CheckpointError, check_not_held, hold_folder, is_empty
 from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
 from net.meaning import contradiction
 
@@ -50,7 +50,7 @@ class PreparedRun:
         return finished_headline(RunFolder(self.path)) if self.path is not None and self.goes_on else None
 
     def check_meaning(self, meaning: str) -> None:
-        """Raise ValueError if there is a run to go on with whose numbers mean something else."""
+        """Raise CheckpointError if there is a run to go on with whose numbers mean something else."""
         if self.path is not None and self.goes_on:
             check_meaning_of_run(self.path, meaning)
 
@@ -112,14 +112,14 @@ def saved_settings(path: Path) -> dict[str, Any]:
 
 
 def check_meaning_of_run(path: Path, meaning: str) -> None:
-    """Raise ValueError if the numbers of a run's checkpoints stand for something else than now, see `Task.meaning`.
+    """Raise CheckpointError if the numbers of a run stand for something else than now: see `Task.meaning`.
 
     An empty meaning fits all runs, and all fit a run with an empty one.
     """
     told = [record for record in RunFolder(path).metrics() if record["kind"] == "task"]
     then = str(told[0].get("meaning") or "") if told else ""
     if facts := contradiction(then, meaning):
-        raise ValueError(
+        raise CheckpointError(
             f"the numbers that the run in {path} has learnt stand for something else than now: it was begun with "
             f"{facts[0]}; the data or the model now has {facts[1]}"
         )

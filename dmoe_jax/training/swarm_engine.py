@@ -1,5 +1,6 @@
 """Trainers over a swarm, asynchronous or with one large batch, as an engine for the run loop."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -67,14 +68,8 @@ class SwarmEngine:
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
         batches, num_batches = self._evaluation(split, max_items)
-        done = 0
-
-        def count_batch() -> None:
-            nonlocal done
-            done += 1
-            on_batch(done, num_batches)
-
-        return await self._trainers.evaluate(batches, count_batch)
+        done = itertools.count(1)
+        return await self._trainers.evaluate(batches, lambda: on_batch(next(done), num_batches))
 
     def state(self) -> PyTree:
         return self._trainers.state()

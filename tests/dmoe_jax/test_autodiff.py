@@ -199,21 +199,6 @@ async def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
         await value_and_grad(forward)(PARAMS)
 
 
-async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
-    """64 trainers with four one-second calls a step take eight virtual seconds, not 512."""
-
-    async def forward(run: Recording, params: Any) -> Value:
-        hidden = run(embed, params["in"], X)
-        for _ in range(4):
-            hidden = await run.call(Elsewhere(1.0, wait_s=1.0), hidden)
-        return run(head, params["in"], hidden, TARGETS)
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(64):
-            nursery.start_soon(value_and_grad(forward), PARAMS)
-    assert trio.current_time() == pytest.approx(8.0, abs=1e-6)
-
-
 TABLE = np.random.default_rng(0).normal(size=(1000, 8)).astype(np.float32)
 TOKENS = np.array([[3, 999, 3], [0, 5, 7]], np.int32)
 
