@@ -74,7 +74,7 @@ class RemoteCall(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the backward of a segment needs."""
+    """Needs of the backward of a segment."""
 
     arrays: list[Any]
     """Arrays computed by its forward."""

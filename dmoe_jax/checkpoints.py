@@ -202,7 +202,7 @@ class Checkpoints:
         return found
 
     def restore_or_begin(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """As `restore_latest`, or None for a fresh start, with all set aside that cannot be used."""
+        """Do as `restore_latest`, or set all aside that cannot be used and return None, for a fresh start."""
         found, unusable = self._newest(like)
         self._set_aside(unusable, "there is no other" if found is None else f"checkpoint {found[0]} is taken")
         return found

@@ -65,7 +65,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How parameters are trained. The defaults are those of 16 layers of width 400 on WikiText-2."""
+    """Recipe of training. The defaults are for 16 layers of width 400 on WikiText-2."""
 
     learning_rate: float = 3.5e-4
     """Peak step size."""
@@ -76,7 +76,7 @@ class Recipe:
     weight_decay: float = 1.2e-6
     """L2 penalty on the parameters: they times this are added to their gradient, before Adam."""
     floor: float = 0.0
-    """Where the cosine ends, as a share of the peak; 0 to 1."""
+    """End of the cosine, as a share of the peak; 0 to 1."""
     grad_clip: float = 0.25
     """Bound on the norm of the gradient, before the decay; infinite for none."""
     staleness_power: float = 0.5

@@ -311,7 +311,7 @@ class Trainers(Generic[AnyTrunk]):
         return await self.trunk.snapshot()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the state."""
+        """Facts of a checkpoint beside the state."""
         return self.trunk.facts()
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ class SharedTrunk:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state; random keys as their data. The next update is donated the latter."""
+        """Parameters and optimiser state, which is donated to the next update; random keys as their data."""
         return jax.tree.map(stored, {"params": self.params, "opt_state": self.opt_state})
 
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:

@@ -1,4 +1,4 @@
-"""What decentralised training asks of optimisers, averaging and stale gradients: pure JAX and pure Optax.
+"""Optimisers, averaging and stale gradients of decentralised training: pure JAX and pure Optax.
 
 - `moshpit_average` makes of any Optax optimiser one whose parameters, gradients or pseudo-gradients (DiLoCo) are
   averaged with other peers'; `ErrorFeedback` compresses them. `streaming_diloco` and `noloco` send less, or at other

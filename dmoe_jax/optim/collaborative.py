@@ -30,7 +30,7 @@ from dmoe_jax.optim.moshpit import diloco_outer
 from dmoe_jax.types import PyTree
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
-"""What peers add up: see `collaborative`."""
+"""Things that peers add up: see `collaborative`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class LossScale:
     grow_every: int = 2000
     """Global steps without an overflow anywhere after which it doubles."""
     largest: float = 2.0**24
-    """It does not grow beyond."""
+    """Largest scale."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.initial <= self.largest:

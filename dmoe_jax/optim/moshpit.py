@@ -29,7 +29,7 @@ from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimize
 from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
-"""What peers average; see `moshpit_average`."""
+"""Things that peers average: see `moshpit_average`."""
 
 Average = Callable[..., PyTree]
 """(tree, round_number) -> tree of the same shapes, traceable; with `weighted`, (tree, round_number, weight)."""
