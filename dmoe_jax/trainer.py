@@ -43,6 +43,7 @@ class Resumable(Protocol):
     def seek(self, position: int) -> None: ...
 
 
+@runtime_checkable
 class Trunk(Protocol):
     """Place where trainers read parameters and bring gradients, such as a `SharedTrunk`; checkpoints hold its state."""
 
