@@ -1,11 +1,8 @@
 """Arrays of a training state: copies of their own, the forms in which they are kept and travel, and sums over them.
 
-Trunk, collaboration, nodes, emulator, checkpoints and donors all use these, so that each takes the same care:
-
-- an optimiser's state may be the parameters themselves, or one array twice, and is donated: it is copied first;
-- a random key with a type of its own is kept, and travels, as its data;
-- NumPy's buffers know neither bfloat16 nor float8: their bits are looked at as bytes;
-- sums are taken in float32 at least, and each number is looked at where the question is whether all are finite.
+- An optimiser's state may be the parameters themselves, or one array twice, and is donated: it is copied first.
+- A random key with a type of its own is kept, and travels, as its data.
+- NumPy's buffers know neither bfloat16 nor float8: their bits are looked at as bytes.
 """
 
 from typing import Any
@@ -20,26 +17,17 @@ from dmoe_jax.types import PyTree
 from net.wire.tensors import DTYPES
 
 
-def own_copy(leaf: Any) -> Any:
-    """A buffer of the backend's own, strongly typed: a weak type would be compiled for once more after one update."""
-    return jnp.array(leaf, dtype=jnp.result_type(leaf))
-
-
 def copied(tree: PyTree) -> PyTree:
-    """`own_copy` of each array; may be traced."""
-    return jax.tree.map(own_copy, tree)
+    """Copies of all arrays, strongly typed: weak types would be compiled for once more after one update."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf)), tree)
 
 
 def as_params(tree: PyTree) -> PyTree:
-    """A caller's parameters as arrays of their own: what becomes of either does not reach the other.
-
-    Raises:
-      ValueError: a leaf is no number and no array of numbers; the message names it.
-    """
+    """A caller's parameters as arrays of their own. A ValueError names a leaf that is no array of numbers."""
 
     def own(path: Any, leaf: Any) -> Any:
         try:
-            return own_copy(leaf)
+            return copied(leaf)
         except TypeError as error:
             name = jax.tree_util.keystr(path)
             raise ValueError(f"parameters are arrays of numbers, {name} is {leaf!r:.80}") from error
@@ -53,7 +41,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def stored(leaf: Any) -> Any:
-    """The array as checkpoints and travellers have it: of a random key its data, anything else as it is."""
+    """The array in the form of checkpoints: of a random key its data, anything else as it is."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
@@ -63,19 +51,14 @@ def host_copy(tree: PyTree) -> PyTree:
 
 
 def sent(leaf: Any) -> Any:
-    """The array as it travels: as `stored`, and bytes where the wire has no name for its type, such as float8."""
+    """The array in the form that travels: as `stored`, or bytes if the wire has no name for its type (float8)."""
     leaf = stored(leaf)
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return np.asarray(array).view(np.uint8) if _travels_as_bytes(array.dtype) else array
 
 
 def kept_like(own: Any, saved: Any) -> Any:
-    """A stored or received array as a buffer of its own, of the kind, type and place of the array that it follows.
-
-    Args:
-      own: an array of either kind, a random key or a number.
-      saved: `stored` or `sent` of one like it.
-    """
+    """A `stored` or `sent` array as a buffer of its own, of the kind, type and place of `own`, which it follows."""
     if is_key(own):
         keys = jax.random.wrap_key_data(jnp.array(stored(saved)), impl=jax.random.key_impl(own))
         return jax.device_put(keys, own.sharding) if own.committed else keys

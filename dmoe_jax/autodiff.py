@@ -1,17 +1,9 @@
 """Reverse-mode differentiation of a step that is partly somewhere else.
 
-Theory of operation. A training step is a few jitted *segments* (embedding, gating, mixing, loss) joined by *remote
-calls* that must be awaited. Callbacks inside one big `jit` would block XLA's thread pool while they wait, so the host
-drives instead: user code runs eagerly, as ordinary Python, and a `Recording` notes which segment consumed and
-produced which values. The backward pass walks the notes from last to first.
-
-- A segment keeps what its backward needs, as in `jax.grad`, until the step is over. What of it was among the inputs,
-  such as parameters, is not kept twice: `jit` would copy it. A function under `jax.checkpoint` keeps its inputs alone
-  and is computed again (gradient checkpointing, Learning@home section 3.3).
-- Compiled code belongs to the segment function, and goes with it. Segment functions must therefore be stable objects,
-  made once; a lambda made anew in each step would compile for ever.
-- A remote call always gets its backward when a gradient reaches its outputs, even if its own inputs are plain data:
-  that is how the first layer's experts learn.
+A training step is a few jitted *segments* (embedding, gating, mixing, loss) joined by *remote calls* that are awaited.
+Callbacks inside one big `jit` would block XLA's thread pool while they wait. So user code runs eagerly, as ordinary
+Python, a `Recording` notes which segment consumed and produced which values, and the backward pass walks the notes from
+last to first.
 
     async def forward(run, params, batch):
         hidden = run(embed, params["embed"], batch.tokens)
@@ -19,6 +11,10 @@ produced which values. The backward pass walks the notes from last to first.
         return run(loss_head, params["head"], hidden, batch.targets)
 
     loss, grads = await value_and_grad(forward)(params, batch)
+
+A segment keeps what its backward needs, as in `jax.grad`, until the step is over. What of it was among the inputs, such
+as parameters, is not kept twice: `jit` would copy it. A function under `jax.checkpoint` keeps its inputs alone and is
+computed again (gradient checkpointing, Learning@home section 3.3).
 """
 
 import functools
@@ -26,23 +22,21 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.summed_gradients import plus_sums
 from dmoe_jax.types import PyTree
 
 
 class Value:
-    """A value on the tape: one array, known now, through which gradients will flow.
+    """A value on the tape: one array, known now, through which gradients will flow; a leaf to `jax.tree`.
 
-    It is a leaf to `jax.tree`, so a parameter tree keeps its structure when its arrays are put on the tape. Read
-    `.value` to look at the array; what is computed from it outside the recording is a constant to the gradient.
+    `.value` is the array; what is computed from it outside the recording is a constant to the gradient.
     """
 
     __slots__ = ("value",)
@@ -66,10 +60,7 @@ class Value:
 
 @runtime_checkable
 class RemoteCall(Protocol):
-    """A differentiable operation that is carried out elsewhere.
-
-    Stateless between steps: what backward needs from forward travels in `residual`.
-    """
+    """A differentiable operation that is carried out elsewhere. What backward needs from forward is its `residual`."""
 
     async def forward(self, *inputs: Any) -> tuple[PyTree, Any]:
         """Return (outputs, residual). Inputs are concrete arrays in the order given to `Recording.call`."""
@@ -80,32 +71,22 @@ class RemoteCall(Protocol):
         ...
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What the backward of a segment needs.
-
-    Attributes:
-      arrays: computed by its forward.
-      structure: of the function that computes gradients, a pytree of all that it needs.
-      places: of each leaf of that pytree, the number of the argument that it is; -1: it is the next of `arrays`.
-    """
+    """Needs of the backward of a segment."""
 
     arrays: list[Any]
-    structure: Any
-    places: tuple[int, ...]
-
-    def tree_flatten(self) -> tuple[tuple[list[Any]], tuple[Any, tuple[int, ...]]]:
-        return (self.arrays,), (self.structure, self.places)
-
-    @classmethod
-    def tree_unflatten(cls, static: tuple[Any, tuple[int, ...]], children: tuple[list[Any]]) -> "_Kept":
-        return cls(*children, *static)
+    """Arrays computed by its forward."""
+    structure: Any = field(metadata={"static": True})
+    """Structure of the function that computes gradients, a pytree of all that it needs."""
+    places: tuple[int, ...] = field(metadata={"static": True})
+    """For each leaf of that pytree the number of the argument that it is; -1: it is the next of `arrays`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    function: Callable[..., PyTree]
+    programs: "_Programs"
     args: tuple[Any, ...]
     outputs: tuple[Value, ...]
     kept: _Kept
@@ -120,39 +101,40 @@ class _Remote:
 
 
 class Recording:
-    """The tape of one step; also the `run` that user code calls.
-
-    Args:
-      differentiate: False keeps no notes (evaluation), so that nothing is held longer than needed.
-    """
+    """The tape of one step, and the `run` that user code calls. Not to `differentiate` is for evaluation."""
 
     def __init__(self, *, differentiate: bool = True) -> None:
         self._notes: list[_Segment | _Remote] | None = [] if differentiate else None
 
     @property
     def differentiates(self) -> bool:
-        """Whether a backward pass may follow: training, where dropout is random, and not evaluation."""
+        """True if a backward pass may follow: training, where dropout is random, and not evaluation."""
         return self._notes is not None
 
     def __call__(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Run the pure `function` as one jitted segment.
 
         Args:
-          function: pure, positional arguments only, returns a pytree of arrays; the same object in every step.
+          function: pure, positional arguments only, returns a pytree of arrays. The same object in every step: compiled
+            code belongs to it, and a lambda made anew would compile for ever.
           args: pytrees whose leaves are tape values or plain arrays.
         Returns: the function's result with each array as a tape value. Dispatch is asynchronous, as always in JAX.
         """
-        wanted = () if self._notes is None else _wanted(args)
-        if self._notes is None or not any(wanted):
-            return jax.tree.map(Value, _run(function, *_concrete(args)))
-        result, kept = _run_and_keep(function, wanted, _concrete(args))
+        programs = _programs_of(function)
+        if self._notes is None or not any(wanted := _wanted(args)):
+            return jax.tree.map(Value, programs.run(*_concrete(args)))
+        result, kept = programs.run_and_keep(wanted, _concrete(args))
         leaves, treedef = jax.tree.flatten(result)
         outputs = tuple(Value(leaf) for leaf in leaves)
-        self._notes.append(_Segment(function, args, outputs, kept))
+        self._notes.append(_Segment(programs, args, outputs, kept))
         return jax.tree.unflatten(treedef, outputs)
 
     async def call(self, operation: RemoteCall, *inputs: Value | Any) -> PyTree:
-        """Carry out a remote operation. If cancelled, the operation is cancelled and the tape is as it was."""
+        """Carry out a remote operation. If cancelled, the operation is cancelled and the tape is as it was.
+
+        It gets its backward when a gradient reaches its outputs, even if its inputs are plain data: the first layer's
+        experts learn, too.
+        """
         outputs, residual = await operation.forward(*_concrete(inputs))
         values = jax.tree.map(Value, outputs)
         if self._notes is not None:
@@ -160,29 +142,23 @@ class Recording:
         return values
 
     async def backward(self, loss: Value) -> dict[Value, Any]:
-        """Gradients of the scalar `loss` with respect to every tape value that it depends on.
-
-        Raises:
-          ValueError: if loss is not a scalar floating tape value.
-          RuntimeError: if the recording does not differentiate.
-        """
+        """Gradients of the scalar `loss` with respect to every tape value that it depends on."""
         if self._notes is None:
             raise RuntimeError("this recording was made with differentiate=False")
         if not isinstance(loss, Value) or loss.shape != () or not _is_inexact(loss.value):
             raise ValueError(f"the loss must be a floating scalar computed by the recording, got {loss!r}")
         grads: dict[Value, Any] = {loss: np.ones((), loss.dtype)}
-        fresh: set[Value] = set()  # whose gradients were computed here, and so may be added to where they lie
         for note in reversed(self._notes):
             if not any(output in grads for output in jax.tree.leaves(note.outputs)):
                 continue
             if isinstance(note, _Segment):
-                _backward_segment(note, grads, fresh)
+                for value, grad in _input_gradients(note, grads):
+                    grads[value] = _add_in_place(grad, grads[value]) if value in grads else grad
                 continue
             output_grads = jax.tree.map(lambda out: _gradient_or_zero(grads, out), note.outputs)
             input_grads = await note.operation.backward(note.residual, output_grads)
             for value, grad in zip(note.args, input_grads, strict=True):
                 if isinstance(value, Value) and grad is not None:
-                    fresh.discard(value)
                     grads[value] = _add(grads[value], grad) if value in grads else grad
         return grads
 
@@ -193,8 +169,8 @@ def value_and_grad(
     """The asynchronous counterpart of `jax.value_and_grad`.
 
     Args:
-      forward: `async forward(run, params, *args) -> loss` (or `(loss, aux)`); `run` is the step's `Recording`.
-      has_aux: whether forward returns extra data beside the loss. Tape values in it are replaced by their arrays.
+      forward: `async forward(run, params, *args) -> loss`; with `has_aux`, `-> (loss, aux)`. `run` is the step's
+        `Recording`. Tape values in `aux` are replaced by their arrays.
 
     Returns: an async function `(params, *args) -> (loss, grads)` or `((loss, aux), grads)`; `grads` has the structure
       of `params`, zeros where the loss does not depend on a parameter. If it is cancelled nothing is left behind but
@@ -226,31 +202,19 @@ def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
     return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype)
 
 
-def _backward_segment(note: _Segment, grads: dict[Value, Any], fresh: set[Value]) -> None:
-    """Add the gradients of a segment's inputs to those that are known so far.
-
-    Args:
-      grads: of each value; they have those of the outputs.
-      fresh: values whose gradients are arrays that nobody else knows.
-    """
+def _input_gradients(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
+    """The inputs of a segment with their gradients, in arrays that nobody else has; an input may come twice."""
     # An output that the loss does not use gets zeros, not an absent gradient: the compiled program then does not
     # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
     leaves, places = jax.tree.leaves(note.args), set(note.kept.places)
     needed = [leaf if number in places else None for number, leaf in enumerate(_concrete(leaves))]
-    values = list(itertools.compress(leaves, _wanted(note.args)))
-    first = {value: number for number, value in reversed([*enumerate(values)])}  # one may be given twice
-    sums = [grads.get(value) if first[value] == number else None for number, value in enumerate(values)]
-    own = [total if value in fresh else None for value, total in zip(values, sums, strict=True)]
-    others = [None if value in fresh else total for value, total in zip(values, sums, strict=True)]
-    input_grads = _pull_back(note.kept, needed, output_grads, own, others, note.function)
-    for number, (value, grad) in enumerate(zip(values, input_grads, strict=True)):
-        grads[value] = grad if first[value] == number else _add(grads[value], grad)
-        fresh.add(value)
+    input_grads = note.programs.pull_back(note.kept, needed, output_grads)
+    return zip(itertools.compress(leaves, _wanted(note.args)), input_grads, strict=True)
 
 
 def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
-    """Which leaves are differentiated."""
+    """For each leaf True if it is differentiated."""
     return tuple(isinstance(leaf, Value) and _is_inexact(leaf.value) for leaf in jax.tree.leaves(args))
 
 
@@ -263,7 +227,7 @@ class _Programs:
 
         self.run = jax.jit(lambda *args: function(*args))
         self.run_and_keep = jax.jit(functools.partial(_with_kept, function), static_argnums=0)
-        self.pull_back = jax.jit(pull_back, donate_argnums=3)
+        self.pull_back = jax.jit(pull_back)
 
 
 _of_functions: weakref.WeakKeyDictionary[Callable[..., PyTree], _Programs] = weakref.WeakKeyDictionary()
@@ -286,24 +250,6 @@ def _programs_of(function: Callable[..., PyTree]) -> _Programs:
     return programs
 
 
-def _run(function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    return _programs_of(function).run(*args)
-
-
-def _run_and_keep(
-    function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
-) -> tuple[PyTree, _Kept]:
-    result: tuple[PyTree, _Kept] = _programs_of(function).run_and_keep(wanted, args)
-    return result
-
-
-def _pull_back(
-    kept: _Kept, args: list[Any], output_grads: Any, own: list[Any], others: list[Any], function: Callable[..., PyTree]
-) -> list[Any]:
-    grads: list[Any] = _programs_of(function).pull_back(kept, args, output_grads, own, others)
-    return grads
-
-
 def _with_kept(
     function: Callable[..., PyTree], wanted: tuple[bool, ...], args: tuple[PyTree, ...]
 ) -> tuple[PyTree, _Kept]:
@@ -323,26 +269,13 @@ def _with_kept(
     return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
 
 
-def _pulled_back(
-    kept: _Kept, args: list[Any], output_grads: tuple[Any, ...], own_sums: list[Any], other_sums: list[Any]
-) -> list[Any]:
-    """The gradients of the wanted leaves of the arguments, added to what is known of them so far.
-
-    Args:
-      kept: what the segment kept.
-      args: of these only those that `kept` speaks of are looked at.
-      output_grads: of the segment's outputs.
-      own_sums, other_sums: for each wanted leaf a gradient so far in one of both, or None; the former are donated.
-    """
+def _pulled_back(kept: _Kept, args: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
+    """The gradients of the wanted leaves of the arguments, of which only those in `kept.places` are looked at."""
     computed = iter(kept.arrays)
     needed = [next(computed) if place < 0 else args[place] for place in kept.places]
-
-    def pull(needed: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
-        (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
-        return list(grads)
-
-    sums = [theirs if ours is None else ours for ours, theirs in zip(own_sums, other_sums, strict=True)]
-    return plus_sums(pull, sums, needed, output_grads)
+    (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
+    return list(grads)
 
 
 _add = jax.jit(operator.add)
+_add_in_place = jax.jit(operator.add, donate_argnums=0)

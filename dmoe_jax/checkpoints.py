@@ -1,10 +1,8 @@
 """Checkpoints on disk: a pytree of arrays and a few facts beside it, written whole or not at all (Orbax).
 
-A checkpoint is written under another name, with the sizes and checksums of its files, and moved into place, so that a
-process killed in the middle leaves the previous one as the latest. `Checkpoints` are those of a run or an expert,
-numbered, of which the newest few are kept; `CheckpointFiles` writes and reads single ones.
-
-Whatever goes wrong, in Orbax too, is raised as `CheckpointError`.
+A checkpoint is written under another name, with the sizes and checksums of its files, and moved into place: a process
+killed in the middle leaves the previous one as the latest. `CheckpointFiles` writes and reads single ones,
+`Checkpoints` keeps the newest of a run or an expert. Whatever goes wrong, in Orbax too, is a `CheckpointError`.
 """
 
 import errno
@@ -33,7 +31,7 @@ Arrays = dict[tuple[str, ...], np.ndarray]
 _STATE = "state"
 _FACTS = "facts"
 _CHECKSUMS = "checksums.json"
-"""Path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
+"""File with path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
 _NOT_READ = {_CHECKSUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}
 """Files that no array and no fact depends on."""
 _UNFINISHED = ".unfinished-"
@@ -44,7 +42,7 @@ _SET_ASIDE = "set-aside-"
 """Begins the name of a checkpoint that cannot be used and is kept for whoever wants to look at it."""
 
 _NOT_DAMAGED = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of the system that say nothing of what is in a file."""
+"""Errors of the system that do not mean that a file is damaged."""
 
 
 class _Unusable(CheckpointError):
@@ -52,11 +50,7 @@ class _Unusable(CheckpointError):
 
 
 class CheckpointFiles:
-    """Single checkpoints, each at a path of its own: what is at a path is whole. All methods block.
-
-    Numbers are stored as they are: those that were learnt hardly shrink, and compressing them takes three times as
-    long.
-    """
+    """Single checkpoints, each whole, at a path of its own. All methods block."""
 
     def __init__(self) -> None:
         # Here, for it takes a second, and a node that saves nothing starts without.
@@ -68,6 +62,7 @@ class CheckpointFiles:
         alone = {"primary_host": jax.process_index(), "active_processes": {jax.process_index()}}
         here = ocp.options.MultiprocessingOptions(**alone, barrier_sync_key_prefix="alone")
         items = {
+            # Not compressed: numbers that were learnt hardly shrink, and it takes three times as long.
             _STATE: ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=here),
             _FACTS: ocp.JsonCheckpointHandler(multiprocessing_options=here),
         }
@@ -77,7 +72,7 @@ class CheckpointFiles:
         self._checkpointer = ocp.Checkpointer(composite, multiprocessing_options=here)
 
     def write(self, path: Path, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint: arrays that nobody changes or donates meanwhile, see `host_copy`, and what JSON can hold.
+        """Write arrays that nobody changes or donates meanwhile (see `host_copy`), and facts that JSON can hold.
 
         Raises:
           CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
@@ -89,11 +84,14 @@ class CheckpointFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{path.name}.", dir=path.parent))
             try:
-                stored, record = _to_store(state, facts)
+                # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, none without elements.
+                arrays = jax.tree.map(lambda leaf: np.asarray(stored(leaf)), state)
+                to_write = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
                 # Tried first: Orbax leaves threads and long texts behind where a disk is full.
-                check_room(unfinished, sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) + (64 << 10))
+                check_room(unfinished, sum(leaf.nbytes for leaf in jax.tree.leaves(to_write)) + (64 << 10))
                 args = self._ocp.args
-                items = {_STATE: args.PyTreeSave(stored), _FACTS: args.JsonSave(record)}
+                record = {"facts": dict(facts), "arrays": _inventory(arrays)}
+                items = {_STATE: args.PyTreeSave(to_write), _FACTS: args.JsonSave(record)}
                 self._checkpointer.save(unfinished / path.name, args=args.Composite(**items))
                 checksums = json.dumps(dict(_checksums(unfinished / path.name)))
                 (unfinished / path.name / _CHECKSUMS).write_text(checksums, encoding="utf-8")
@@ -112,19 +110,18 @@ class CheckpointFiles:
             args = self._ocp.args
             facts_alone = args.Composite(**{_FACTS: args.JsonRestore()})
             saved = self._checkpointer.restore(path, args=facts_alone)[_FACTS]
-            facts: dict[str, Any] = saved["facts"]
             like = jax.tree.map(stored, like)
-            shapes = _to_restore(like, saved, f"checkpoint {path}")
-            return _refilled(like, self._restored(path, shapes)), facts
+            _check_arrays(like, saved["arrays"], f"checkpoint {path}")
+            shapes = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None, like
+            )
+            leaves = iter(jax.tree.leaves(self._restored(path, shapes)))
+            # With its arrays without elements, which were not stored.
+            state = jax.tree.map(lambda leaf: next(leaves) if leaf.size else np.zeros(leaf.shape, leaf.dtype), like)
+            return state, saved["facts"]
 
     def read_arrays(self, path: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> Arrays:
-        """Some arrays of the checkpoint at a path, for readers that do not know all of its structure.
-
-        Those without elements, and those that `is_wanted` does not want by their names, are not read from the disk.
-
-        Raises:
-          CheckpointError: it cannot be read.
-        """
+        """The arrays of the checkpoint at a path whose names are wanted, without those that have no elements."""
         path, placeholder = path.absolute(), self._ocp.PLACEHOLDER
         with _reading(path):
             held = self._checkpointer.metadata(path).item_metadata[_STATE]
@@ -154,10 +151,8 @@ class Checkpoints:
     it is restored: else they would stand before everything that is learnt from then on.
 
     Args:
-      folder: made when something is saved.
       keep: number of the newest that are kept.
-      files: None: its own.
-      is_sound: False for a state that is worth nothing, such as one that is not finite.
+      is_sound: returns False for a state that is worth nothing, such as one that is not finite.
       say: told of each checkpoint that cannot be used, once.
     """
 
@@ -181,11 +176,7 @@ class Checkpoints:
         return max(numbers_in(self._folder), default=None)
 
     def save(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Write a checkpoint unless there is a usable one of this step already, and delete the oldest.
-
-        Raises:
-          CheckpointError: it cannot be written; all that was there is there still.
-        """
+        """Write a checkpoint unless there is a usable one of this step, and delete the oldest. Raises as `write`."""
         path = self._folder / str(step)
         if path.exists() and step not in self._usable:
             try:
@@ -201,44 +192,20 @@ class Checkpoints:
         """The newest checkpoint that can be used, as (step, state, facts); `like` as of `CheckpointFiles.read`.
 
         Raises:
-          CheckpointError: there is none, or it is one of another model. Nothing is moved then.
+          CheckpointError: there is none, or it is of another model. Nothing is moved then.
         """
         found, unusable = self._newest(like)
-        if found is None and unusable:
-            why = "; ".join(unusable.values())
-            raise CheckpointError(f"no checkpoint in {self._folder} can be used: {why}")
         if found is None:
-            raise CheckpointError(f"there is no checkpoint in {self._folder}")
+            why = f"no checkpoint in {self._folder} can be used: {'; '.join(unusable.values())}"
+            raise CheckpointError(why if unusable else f"there is no checkpoint in {self._folder}")
         self._set_aside(unusable, f"checkpoint {found[0]} is taken")
         return found
 
     def restore_or_begin(self, like: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
-        """As `restore_latest`; None, with all set aside that cannot be used, for a fresh start.
-
-        Raises:
-          CheckpointError: the newest that could be used is one of another model.
-        """
+        """Do as `restore_latest`, or set all aside that cannot be used and return None, for a fresh start."""
         found, unusable = self._newest(like)
         self._set_aside(unusable, "there is no other" if found is None else f"checkpoint {found[0]} is taken")
         return found
-
-    def read_arrays(self, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
-        """The number of the newest checkpoint that can be read, and some of its arrays. Writes nothing.
-
-        Raises:
-          CheckpointError: there is none.
-        """
-        why: list[str] = []
-        for step in sorted(numbers_in(self._folder), reverse=True):
-            try:
-                arrays = self._files.read_arrays(self._folder / str(step), is_wanted)
-            except _Unusable as error:
-                why.append(str(error))
-                continue
-            for each in why:
-                self._say(f"{each}; checkpoint {step} is read instead")
-            return step, arrays
-        raise CheckpointError("; ".join(why) or f"there is no checkpoint in {self._folder}")
 
     def close(self) -> None:
         """Free Orbax's threads."""
@@ -246,7 +213,7 @@ class Checkpoints:
             self._files.close()
 
     def _newest(self, like: PyTree) -> tuple[tuple[int, PyTree, dict[str, Any]] | None, dict[int, str]]:
-        """The newest that can be used, and by number why those above it cannot."""
+        """The newest that can be used, and the reasons, by number, why those above it cannot."""
         unusable: dict[int, str] = {}
         # Listed again each time: another node that shares the folder may save, and delete the oldest, meanwhile.
         while left := [step for step in numbers_in(self._folder) if step not in unusable]:
@@ -266,7 +233,7 @@ class Checkpoints:
         return state, facts
 
     def _set_aside(self, unusable: Mapping[int, str], instead: str) -> None:
-        """Rename checkpoints that cannot be used, and say so with the reasons, and what is done instead."""
+        """Rename checkpoints that cannot be used, and say so."""
         for step, why in unusable.items():
             kept = self._folder / f"{_SET_ASIDE}{step}"
             number = 1
@@ -283,11 +250,9 @@ class Checkpoints:
             self._say(f"{why}; it is kept as {kept.name}; {instead}")
 
     def _prune(self, saved: int) -> None:
-        """Delete the oldest, and what a writer that was killed has left unfinished.
-
-        Kept are the newest, and also the newest up to the one just saved: higher ones may be another node's.
-        """
+        """Delete the oldest, and what a writer that was killed has left unfinished."""
         numbers = numbers_in(self._folder)
+        # Kept are also the newest up to the one just saved: higher ones may be another node's.
         newest, own = numbers[-self._keep :], [number for number in numbers if number <= saved][-self._keep :]
         for old in {*numbers} - {*newest, *own}:
             trash = self._folder / f"{_TRASH}{old}"
@@ -311,12 +276,22 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def read_arrays(folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
-    """`Checkpoints.read_arrays` of a folder."""
-    checkpoints = Checkpoints(folder)
+    """The number of the newest checkpoint in a folder that can be read, and some of its arrays. Writes nothing."""
+    files = CheckpointFiles()
+    why: list[str] = []
     try:
-        return checkpoints.read_arrays(is_wanted)
+        for step in reversed(numbers_in(folder)):
+            try:
+                arrays = files.read_arrays(folder / str(step), is_wanted)
+            except _Unusable as error:
+                why.append(str(error))
+                continue
+            for each in why:
+                logger.warning("%s; checkpoint %d is read instead", each, step)
+            return step, arrays
+        raise CheckpointError("; ".join(why) or f"there is no checkpoint in {folder.absolute()}")
     finally:
-        checkpoints.close()
+        files.close()
 
 
 @contextmanager
@@ -364,32 +339,15 @@ def names_of(path: Any) -> tuple[str, ...]:
     return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
-def _to_store(state: PyTree, facts: Mapping[str, Any]) -> tuple[PyTree, dict[str, Any]]:
-    """The arrays, and the facts with a list of the arrays.
-
-    NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, and none without elements.
-    """
-    arrays = jax.tree.map(lambda leaf: np.asarray(stored(leaf)), state)
-    to_write = jax.tree.map(lambda leaf: leaf if leaf.size else None, arrays)
-    return to_write, {"facts": dict(facts), "arrays": _inventory(arrays)}
-
-
-def _to_restore(like: PyTree, saved: Mapping[str, Any], where: str) -> PyTree:
-    """The shapes to ask Orbax for. It would cut or pad an array to the shape asked for: so the lists are compared."""
-    wanted, held = _inventory(like), saved["arrays"]
+def _check_arrays(like: PyTree, held: Mapping[str, str], where: str) -> None:
+    """Compare the lists of arrays: Orbax would cut or pad an array to the shape that is asked for."""
+    wanted = _inventory(like)
     if wanted != held:
         differing = sorted(name for name in {*wanted, *held} if wanted.get(name) != held.get(name))[0]
         raise CheckpointError(
             f"{where} is of another model: {differing} is "
             f"{held.get(differing, 'absent')}, expected {wanted.get(differing, 'nothing of that name')}"
         )
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if leaf.size else None, like)
-
-
-def _refilled(like: PyTree, stored: PyTree) -> PyTree:
-    """The tree that was stored, with its arrays without elements."""
-    leaves = iter(jax.tree.leaves(stored))
-    return jax.tree.map(lambda leaf: next(leaves) if leaf.size else np.zeros(leaf.shape, leaf.dtype), like)
 
 
 def _inventory(tree: PyTree) -> dict[str, str]:

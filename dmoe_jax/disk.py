@@ -13,7 +13,7 @@ if sys.platform != "win32":
     import fcntl
 
 HOLDER = ".in-use"
-"""The file in a folder that its holder has locked, and that says who that is."""
+"""Name of the file in a folder that its holder has locked, and that names the holder."""
 
 _PIECE_BYTES = 1 << 30
 """Bytes of the largest file that tries whether there is room; Orbax's files are at most twice as large."""
@@ -29,14 +29,10 @@ class FolderInUse(OSError):
 
 @contextmanager
 def hold_folder(folder: Path, what: str) -> Iterator[None]:
-    """Keep other processes out of a folder while the block lasts.
+    """Keep other processes out of a folder while the block lasts; `what` goes on there, for the message: "run".
 
-    The folder is made if it is not there, and removed again if nothing was written to it.
-    The system takes the lock from a process that dies, however it does. (Windows, and file systems without locks:
-    nobody is kept out.)
-
-    Args:
-      what: what goes on there, for the message: "run".
+    The folder is made if it is not there, and removed again if nothing was written to it. The system takes the lock
+    from a process that dies. (Windows, and file systems without locks: nobody is kept out.)
 
     Raises:
       FolderInUse: somebody else holds it, perhaps in this process. OSError: it cannot be written to.
@@ -91,11 +87,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Try whether so many bytes fit into a folder that is there; leaves nothing behind.
-
-    Raises:
-      OSError: they do not: the disk or the quota is full, or files may not be so large.
-    """
+    """Raise OSError if so many bytes do not fit into a folder, or files may not be so large."""
     if not hasattr(os, "posix_fallocate"):
         return
     trial = folder / ".room"
@@ -110,11 +102,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 def reserve(path: Path, num_bytes: int) -> None:
-    """Make a file of so many bytes, which then has its room on the disk.
-
-    Raises:
-      OSError: there is no room; the file at the path is then shorter.
-    """
+    """Make a file of so many bytes, which then has its room on the disk. Raises OSError where there is none."""
     with path.open("wb") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, num_bytes)

@@ -10,8 +10,8 @@ from typing import Literal
 from dmoe_jax.checks import check_positive, check_rates
 
 Route = Literal["sequence", "token"]
-"""What is sent to experts of its own. A sequence: experts are whole layers (Learning@home). A token: experts are the
-feed-forward networks of the layers, and attention stays with the trainer (Shazeer et al. 2017, GShard, Switch)."""
+"""Part of the data that is sent to experts of its own. A sequence: experts are whole layers (Learning@home). A token:
+experts are the feed-forward networks, and attention stays with the trainer (Shazeer et al. 2017, GShard, Switch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +19,6 @@ class LayerConfig:
     """Shape of one Transformer-XL layer. Nodes and trainers of a swarm must use the same.
 
     Parameters do not depend on lengths, rates or types.
-
-    Raises:
-      ValueError: a size is not a positive integer, d_model is odd or not a multiple of num_heads, or a rate is not a
-        probability below 1.
     """
 
     d_model: int = 128
@@ -51,28 +47,25 @@ class LayerConfig:
     unless it is compressed."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            d_model=self.d_model, num_heads=self.num_heads, d_ff=self.d_ff, seq_len=self.seq_len, mem_len=self.mem_len
-        )
+        sizes = ("d_model", "num_heads", "d_ff", "seq_len", "mem_len")
+        check_positive(**{name: getattr(self, name) for name in sizes})
         if self.d_model % self.num_heads or self.d_model % 2:
             raise ValueError(f"d_model must be even and a multiple of num_heads ({self.num_heads}), got {self.d_model}")
         if self.clamp_len is not None:
             check_positive(clamp_len=self.clamp_len)
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype must be one of float32, bfloat16, got {self.compute_dtype!r}")
-        check_rates(
-            dropout=self.dropout, attention_dropout=self.attention_dropout, position_dropout=self.position_dropout
-        )
+        check_rates(**{name: getattr(self, name) for name in ("dropout", "attention_dropout", "position_dropout")})
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped inside the layer, so that it takes keys."""
+        """True if anything is dropped inside the layer, so that it takes keys."""
         return bool(self.dropout or self.attention_dropout or self.position_dropout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How parameters are trained. The defaults are those of 16 layers of width 400 on WikiText-2."""
+    """Recipe of training. The defaults are for 16 layers of width 400 on WikiText-2."""
 
     learning_rate: float = 3.5e-4
     """Peak step size."""
@@ -83,7 +76,7 @@ class Recipe:
     weight_decay: float = 1.2e-6
     """L2 penalty on the parameters: they times this are added to their gradient, before Adam."""
     floor: float = 0.0
-    """Where the cosine ends, as a share of the peak; 0 to 1."""
+    """End of the cosine, as a share of the peak; 0 to 1."""
     grad_clip: float = 0.25
     """Bound on the norm of the gradient, before the decay; infinite for none."""
     staleness_power: float = 0.5

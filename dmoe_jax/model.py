@@ -1,21 +1,4 @@
-"""What a trainer asks of a model.
-
-    class Classifier(Model):
-        def __init__(self, mixture):
-            self.mixture = mixture                                  # `swarm.mixture(...)`
-
-        def init(self, key):
-            return init_params(key)                                 # of everything that is not remote
-
-        async def forward(self, run, params, batch, state, keys):
-            hidden = run(embed, params["embed"], batch.x)           # a jitted segment
-            scores = run(gate, params["gate"], hidden, keys)
-            hidden, penalty = await self.mixture(run, scores, hidden)
-            return Outcome(loss=run(loss_head, params["head"], hidden, batch.labels, penalty))
-
-`dmoe_jax.models` holds two of them: Transformer-XL and an MLP. A batch is whatever the model's `forward`
-understands; batches come from any Python iterator.
-"""
+"""A trainable model, as trainers see it. `dmoe_jax.models` holds two; `examples/own_model.py` is one of one's own."""
 
 import abc
 import math
@@ -33,11 +16,11 @@ from dmoe_jax.types import PyTree
 
 
 class Outcome(NamedTuple):
-    """What `Model.forward` returns.
+    """Result of `Model.forward`.
 
     Attributes:
-      loss: scalar on the tape: what is differentiated, auxiliary losses included.
-      state: what the same trainer's next batch begins with, such as a memory of the text; () for nothing.
+      loss: scalar on the tape that is differentiated, auxiliary losses included.
+      state: state that the trainer's next batch begins with, such as a memory of the text; () for nothing.
       reported: scalar that logs and evaluations show; None: the loss.
       items: samples or tokens that the loss is a mean of, for throughput, weights and evaluations.
       metrics: further scalars on the tape by name, means over the items too, such as an accuracy.
@@ -52,19 +35,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found.
-
-    Attributes:
-      loss: mean of the reported loss over all samples or tokens.
-      items: how many there were.
-      metrics: further figures by name, such as an accuracy.
-      targets: [tokens], the words that were predicted, for baselines over the same words; language models only.
-    """
+    """Figures of an evaluation."""
 
     loss: float
+    """Mean of the reported loss over all samples or tokens."""
     items: int
+    """Number of samples or tokens."""
     metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Further figures by name, such as an accuracy."""
     targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
+    """[tokens], the words that were predicted, for baselines over the same words; language models only."""
 
     @property
     def perplexity(self) -> float:
@@ -73,15 +53,12 @@ class Evaluation:
 
 
 class Model(abc.ABC):
-    """A trainable model: `init` and `forward`. What else there is has a default.
-
-    Segments (the functions that `run` is called with) must be the same objects in every step: see `autodiff`.
-    """
+    """A trainable model: `init` and `forward`; the rest has a default."""
 
     name: str = "model"
-    """What reports and figures call it."""
+    """Name in reports and figures."""
     unit: str = "samples"
-    """What `Outcome.items` counts, for people."""
+    """Unit of `Outcome.items`, for people."""
     meaning: str = ""
     """Meaning of its parameters' numbers beyond names and shapes, a fact a line, such as a hash of the words that the
     rows of an embedding stand for. Averages, states and checkpoints of another meaning are refused."""
@@ -95,10 +72,10 @@ class Model(abc.ABC):
         """The loss of one batch.
 
         Args:
-          run: the recording of this step; `run(function, *args)` is a jitted segment.
-          params: what `init` made, each array on the tape.
-          batch: one of the trainer's batches, or of an evaluation's.
-          state: what the batch before returned; `initial_state` at first.
+          run: the recording of this step; `run(function, *args)` is a jitted segment, of a function that is the same
+            object in every step.
+          params: as `init` made them, each array on the tape.
+          state: state that the batch before returned; `initial_state` at first.
           keys: chance of this step, from `keys`; None in evaluation, when nothing may be random.
 
         Raises:
@@ -107,7 +84,6 @@ class Model(abc.ABC):
 
     def initial_state(self, batch: Any) -> PyTree:
         """The state before a trainer's first batch, or an evaluation's."""
-        del batch
         return ()
 
     def keys(self, batch: Any, *, seed: int, trainer: int, step: int) -> Any:
@@ -115,29 +91,21 @@ class Model(abc.ABC):
 
         Default: key data uint32 [2], which `jax.random.wrap_key_data` makes a key of inside a segment.
         """
-        del batch
         return np.random.SeedSequence([seed, trainer, step]).generate_state(2, np.uint32)
 
     async def evaluate(
         self, params: PyTree, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
-        """The mean loss and metrics over some batches, nothing random, no expert trained.
+        """The mean loss and metrics over batches in order, nothing random, no expert trained.
 
-        Args:
-          params: the trunk's, as `init` made them.
-          batches: in order; the state is carried from one to the next.
-          on_batch: called after each of them, to show progress.
-
-        Raises:
-          NetError: the swarm cannot carry it. ValueError: there is no batch.
+        `on_batch` is called after each. Raises NetError if the swarm cannot carry it, ValueError without a batch.
         """
         total, items, state = 0.0, 0, None
         metrics: dict[str, float] = {}
         for batch in batches:
+            before = self.initial_state(batch) if state is None else state
             run = Recording(differentiate=False)
-            outcome = await self.forward(
-                run, jax.tree.map(Value, params), batch, self.initial_state(batch) if state is None else state, None
-            )
+            outcome = await self.forward(run, jax.tree.map(Value, params), batch, before, None)
             shown = outcome.loss if outcome.reported is None else outcome.reported
             counted = int(outcome.items)
             total += counted * float(shown.value)
@@ -148,6 +116,5 @@ class Model(abc.ABC):
             on_batch()
         if not items:
             raise ValueError("there is nothing to evaluate: no batch")
-        return Evaluation(
-            loss=total / items, items=items, metrics={name: value / items for name, value in metrics.items()}
-        )
+        means = {name: value / items for name, value in metrics.items()}
+        return Evaluation(loss=total / items, items=items, metrics=means)

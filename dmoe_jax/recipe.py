@@ -1,18 +1,14 @@
 """The optimiser of the WikiText-2 recipe: Adam under a clipped gradient, with L2, linear warm-up and cosine decay.
 
-Stale gradients, of which the recipe knew nothing, go without the first moment and make smaller updates; see
-`dmoe_jax.optim.staleness`.
-
 As PyTorch's `clip_grad_norm_` followed by `Adam(weight_decay=...)`, with which Transformer-XL was trained:
 
     g = clip(gradient, norm <= grad_clip) + weight_decay * parameters
     m, v = moving means of g and g^2 (0.9, 0.999), their bias corrected
     parameters -= learning_rate(n) * (1 + staleness) ** -staleness_power * m / (sqrt(v) + 1e-8)
 
-Biases that balance a router's load are left to move by themselves; see `dmoe_jax.routing.balancing`.
-
-The decay passes through Adam's moments. It is L2, not the decoupled decay of AdamW, under which the recipe's weight of
-1.2e-6 would mean something else.
+The decay is L2, not the decoupled one of AdamW, under which the recipe's weight of 1.2e-6 would mean something else.
+Stale gradients, of which the recipe knew nothing, go without m (`dmoe_jax.optim.staleness`). Biases that balance a
+router's load move by themselves (`dmoe_jax.routing.balancing`).
 """
 
 import math
@@ -51,23 +47,19 @@ def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:
 def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm`, then L2, gradient + rate * parameter, for every array that has a gradient at all.
 
-    An array whose gradient is zero throughout, such as the gate of a frozen router, stays as it is: Adam would turn any
-    decay, however small, into whole steps. PyTorch, too, leaves out parameters without a gradient.
-
-    Both in one, since the squares of the norm say which arrays have a gradient: each gradient is read once for them.
-    (One below 1e-19 everywhere, whose squares are zero for Adam as well, counts as none.) Squares are summed in float32
-    at least, and again of much smaller numbers in case they overflow: a gradient of float16, or beyond 1e19, is clipped
-    to its direction, where Optax would make zeros of it.
+    An array whose gradient is zero throughout (or below 1e-19), such as the gate of a frozen router, stays as it is:
+    Adam would turn any decay, however small, into whole steps. The squares of the norm, in float32 at least, say which
+    arrays these are, so that each gradient is read once for both.
 
     Args:
-      max_norm: of all gradients together; infinite: they are not clipped.
-      rate: of the decay, at least 0; without it the parameters are not needed.
+      max_norm: bound on the norm of all gradients together; infinite: they are not clipped.
+      rate: rate of the decay, at least 0; without it the parameters are not needed.
     """
 
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         squares = jax.tree.map(lambda gradient: jnp.square(wide(gradient)).sum(), updates)
         if math.isfinite(max_norm):
-            norm = _norm(updates, squares)
+            norm = jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.zeros(())))
 
             def clipped(gradient: Any) -> Any:
                 shorter = (wide(gradient) / norm * max_norm).astype(gradient.dtype)
@@ -83,22 +75,6 @@ def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _norm(tree: PyTree, squares: PyTree) -> Any:
-    """The norm of all numbers of a tree together.
-
-    Args:
-      squares: of each array, the sum of its squares.
-    """
-    total = sum(jax.tree.leaves(squares), start=jnp.zeros(()))
-    small = 2.0 ** -(jnp.finfo(total.dtype).maxexp // 2 + 16)  # a power of two: the digits stay
-
-    def again() -> Any:
-        squares = (jnp.square(wide(leaf) * small).sum() for leaf in jax.tree.leaves(tree))
-        return jnp.sqrt(sum(squares, start=jnp.zeros((), total.dtype))) / small
-
-    return jax.lax.cond(jnp.isfinite(total), lambda: jnp.sqrt(total), again)
-
-
 @remembered(64)
 def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """The recipe's optimiser; equal recipes return the same object, and so share compiled code."""
@@ -112,10 +88,8 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def _step_size(recipe: Recipe) -> optax.GradientTransformationExtraArgs:
-    """The schedule's step size, smaller for stale updates.
-
-    One transformation with the schedule's state: two would need another structure of every checkpoint.
-    """
+    """The schedule's step size, smaller for stale updates."""
+    # One transformation with the schedule's state: two would need another structure of every checkpoint.
     rate = optax.scale_by_learning_rate(learning_rate_schedule(recipe))
     by_staleness = scale_by_staleness(recipe.staleness_power)
 

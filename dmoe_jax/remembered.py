@@ -1,9 +1,8 @@
 """Objects that equal arguments share, such as compiled programs, which are not all kept for ever.
 
-JAX knows compiled code by the identity of functions, so whoever asks for the program of the same optimiser, router or
-settings shall get the same object. A process that tries many settings would keep all their programs, two megabytes and
-more for each optimiser. So of each kind the few that were asked for last are kept, and others only as long as somebody
-has them.
+JAX knows compiled code by the identity of functions, so equal optimisers, routers or settings shall share one program.
+A process that tries many settings would keep all of them, two megabytes and more for each optimiser. So of each kind
+the last few are kept, and others only as long as somebody has them.
 """
 
 import functools
@@ -20,13 +19,10 @@ RECENT = 4
 
 
 def remembered(most: int = RECENT) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function that makes an object: equal arguments give the same one while it is in use, or was
-    made lately.
+    """Decorate a function that makes an object: equal arguments give the same one.
 
-    A forgotten object is made again. Python cannot tell whether a tuple is in use: only the last ones are kept.
-
-    Args:
-      most: number of unused ones that are kept.
+    A function forgets objects that nobody uses, but for the `most` that were asked for last. Python cannot tell if a
+    tuple is in use: of tuples only the last ones are kept.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:

@@ -1,13 +1,12 @@
 """Asynchronous trainers of one model whose experts are elsewhere.
 
-Theory of operation. Several trainers run as tasks of one process, each on its own part of the data with its own state.
-A trainer takes the trunk's parameters as they are, computes loss and gradients (most of the time it waits for experts,
-while the others compute), and applies its gradient to the parameters as they are *then*: between the two, others may
-have stepped. That staleness is the price for never waiting for each other (Learning@home section 3.3); the optimiser is
-told of it (`scale_by_staleness`). The experts learn in the backward pass, at their own nodes, in the same way.
+Several trainers run as tasks of one process, each on its own part of the data with its own state. A trainer takes the
+trunk's parameters as they are, computes loss and gradients (most of the time it waits for experts, while the others
+compute), and applies its gradient to the parameters as they are *then*: in between, others may have stepped. That
+staleness is the price for never waiting for each other (Learning@home section 3.3); the optimiser is told of it
+(`scale_by_staleness`). The experts learn in the backward pass, at their own nodes, in the same way.
 
-A step that fails (no quorum, the swarm unreachable) is dropped and counted, and the trainer goes on with its next
-batch; its state is then what it was before.
+A step that fails (no quorum, the swarm unreachable) is dropped and counted, and leaves the trainer's state as it was.
 """
 
 import math
@@ -40,82 +39,56 @@ class Resumable(Protocol):
     """Batches that can be taken up again at any place, such as `dmoe_jax.data.batches.SegmentStream`."""
 
     @property
-    def position(self) -> int:
-        """Batches read so far."""
-        ...
-
-    def seek(self, position: int) -> None:
-        """Make batch `position` the next one."""
-        ...
+    def position(self) -> int: ...
+    def seek(self, position: int) -> None: ...
 
 
 @runtime_checkable
 class Trunk(Protocol):
-    """Where a trainer reads parameters and brings gradients, such as a `SharedTrunk`."""
+    """Place where trainers read parameters and bring gradients, such as a `SharedTrunk`; checkpoints hold its state."""
 
     @property
-    def step(self) -> int:
-        """Updates so far."""
-        ...
-
+    def step(self) -> int: ...
     @property
-    def params(self) -> PyTree:
-        """As they are now."""
-        ...
-
-    async def apply(
-        self, grads: PyTree, *, samples: int, read_at: int, read_params: PyTree, check: Callable[[], None]
-    ) -> int:
-        """Take a gradient; returns the number of the update that it is in. See `SharedTrunk.apply`."""
-        ...
-
-
-class SavedTrunk(Trunk, Protocol):
-    """A trunk whose state checkpoints hold; see `Trainers` for what these are."""
-
+    def params(self) -> PyTree: ...
     @property
     def state(self) -> PyTree: ...
+    async def apply(
+        self, grads: PyTree, *, samples: int, read_at: int, read_params: PyTree, check: Callable[[], None]
+    ) -> int: ...
     async def snapshot(self) -> tuple[int, PyTree]: ...
     def facts(self) -> dict[str, Any]: ...
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None: ...
 
 
-AnyTrunk = TypeVar("AnyTrunk", bound=SavedTrunk)
+AnyTrunk = TypeVar("AnyTrunk", bound=Trunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What one training step did.
-
-    Attributes:
-      step: number of the trunk update, from 1.
-      trainer: index of the trainer.
-      loss: the reported loss of the batch.
-      items: samples or tokens in the batch.
-      staleness: trunk updates by other trainers between this step's reading and writing of the parameters.
-    """
+    """One training step."""
 
     step: int
+    """Number of the trunk update, from 1."""
     trainer: int
+    """Index of the trainer."""
     loss: float
+    """Reported loss of the batch."""
     items: int
+    """Samples or tokens in the batch."""
     staleness: int
+    """Trunk updates by others between this step's reading and writing of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """When a trainer was at a step, or at a micro-batch of a larger one.
-
-    Attributes:
-      trainer: index of the trainer.
-      began, ended: from the batch at hand to its gradient applied or gathered; trio's clock, seconds.
-      outcome: "ok", or the name of the error with which the step was lost.
-    """
+    """Time that a trainer spent on a step: from the batch at hand to its gradient applied or gathered."""
 
     trainer: int
-    began: float
+    began: float  # seconds of trio's clock, as the next
     ended: float
     outcome: str
+    """Name of the error with which the step was lost; "ok" if it was not."""
 
 
 OnStep = Callable[[StepRecord], None]
@@ -123,16 +96,14 @@ OnLost = Callable[[int, Exception], None]
 
 
 def unheard(*told: Any) -> None:
-    """Where nobody listens."""
+    """Do nothing: for callbacks of callers who do not listen."""
 
 
 class Trainer:
     """One asynchronous trainer: its batches, and the state that its next batch begins with.
 
     Args:
-      index: number of the trainer in its process.
-      model: the model, shared.
-      trunk: the parameters, shared.
+      index: number of the trainer in its process, whose trainers share `model` and `trunk`.
       batches: this trainer's data; any iterator of what the model's `forward` understands.
       seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
@@ -147,7 +118,7 @@ class Trainer:
         self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
         self.state: PyTree | None = None
-        """What this trainer's next batch begins with; None before its first step."""
+        """State that the next batch begins with; None before the first step."""
         self.on_span: Callable[[StepSpan], None] = lambda span: None
         """Called with each step that has ended, well or not. One that is cancelled has no end."""
 
@@ -157,11 +128,7 @@ class Trainer:
         return self._batches.position if isinstance(self._batches, Resumable) else self._read
 
     def seek(self, position: int) -> None:
-        """Make batch `position` the next one. Batches that cannot be sought are read from their beginning.
-
-        Raises:
-          EndOfData: there are not so many. ValueError: they have been read beyond it already.
-        """
+        """Make batch `position` the next one; batches that are not `Resumable` are read up to it."""
         if isinstance(self._batches, Resumable):
             self._batches.seek(position)
             return
@@ -171,9 +138,7 @@ class Trainer:
             self._next_batch()
 
     async def step(self) -> StepRecord:
-        """Take one step.
-
-        If cancelled, the trunk is untouched or stepped, never in between; experts may have learnt already.
+        """Take one step. If cancelled, the trunk is untouched or stepped; experts may have learnt already.
 
         Raises:
           NetError: the swarm could not carry the step; the trainer can go on with the next one.
@@ -212,7 +177,7 @@ class Trainer:
         self.on_span(StepSpan(trainer=self._index, began=began, ended=trio.current_time(), outcome=outcome))
 
     async def attempt(self, on_lost: OnLost) -> StepRecord | None:
-        """Take one step as `step` does, or tell `on_lost` of the error with which it was lost.
+        """Take one step as `step` does, or tell `on_lost` of its error and return None.
 
         Raises:
           FloatingPointError: so many steps in a row were not finite that the model is beyond help.
@@ -234,8 +199,9 @@ class Trainer:
         """Step until the trunk has `num_steps` updates, other trainers are making the last of them, or the data ends.
 
         Args:
-          on_step: called after each step of this trainer. on_lost: called with the trainer and the error of a step
-            that was dropped. A trainer that loses steps waits 0.1 s times the losses in a row (5 s at most).
+          on_step: called after each step of this trainer.
+          on_lost: called with the trainer and the error of a step that was dropped. A trainer that loses steps waits
+            0.1 s times the losses in a row (5 s at most).
 
         Raises:
           FloatingPointError, RouterError: as of `attempt`.
@@ -283,7 +249,7 @@ _all_finite = jax.jit(every_number_finite)
 
 
 def _not_finite(loss: Any, grads: PyTree) -> str:
-    """A sentence that names what is not finite: the loss, or the first gradient that is not."""
+    """A sentence that names the loss, or the first gradient, that is not finite."""
     if not np.isfinite(float(loss)):
         return f"the loss is {float(loss)}"
     named = jax.tree_util.tree_leaves_with_path(grads)
@@ -293,11 +259,7 @@ def _not_finite(loss: Any, grads: PyTree) -> str:
 
 
 def iterators_of(batches: Any) -> list[Iterator[Any]]:
-    """One iterator of batches for each trainer, from what a caller gave: a sequence of them, or a single one.
-
-    Raises:
-      ValueError: there is none, or something is no iterator.
-    """
+    """One iterator of batches for each trainer, from a sequence of them or a single one."""
     several = list(batches) if isinstance(batches, Sequence) else [batches]
     if not several:
         raise ValueError("there must be at least one iterator of batches, one for each trainer; got none")
@@ -321,9 +283,8 @@ class Trainers(Generic[AnyTrunk]):
     """The trainers of one process, with the trunk that they share. Made by `Swarm.trainer`.
 
     Args:
-      model: what they train.
       batches: one iterator of batches for each trainer.
-      seed: of all chance in training.
+      seed: seed of all chance in training.
     """
 
     def __init__(self, model: Model, trunk: AnyTrunk, batches: Sequence[Iterator[Any]], *, seed: int) -> None:
@@ -351,7 +312,7 @@ class Trainers(Generic[AnyTrunk]):
         return await self.trunk.snapshot()
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the state."""
+        """Facts of a checkpoint beside the state."""
         return self.trunk.facts()
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
@@ -362,7 +323,7 @@ class Trainers(Generic[AnyTrunk]):
         """Make `num_steps` further updates, all trainers together, or end with the data.
 
         Args:
-          on_step: called after each update. on_lost: called with the trainer and the error of a step that was dropped.
+          on_step, on_lost: as of `Trainer.run`.
 
         Raises:
           FloatingPointError, RouterError, TooFewExperts: as of `Trainer.run`. They come alone, not in a group.

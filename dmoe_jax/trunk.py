@@ -1,13 +1,9 @@
 """Parameters and optimiser state that the trainers of one process share.
 
 A trainer reads the parameters, computes for a while, and applies its gradient to what they have become: updates happen
-one after another, and none waits for a trainer.
-
-With a `moshpit_average` as its optimiser, parameters, gradients or pseudo-gradients of a trunk are averaged with those
-of other processes while its trainers go on (`open_trunk_averaging`): rounds begin and are applied by the trunk's own
-updates, just as in a loop of one's own. `SharedTrunk.step` counts the gradients that were applied, whatever the
-optimiser makes of them: where gradients are averaged, an update is zero until their average has arrived, and the one
-after that takes the whole step. A process that was left behind takes the whole state of the one that is furthest.
+one after another, and none waits for a trainer. With a `moshpit_average` as its optimiser, a trunk is averaged with
+those of other processes meanwhile (`open_trunk_averaging`): rounds begin and are applied by the trunk's own updates, as
+in a loop of one's own. A process that was left behind takes the whole state of the one that is furthest.
 """
 
 import random
@@ -34,16 +30,12 @@ from net.rpc.base import Caller
 
 
 class SharedTrunk:
-    """Trunk parameters and optimiser state that the trainers of one process share.
+    """Trunk parameters, initially copies of `params`, and optimiser state that the trainers of one process share.
 
     Args:
-      params: initial trunk parameters, which are copied.
       optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer, and inside a
         `moshpit_average` of gradients the averagings.
-      device: runs the update.
-
-    Raises:
-      ValueError: a parameter is no number.
+      device: runs the updates, and what trainers wait for.
     """
 
     def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
@@ -52,19 +44,17 @@ class SharedTrunk:
         # Copied, since it is donated: some optimisers keep the very parameters in it, or one array twice.
         self.opt_state = copied(optimizer.init(self.params))
         self.step = 0
-        """Gradients applied."""
+        """Gradients applied, whatever the optimiser makes of them: while gradients are averaged, updates are zero."""
         self.averager: TreeAverager | None = None
-        """Averages with other processes what the optimiser offers; None: nothing is averaged."""
-        self._claimed = 0
+        """Averages the optimiser's offers with other processes; None: nothing is averaged."""
         self.device = device
-        """Runs the updates, and what trainers wait for."""
+        self._claimed = 0
         self._turn = trio.Lock()
         self._update = trunk_update(optimizer)
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state; random keys as their data. The optimiser state is donated to the next update:
-        copy it before."""
+        """Parameters and optimiser state, which is donated to the next update; random keys as their data."""
         return jax.tree.map(stored, {"params": self.params, "opt_state": self.opt_state})
 
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
@@ -73,18 +63,16 @@ class SharedTrunk:
             return self.step, await self.device.run(host_copy, self.state)
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint needs beside the state: nothing."""
         return {}
 
     def restore(self, step: int, state: dict[str, PyTree], facts: Mapping[str, Any] | None = None) -> None:
         """Continue from a saved state. Only while no trainer runs."""
-        del facts
         self.step = step
         own = self.params, self.opt_state
         self.params, self.opt_state = jax.tree.map(kept_like, own, (state["params"], state["opt_state"]))
 
     def claim(self, num_steps: int) -> bool:
-        """Set one of the first `num_steps` updates aside for a trainer; False when all are applied or being made."""
+        """Set one of the first `num_steps` updates aside for a trainer; False if all are applied or being made."""
         if self.step + self._claimed >= num_steps:
             return False
         self._claimed += 1
@@ -103,16 +91,14 @@ class SharedTrunk:
         read_params: PyTree | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> int:
-        """Step with these gradients; returns the number of the update. Updates happen one after another.
-
-        If cancelled, the update was made or it was not.
+        """Step with these gradients and return the number of the update. If cancelled, it was made or not.
 
         Args:
-          samples: how many the gradients are a mean of, for averages that are weighted by it.
+          samples: number that the gradients are a mean of, for averages that are weighted by it.
           read_at: `step` when the parameters were read that the gradients are for. The updates since then, until it is
             this one's turn, are the staleness that the optimiser is told. None: nothing is stale.
           read_params: these parameters, for optimisers that use them (`compensate_delay`).
-          check: called on the device before the update; what it raises leaves the trunk as it was.
+          check: called on the device before the update; if it raises, the trunk stays as it was.
         """
         counted = None if samples is None else np.float32(samples)
 
@@ -134,11 +120,10 @@ class SharedTrunk:
             return number
 
     async def catch_up(self, *, min_lead: int, max_step: int = MAX_VERSION) -> bool:
-        """Take up the state of a process that is at least `min_lead` updates ahead; whether that was done.
+        """Take up the state of a process that is at least `min_lead` updates ahead, and return True if one was taken.
 
-        Not while a trainer is in the middle of an update; steps that are under way end as stale ones. Updates made
-        while the state was on its way are kept if it is no longer ahead. A state of other shapes, of a step beyond
-        `max_step` or with values that are not finite is passed over. Only while the trunk is averaged.
+        A state of other shapes, of a step beyond `max_step` or with values that are not finite is passed over, and so
+        is one that is no longer ahead when it arrives. Only while the trunk is averaged.
         """
         averager = self.averager
         if averager is None:  # averaging has just ended
@@ -147,7 +132,7 @@ class SharedTrunk:
         return taken is not None and await self.replace(*taken, min_lead=min_lead)
 
     async def replace(self, step: int, state: dict[str, PyTree], *, min_lead: int = 1) -> bool:
-        """Take up another process's state between two updates, if it is still `min_lead` updates ahead; whether it was.
+        """Take up another process's state between two updates, if it is still `min_lead` ahead; return True if so.
 
         Steps under way are applied to it, as stale ones. A round of averaging that is under way is dropped.
         """
@@ -178,7 +163,7 @@ async def open_trunk_averaging(
     This process is a donor of its state meanwhile, and catches up whenever rounds come to nothing or others are ahead.
 
     Args:
-      max_step: where the run ends; states that claim to be further are not taken.
+      max_step: end of the run; states that claim to be further are not taken.
       caller, dht, name, config, device, rng, on_round: as of `open_tree_averager`, whose errors are raised.
     """
 
@@ -218,7 +203,7 @@ async def open_trunk_averaging(
 def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
     """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (params, opt_state).
 
-    Args: optimizer: is told samples and read_params unless they are None.
+    The optimiser is told `samples` and `read_params` unless they are None.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 

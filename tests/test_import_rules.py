@@ -109,7 +109,6 @@ SHELLS = {
     "dmoe_jax.serving",
     "dmoe_jax.trainer",
     "dmoe_jax.blocking",
-    "dmoe_jax.training.ledger",
     "dmoe_jax.training.progress",
     "dmoe_jax.training.run",
     "dmoe_jax.trunk",

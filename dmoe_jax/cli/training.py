@@ -31,10 +31,8 @@ from dmoe_jax.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
 from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
 from dmoe_jax.training.engine import Totals
-from dmoe_jax.training.ledger import Records
-from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress
-from dmoe_jax.training.run import train
+from dmoe_jax.training.run import Plan, Records, train
 from dmoe_jax.training.saving import PreparedRun
 from dmoe_jax.training.swarm_engine import SwarmEngine
 from dmoe_jax.types import PyTree

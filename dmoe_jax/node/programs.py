@@ -405,7 +405,7 @@ def _with_folded_in(key_data: Any, numbers: Any) -> Any:
 
 
 own_copies = EachCompiledAlone(copied)
-"""`own_copy` of each array, by one program."""
+"""`copied`, by one program."""
 
 key_data_with = EachCompiledAlone(_with_folded_in)
 """(data of a random key, numbers as uint32 [n]) -> data of the key with these folded in, see `folded_in`."""

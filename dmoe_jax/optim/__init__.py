@@ -1,14 +1,10 @@
-"""What decentralised training asks of optimisers, averaging and stale gradients: pure JAX and pure Optax.
+"""Optimisers, averaging and stale gradients of decentralised training: pure JAX and pure Optax.
 
 - `moshpit_average` makes of any Optax optimiser one whose parameters, gradients or pseudo-gradients (DiLoCo) are
-  averaged with other peers'; `dmoe_jax.averaging` carries them over the network.
+  averaged with other peers'; `ErrorFeedback` compresses them. `streaming_diloco` and `noloco` send less, or at other
+  times. All leave averaging to the host (`host_state`); `dmoe_jax.averaging` carries it over the network.
 - `moshpit_round` and its like average over a leading axis of simulated peers, on one device or split over a mesh.
-- `streaming_diloco` and `noloco` are optimisers that send less, or at other times; they leave averaging to the host as
-  `moshpit_average` does (`host_state`). `ErrorFeedback` compresses what `moshpit_average` sends (`compression`).
-- `scale_by_staleness` makes the updates of stale gradients smaller; `scale_by_stale_adam` is Adam that gives them no
-  momentum; `compensate_delay` corrects them.
-
-Nothing here opens a connection, waits or starts a task. Of `net` it uses the rule by which groups follow from a grid.
+- `scale_by_staleness`, `scale_by_stale_adam` and `compensate_delay` are for stale gradients.
 """
 
 from dmoe_jax.optim.compression import (
@@ -27,8 +23,7 @@ from dmoe_jax.optim.host_state import (
     what_to_send,
     with_average,
 )
-from dmoe_jax.optim.moshpit import moshpit_average
-from dmoe_jax.optim.moshpit_state import MoshpitState
+from dmoe_jax.optim.moshpit import MoshpitState, moshpit_average
 from dmoe_jax.optim.noloco import NoLoCoState, noloco
 from dmoe_jax.optim.peer_axis import (
     FailureRule,

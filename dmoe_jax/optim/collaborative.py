@@ -1,27 +1,21 @@
 """One large batch by many peers, as pure functions (DeDLOC: Diskin et al., NeurIPS 2021, section 3.1).
 
-Theory of operation. Peers *gather*: each adds up the gradients of its own micro-batches, every sample with the same
-weight. When all of them together have gathered the target, what they have is added up, and every peer makes the same
-optimiser step with the mean: that of one machine with the whole batch. Schedules inside the optimiser count these
-steps. `dmoe_jax.collaboration` carries the sums over the network; under `jit` nothing waits.
+Peers *gather*: each adds up the gradients of its own micro-batches, every sample with the same weight. When all of them
+together have gathered the target, their sums are added up, and every peer makes the same optimiser step with the mean,
+that of one machine with the whole batch. Schedules inside the optimiser count these steps. `dmoe_jax.collaboration`
+carries the sums over the network; under `jit` nothing waits.
 
     together = collaborative(optax.lamb(1e-3))
     state = together.init(params)
     state = together.gather(state, grads, samples)                  # jitted; the state may be donated
-    own = together.contribution(state)                              # what travels: a mean, and its samples
+    own = together.contribution(state)                              # a mean, and its samples
     state = together.step(state, weighted_mean_of_all_peers(own))   # the same everywhere
 
-Two more ways to use one batch: with "parameters" a peer steps by itself at each micro-batch, and the parameters of all
-are averaged by samples; with "pseudo_gradients" (DiLoCo: Douillard et al. 2023, algorithm 1) the way that they came
-since the last step is, and an outer optimiser takes it as a gradient. In these two the optimiser's own state stays with
-its peer.
-
-Low precision. With a `LossScale`, a peer multiplies its loss by `state.scale` before it differentiates; gradients are
-divided by it again when they are gathered. A micro-batch whose gradients are not finite is left out, and counted in
-what travels: so all peers know of it and halve the scale in the same step.
+With a `LossScale`, a peer multiplies its loss by `state.scale` before it differentiates; gradients are divided by it
+again when they are gathered. A micro-batch whose gradients are not finite is left out, and counted in what travels: so
+all peers know of it and halve the scale in the same step.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -36,19 +30,19 @@ from dmoe_jax.optim.moshpit import diloco_outer
 from dmoe_jax.types import PyTree
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
-"""What peers add up; see the head of this file."""
+"""Things that peers add up: see `collaborative`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """How the loss is scaled for gradients of few bits (Micikevicius et al., ICLR 2018, section 3.2)."""
+    """Scaling of the loss for gradients of few bits (Micikevicius et al., ICLR 2018, section 3.2)."""
 
     initial: float = 2.0**15
-    """Scale at the beginning."""
+    """Scale at first."""
     grow_every: int = 2000
     """Global steps without an overflow anywhere after which it doubles."""
     largest: float = 2.0**24
-    """It does not grow beyond."""
+    """Largest scale."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.initial <= self.largest:
@@ -61,16 +55,15 @@ class CollaborativeState(NamedTuple):
     """Everything that a peer trains on. Fields that a setting does not need are None.
 
     Attributes:
-      params: of the model.
-      inner: of the optimiser.
+      params: parameters of the model.
+      inner, outer: states of the optimiser and of the outer one.
       steps: global steps so far.
-      samples: gathered for the next one.
+      samples: samples gathered for the next one.
       overflows: micro-batches since the last step whose gradients were not finite.
       total: sum over samples of their gradients, float32 at least; for "gradients" only.
       anchor: parameters after the last step; for "pseudo_gradients" only.
-      outer: of the outer optimiser.
-      scale: the loss is to be multiplied by it; None without a `LossScale`.
-      good_steps: since the scale changed.
+      scale: factor of the loss; None without a `LossScale`.
+      good_steps: steps without an overflow since the scale changed.
     """
 
     params: PyTree
@@ -86,12 +79,12 @@ class CollaborativeState(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What a peer brings to a step, or all peers together.
+    """A peer's part in a step, or that of all peers together.
 
     Attributes:
-      mean: of the parameters' shapes and types: mean over the samples of gradients, or the parameters, or the way from
-        the anchor to them. Of all peers: the mean of theirs, weighted by samples.
-      samples: how many are behind it; of all peers, their sum. With 0 the mean is of no meaning.
+      mean: mean over the samples of gradients, or the parameters, or the way from the anchor to them. Of all peers: the
+        mean of theirs, weighted by samples.
+      samples: number of samples behind it; of all peers, their sum. With 0 the mean is of no meaning.
       overflows: micro-batches that were left out; of all peers, their sum.
     """
 
@@ -129,10 +122,8 @@ class Collaborative:
     def gather(self, state: CollaborativeState, grads: PyTree, samples: ArrayLike, **extra: Any) -> CollaborativeState:
         """Take in a micro-batch; one whose gradients, times its samples, are not finite in float32 is left out.
 
-        Args:
-          grads: mean over its samples of the gradient of the loss, times `state.scale` if there is one.
-          samples: how many.
-          extra: further arguments of the optimiser's `update`, for what steps at each micro-batch.
+        `grads` are the mean over its samples of the gradient of the loss, times `state.scale` if there is one; `extra`
+        further arguments of an optimiser that steps at each micro-batch.
         """
         amount = jnp.asarray(samples, jnp.float32)
         factor = 1.0 if state.scale is None else 1 / state.scale
@@ -154,7 +145,7 @@ class Collaborative:
         )
 
     def contribution(self, state: CollaborativeState) -> Contribution:
-        """What this peer brings, in arrays of its own: the state may be donated."""
+        """This peer's part, in arrays of its own: the state may be donated."""
         if state.total is not None:
             mean = jax.tree.map(lambda total: total / jnp.maximum(state.samples, 1.0), state.total)
         elif state.anchor is not None:
@@ -164,13 +155,9 @@ class Collaborative:
         return Contribution(mean, jnp.array(state.samples), jnp.array(state.overflows))
 
     def step(self, state: CollaborativeState, whole: Contribution, **extra: Any) -> CollaborativeState:
-        """The global step, with what all peers brought together. Whoever has the same state before has it after.
+        """The global step with the contribution of all peers. Whoever has the same state before has it after.
 
         A step in which nobody brought a sample, or whose mean is not finite, changes no parameter; it counts.
-
-        Args:
-          whole: of all peers.
-          extra: further arguments of the optimiser's `update`.
         """
         is_good = (jnp.asarray(whole.samples) > 0) & all_finite(whole.mean)
         safe = jax.tree.map(lambda leaf: jnp.where(is_good, leaf, 0), whole.mean)
@@ -211,13 +198,12 @@ def collaborative(
     """An optimiser whose steps are made by many peers together.
 
     Args:
-      optimizer: any Optax optimiser.
-      shared: what peers add up; see the head of this file.
+      shared: the thing that is added up. "gradients": those of all micro-batches. With the other two a peer steps by
+        itself at each micro-batch, and the state of `optimizer` stays with it. "parameters" are averaged by samples.
+        "pseudo_gradients" (DiLoCo: Douillard et al. 2023, algorithm 1): the way that parameters came since the last
+        step is averaged, and taken by an outer optimiser as a gradient.
       outer: for "pseudo_gradients" only; default: SGD with Nesterov momentum, DiLoCo's.
       loss_scale: for gradients of few bits; None: losses are as they are.
-
-    Raises:
-      ValueError: an unknown `shared`, or an outer optimiser for something else.
     """
     if shared not in get_args(Shared):
         raise ValueError(f"what is shared is one of {', '.join(get_args(Shared))}, got {shared!r}")
@@ -226,28 +212,6 @@ def collaborative(
     if outer is None and shared == "pseudo_gradients":
         outer = diloco_outer()
     return Collaborative(optax.with_extra_args_support(optimizer), shared, outer, loss_scale)
-
-
-def gathering_gradient(
-    together: Collaborative, loss: Callable[..., Any]
-) -> Callable[..., tuple[Any, CollaborativeState]]:
-    """(state, samples, *args) -> (loss, the state with its gradient gathered), to be jitted with the state donated.
-
-    XLA then adds the gradients into the sum where it lies, and frees them.
-
-    Args:
-      loss: (params, *args) -> scalar, a mean over the samples.
-    """
-
-    def scaled(params: PyTree, scale: Any, *args: Any) -> tuple[Any, Any]:
-        value = loss(params, *args)
-        return value * (1.0 if scale is None else scale), value
-
-    def gathered(state: CollaborativeState, samples: ArrayLike, *args: Any) -> tuple[Any, CollaborativeState]:
-        (_, value), grads = jax.value_and_grad(scaled, has_aux=True)(state.params, state.scale, *args)
-        return value, together.gather(state, grads, samples)
-
-    return gathered
 
 
 def emptied(state: CollaborativeState) -> CollaborativeState:

@@ -1,22 +1,15 @@
 """Error feedback: send the few largest values of each block in two or four bits, and keep the rest for later.
 
-What a peer would send is added to what it has not sent yet; of the sum the largest values of each block leave,
-quantised, and the difference stays:
-
-    e <- decay * e + x        x: a gradient or a pseudo-gradient
-    c  = Q(TopK(e))           what is sent
+    e <- decay * e + x        x: a gradient or a pseudo-gradient; e: the residual
+    c  = Q(TopK(e))           the largest values of each block, quantised: they are sent
     e <- e - c
 
 (SparseLoCo, arXiv 2508.15706, algorithm 1; without the decay it is the error feedback of Seide et al. 2014 and of Deep
 Gradient Compression, arXiv 1712.01887. With the decay the residual stands in for outer momentum, so the outer optimiser
-of pseudo-gradients should have none: `sgd(1.0)`.) So nothing is lost for good but what has decayed.
+of pseudo-gradients should have none: `sgd(1.0)`.)
 
-- `moshpit_average(..., compress=ErrorFeedback())` compresses what is sent to others. Its state has the residual: it is
-  checkpointed with it, and a lost averaging changes nothing.
-- `sparse_vector` makes of what was compressed a vector that `net.wire.sparse.encode_sparse` packs. What it decodes to
-  elsewhere is, bit for bit, the tree that was taken off the residual here.
-
-Each array is cut into blocks of its own, in C order; the residual is float32 whatever the parameters are.
+Each array is cut into blocks of its own, in C order; the residual is float32 whatever the parameters are. What
+`sparse_vector` makes of it decodes elsewhere, bit for bit, to the tree that was taken off the residual here.
 """
 
 from collections.abc import Sequence
@@ -32,24 +25,18 @@ from dmoe_jax.types import PyTree
 from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
 _FITTING_ROUNDS = 4
-"""Of choosing levels and scale in turn (Lloyd's algorithm): from the fourth on the error changes by less than 1 %."""
+"""Rounds of choosing levels and scale in turn (Lloyd's algorithm): the fourth changes the error by less than 1 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFeedback:
-    """Settings of the compressor.
-
-    Attributes:
-      coding: how many values of a block are sent, and in how many bits.
-      decay: what is left of the residual from one averaging to the next, 0 to 1. SparseLoCo found 0.95 for
-        pseudo-gradients; for gradients of every step 1 is the classic choice.
-
-    Raises:
-      ValueError: the decay is something else.
-    """
+    """Settings of the compressor."""
 
     coding: SparseCoding = field(default_factory=SparseCoding)
+    """Number of values of a block that are sent, and their bits."""
     decay: float = 0.95
+    """Share of the residual that is left from one averaging to the next, 0 to 1. SparseLoCo found 0.95 for
+    pseudo-gradients; for gradients of every step 1 is the classic choice."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay <= 1:
@@ -57,17 +44,14 @@ class ErrorFeedback:
 
 
 class Compressed(NamedTuple):
-    """What became of a tree.
-
-    Attributes:
-      parts: what is sent, as `net.wire.sparse.SparseVector` has it.
-      tree: the same as arrays of the tree's shapes, float32; what receivers decode.
-      residual: what is kept, of the same shapes, float32.
-    """
+    """A tree after compression."""
 
     parts: tuple[SparseBlocks, ...]
+    """The values that are sent, as `net.wire.sparse.SparseVector` has them."""
     tree: PyTree
+    """The same as arrays of the tree's shapes, float32, as receivers decode them."""
     residual: PyTree
+    """The rest, which is kept, of the same shapes, float32."""
 
 
 def zero_residual(params: PyTree) -> PyTree:
@@ -78,15 +62,12 @@ def zero_residual(params: PyTree) -> PyTree:
 def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compressed:
     """One round of error feedback, to be traced or not; see the equations at the head of this module.
 
+    A block with a value that is not finite is sent with a scale of NaN, so that the fault is seen; its residual is no
+    number either, and the caller keeps the old one.
+
     Args:
-      tree: of floating-point arrays.
-      residual: as `zero_residual` or the last round left it.
-
-    Returns: what to send and what to keep. A block with a value that is not finite is sent with a scale of NaN, so that
-      the fault is seen; its residual is no number either, and the caller keeps the old one.
-
-    Raises:
-      ValueError: the residual has another structure than the tree.
+      tree: floating-point arrays.
+      residual: as `zero_residual` or the last round left it, of the tree's structure.
     """
     leaves: list[Array]
     structure: Any
@@ -98,7 +79,11 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
         for leaf, left in zip(leaves, jax.tree.leaves(residual), strict=True)
     ]
     groups = [(place, group) for place, total in enumerate(totals) for group in feedback.coding.blocks(total.size)]
-    parts, dense = _compress_groups([_rows(totals[place], group) for place, group in groups], groups, feedback.coding)
+    blocks = [
+        totals[place][group.start : group.start + group.num_blocks * group.length].reshape(-1, group.length)
+        for place, group in groups
+    ]
+    parts, dense = _compress_groups(blocks, [group for _, group in groups], feedback.coding)
     sent, kept = [], []
     for place, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
         own = [rows.reshape(-1) for (of, _), rows in zip(groups, dense, strict=True) if of == place]
@@ -108,29 +93,22 @@ def compress(tree: PyTree, residual: PyTree, feedback: ErrorFeedback) -> Compres
     return Compressed(tuple(parts), jax.tree.unflatten(structure, sent), jax.tree.unflatten(structure, kept))
 
 
-def _rows(total: Array, group: BlockGroup) -> Array:
-    """[num_blocks, length]: the blocks of a group in the flat array that they are of."""
-    rows = total[group.start : group.start + group.num_blocks * group.length]
-    return rows.reshape(group.num_blocks, group.length)
-
-
 def _compress_groups(
-    rows: Sequence[Array], groups: Sequence[tuple[int, BlockGroup]], coding: SparseCoding
+    rows: Sequence[Array], groups: Sequence[BlockGroup], coding: SparseCoding
 ) -> tuple[list[SparseBlocks], list[Array]]:
-    """What is sent of each group, sparse and dense.
-
-    Blocks of one shape go through together, from whichever array: a model has few shapes, and many arrays of each.
-    """
+    """The values of each group that are sent, sparse and dense."""
+    # Blocks of one shape go through together, from whichever array: a model has few shapes, and many arrays of each.
     alike: dict[tuple[int, int], list[int]] = {}
-    for number, (_, group) in enumerate(groups):
+    for number, group in enumerate(groups):
         alike.setdefault((group.length, group.kept), []).append(number)
     parts: dict[int, SparseBlocks] = {}
     dense: dict[int, Array] = {}
     for (_, kept), numbers in alike.items():
         together = jnp.concatenate([rows[number] for number in numbers])
-        blocks = largest_of_blocks(together, kept, coding)
-        values = _dense(blocks, together)
-        ends = np.cumsum([groups[number][1].num_blocks for number in numbers])[:-1].tolist()
+        blocks = _largest_of_blocks(together, kept, coding)
+        values = blocks.levels.astype(jnp.float32) * blocks.scales[:, jnp.newaxis]
+        values = jnp.put_along_axis(jnp.zeros_like(together), blocks.indices, values, axis=1, inplace=False)
+        ends = np.cumsum([groups[number].num_blocks for number in numbers])[:-1].tolist()
         split = [jnp.split(each, ends) for each in (*blocks, values)]
         for number, *part, whole in zip(numbers, *split, strict=True):
             parts[number], dense[number] = SparseBlocks(*part), whole
@@ -138,12 +116,8 @@ def _compress_groups(
     return [parts[number] for number in order], [dense[number] for number in order]
 
 
-def largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: SparseCoding) -> SparseBlocks:
-    """The `kept` largest values of each block, rounded to scale * level with the least squared error that is found.
-
-    Levels are `LEAST_LEVEL` to `coding.greatest_level` and their negatives. Zeros are never sent, so that a block may
-    have fewer values. A block that is not finite has the scale NaN.
-    """
+def _largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: SparseCoding) -> SparseBlocks:
+    """The `kept` largest values of each block, without zeros, rounded to scale * level with the least squared error."""
     magnitudes, indices = jax.lax.top_k(jnp.abs(rows), kept)
     is_there = magnitudes > 0
     least, most = LEAST_LEVEL, coding.greatest_level
@@ -164,12 +138,9 @@ def largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: Sp
 
 
 def sparse_vector(parts: Sequence[SparseBlocks], like: PyTree, coding: SparseCoding) -> SparseVector:
-    """What `compress` made of a tree as a vector on the host, ready for `net.wire.sparse.encode_sparse`.
+    """The parts of a tree that was compressed with this coding, as a vector on the host for `net.wire.sparse`.
 
-    Args:
-      parts: of one peer.
-      like: a tree of the same shapes, for instance the parameters.
-      coding: the one it was compressed with.
+    `like` is a tree of the same shapes, for instance the parameters.
     """
     sizes = tuple(int(np.prod(np.shape(leaf), dtype=np.int64)) for leaf in jax.tree.leaves(like))
     on_host = tuple(SparseBlocks(*(np.asarray(each) for each in part)) for part in parts)
@@ -180,9 +151,3 @@ def _nearest(magnitudes: Array, scales: Array, least: int, most: int) -> Array:
     """The levels nearest to the magnitudes, as float32."""
     safe = jnp.where(scales > 0, scales, 1)[:, jnp.newaxis]
     return jnp.clip(jnp.round(magnitudes / safe), least, most)
-
-
-def _dense(part: SparseBlocks, like: Array) -> Array:
-    """[blocks, length], as `like`: the values at their places."""
-    values = part.levels.astype(jnp.float32) * part.scales[:, jnp.newaxis]
-    return jnp.put_along_axis(jnp.zeros_like(like), part.indices, values, axis=1, inplace=False)

@@ -1,14 +1,15 @@
-"""Averaging by the host: what an optimiser's state offers to others between updates, and what it makes of their answer.
+"""Averaging by the host: what an optimiser's state offers to others between updates, and receives from them.
 
-`moshpit_average`, `noloco` and `streaming_diloco` leave averaging to the host unless they are given an `average`. Their
-states say what is due, offer it and receive the answer; see `HostState`. The host does
+`moshpit_average`, `noloco` and `streaming_diloco` leave averaging to the host unless they are given an `average`:
 
     if averaging_due(opt_state):
         sent = what_to_send(opt_state, params)
         averaged = await ...                                              # training may go on meanwhile
         opt_state = with_average(opt_state, sent, averaged)               # None: the network failed
 
-and the next update applies what came.
+and the next update applies what came. A training loop hands its averager the state of its optimiser, and not its
+parameters to change; so what is *taken* whole from another peer is that peer's state with its parameters in it, and the
+next update goes over to them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,21 +22,26 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.optim.compression import ErrorFeedback
-from dmoe_jax.optim.taking_over import Taken, is_masked
 from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
 
+class Taken(NamedTuple):
+    """Parameters of another peer to go over to; `waits` is True until an update has done so."""
+
+    params: PyTree
+    waits: Bool[Array, ""]
+
+
 class Sent(NamedTuple):
-    """What a peer offers to its group.
+    """A peer's offer to its group.
 
     Attributes:
-      tree: of the shapes of the parameters, in arrays of its own. Compressed, it is what receivers decode, in float32.
-      steps: updates behind it.
-      samples: behind it; None unless weighted.
-      whole: what was compressed, before the residual was added; None without compression, as the next two.
-      parts: what travels of it, for `dmoe_jax.optim.compression.sparse_vector`.
-      residual: what is kept back if the averaging comes to something.
+      tree: arrays of its own, in the shapes of the parameters. Compressed, it is what receivers decode, in float32.
+      steps, samples: updates and samples behind it; samples are None unless weighted.
+      whole: the tree before the residual was added; None without compression, as the next two.
+      parts: the part that travels, for `dmoe_jax.optim.compression.sparse_vector`.
+      residual: the part that is kept back if the averaging comes to something.
     """
 
     tree: PyTree
@@ -47,22 +53,25 @@ class Sent(NamedTuple):
 
     @property
     def weight(self) -> Float[Array, ""]:
-        """What it counts in the mean: its samples if weighted, else 1."""
+        """Weight in the mean: its samples if weighted, else 1."""
         return jnp.ones(()) if self.samples is None else self.samples
 
     @property
     def uncompressed(self) -> PyTree:
-        """What the peer itself has of the tree."""
+        """The tree as the peer itself has it."""
         return self.tree if self.whole is None else self.whole
 
 
 class HostState(ABC):
-    """State of an optimiser that leaves averaging to the host. It offers *fragments* of the model, each averaged by
-    itself; most have one, number 0.
+    """State of an optimiser that leaves averaging to the host. Named tuples, which cannot inherit, are registered.
 
-    Named tuples cannot inherit from it: they are registered.
+    It offers *fragments* of the model, each averaged by itself; most have one, number 0.
     """
 
+    kind: str
+    """The thing that is averaged: "parameters", "gradients", "pseudo_gradients", "streaming" or "noloco"."""
+    feedback: ErrorFeedback | None
+    """Compression of what is offered; None: it travels whole."""
     due: Bool[Array, "..."]
     """True for each fragment after whose last averaging enough updates were made."""
     rounds: Int[Array, ""]
@@ -70,25 +79,15 @@ class HostState(ABC):
     arrived: Bool[Array, "..."] | None
     """True where an average waits for the next update; None if the optimiser was made with `average`."""
     taken: Taken | None
-    """Parameters of another peer to go over to; None: there are none."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """What is averaged: "parameters", "gradients", "pseudo_gradients", "streaming" or "noloco"."""
-
-    @property
-    @abstractmethod
-    def feedback(self) -> ErrorFeedback | None:
-        """Compression of what is offered; None: it travels whole."""
+    """None unless the optimiser is to go over to another peer's parameters."""
 
     @abstractmethod
     def offer(self, params: PyTree, fragment: int) -> Sent:
-        """What this peer offers of a fragment now, in arrays of its own."""
+        """This peer's offer of a fragment now, in arrays of its own."""
 
     @abstractmethod
     def receive(self, sent: Sent, averaged: PyTree | None, fragment: int) -> "HostState":
-        """The state in which a coming update applies the outcome; see `with_average`."""
+        """The state in which the next update applies the outcome; see `with_average`."""
 
     @abstractmethod
     def emptied(self) -> "HostState":
@@ -99,11 +98,7 @@ class HostState(ABC):
 
 
 def host_state(opt_state: PyTree) -> HostState:
-    """The one in the state of what is composed around it.
-
-    Raises:
-      ValueError: there is none that averages, or more than one.
-    """
+    """The one state that averages in the state of what is composed around it."""
     found = [each for each in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(each)]
     if len(found) != 1:
         raise ValueError(
@@ -115,11 +110,7 @@ def host_state(opt_state: PyTree) -> HostState:
 
 
 def awaiting_host(opt_state: PyTree) -> HostState:
-    """`host_state` of an optimiser for which the host averages.
-
-    Raises:
-      ValueError: it averages by itself, or as of `host_state`.
-    """
+    """`host_state`, if the host averages for its optimiser."""
     state = host_state(opt_state)
     if state.arrived is None:
         raise ValueError("this optimiser was made with `average` and averages by itself")
@@ -127,13 +118,9 @@ def awaiting_host(opt_state: PyTree) -> HostState:
 
 
 def averaging_due(opt_state: PyTree, fragment: int | None = None) -> bool:
-    """True if enough updates were made since the last averaging began. Waits for the update that says so.
+    """True if enough updates were made since the last averaging of the fragment (None: of any) began.
 
-    It stays true until `with_average`; the host knows if an averaging is under way.
-
-    Args:
-      opt_state: of the optimiser, or of what is composed around it.
-      fragment: number of the one that is meant; None: any.
+    Waits for the update that says so. It stays true until `with_average`; the host knows if an averaging is under way.
     """
     state = host_state(opt_state)
     if state.arrived is None:
@@ -143,10 +130,10 @@ def averaging_due(opt_state: PyTree, fragment: int | None = None) -> bool:
 
 
 def what_to_send(opt_state: PyTree, params: PyTree, *, fragment: int = 0) -> Sent:
-    """What this peer offers now; copies, so that later steps may donate their arguments.
+    """This peer's offer now; copies, so that later steps may donate their arguments.
 
     Raises:
-      ValueError: an average that arrived was not applied yet: it would count twice. Or as of `awaiting_host`.
+      ValueError: an average that arrived was not applied yet, and would count twice; or the optimiser averages itself.
     """
     state = awaiting_host(opt_state)
     assert state.arrived is not None
@@ -156,15 +143,14 @@ def what_to_send(opt_state: PyTree, params: PyTree, *, fragment: int = 0) -> Sen
 
 
 def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None, *, fragment: int = 0) -> PyTree:
-    """The state in which a next update applies the outcome. May be jitted, with the fragment static.
+    """The state in which the next update applies the outcome. May be jitted, with the fragment static.
 
     Args:
-      opt_state: as it is now, some updates after `what_to_send` perhaps.
-      sent: what was offered.
-      averaged: what came of it, arrays of any floating type; None: nothing. If any of it is not finite it is lost too.
+      opt_state: the state now, some updates after `what_to_send` perhaps.
+      averaged: the average, arrays of any floating type; None: there is none. One that is not finite is lost, too.
 
     Raises:
-      ValueError: it has another structure or other shapes than what was sent, or as of `awaiting_host`.
+      ValueError: it has another structure or other shapes than what was sent, or the optimiser averages itself.
     """
     awaiting_host(opt_state)
     if averaged is not None:
@@ -175,15 +161,10 @@ def with_average(opt_state: PyTree, sent: Sent, averaged: PyTree | None, *, frag
 def apply_average(
     optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree, **extra: Any
 ) -> tuple[PyTree, PyTree]:
-    """Apply what arrived at once, before the next gradient. Without it the next update does.
+    """Parameters and state after what arrived is applied, before the next gradient. Without it the next update does.
 
     Around the transformation only what is stateless may be composed, such as clipping: the rest would count a step.
-
-    Args:
-      optimizer: what `opt_state` belongs to.
-      extra: further arguments of its `update`.
-
-    Returns: parameters and state.
+    `extra` are further arguments of the optimiser's `update`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -192,10 +173,7 @@ def apply_average(
 
 
 def without_gathered(tree: PyTree) -> PyTree:
-    """A tree in which no averaging optimiser has anything to offer yet; all else stays.
-
-    A peer that takes over another's state needs it: what the other has gathered, the other will send.
-    """
+    """Another peer's state without its own offers: what the other has gathered, the other will send."""
     return _map_states(lambda state: state.emptied(), tree)
 
 
@@ -218,7 +196,7 @@ def without_taken(opt_state: PyTree) -> PyTree:
 
 def masked_like(tree: PyTree, like: PyTree) -> PyTree:
     """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
-    return jax.tree.map(lambda own, leaf: own if is_masked(own) else leaf, like, tree, is_leaf=is_masked)
+    return jax.tree.map(lambda own, leaf: own if _is_masked(own) else leaf, like, tree, is_leaf=_is_masked)
 
 
 def check_like(averaged: PyTree, sent: PyTree) -> None:
@@ -239,3 +217,36 @@ def _is_state(each: Any) -> bool:
 
 def _map_states(function: Callable[[HostState], HostState], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda each: function(each) if _is_state(each) else each, tree, is_leaf=_is_state)
+
+
+def averaging_optimizer(
+    name: str, init: Callable[[PyTree], Any], update: Callable[..., tuple[PyTree, Any]]
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation of these functions. Where parameters wait in `state.taken`, its update goes over to them.
+
+    The gradient, of the parameters before, is dropped then, and all else stays.
+    """
+
+    def updated(grads: PyTree, state: Any, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError(f"{name} wants the parameters: update(grads, state, params)")
+        if state.taken is None:
+            return update(grads, state, params, **extra)
+        taken, before = state.taken, state._replace(taken=None)
+        updates, after = update(grads, before, params, **extra)
+        over = jax.tree.map(_way, params, updates, taken.params, is_leaf=_is_masked)
+        updates = optax.tree.where(taken.waits, over, updates)
+        after = optax.tree.where(taken.waits, before, after)
+        return updates, after._replace(taken=taken._replace(waits=jnp.zeros_like(taken.waits)))
+
+    return optax.GradientTransformationExtraArgs(init, updated)
+
+
+def _is_masked(leaf: Any) -> bool:
+    """True for the placeholder of a leaf that `optax.masked` keeps from a transformation."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def _way(own: Any, like: Any, new: Any) -> Any:
+    """The update from a peer's own array to another's; what is masked out stays its own."""
+    return own if _is_masked(own) else (new - own).astype(like.dtype)

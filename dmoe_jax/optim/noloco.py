@@ -4,7 +4,6 @@ A peer's slow parameters follow the pair's mean pseudo-gradient with momentum, a
 the swarm stays together although nobody ever computes its mean.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
-from dmoe_jax.optim.host_state import HostState, Sent, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
 MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
@@ -25,18 +23,15 @@ MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
 
 @HostState.register
 class NoLoCoState(NamedTuple):
-    """State of `noloco`.
+    """State of `noloco`; `due`, `arrived` and `taken` as of `HostState`.
 
     Attributes:
-      inner: of the optimiser inside.
+      inner: state of the optimiser inside.
       steps: updates so far.
       slow: phi, the parameters after the last outer step.
       momentum: delta, the last outer step, float32.
-      offered: updates behind what was offered last; None where the host has no part, as the next three.
-      due: whether enough updates were made for the next averaging.
-      arrived: whether `incoming` waits for the next update.
+      offered: updates behind the last offer; None where the host has no part, as `due`, `arrived` and `incoming`.
       incoming: the group's means of theta - phi and of phi, and the peer's own theta - phi that was among them.
-      taken: parameters of another peer to go over to; None: there are none.
     """
 
     inner: PyTree
@@ -63,12 +58,10 @@ class NoLoCoState(NamedTuple):
 
     def offer(self, params: PyTree, fragment: int = 0) -> Sent:
         """The pair (theta - phi, phi) in float32."""
-        del fragment
         ways = jax.tree.map(lambda own, slow: wide(own) - wide(slow), masked_like(params, self.slow), self.slow)
         return Sent((ways, jax.tree.map(lambda leaf: jnp.array(wide(leaf)), self.slow)), jnp.array(self.steps))
 
     def receive(self, sent: Sent, averaged: PyTree | None, fragment: int = 0) -> "NoLoCoState":
-        del fragment
         assert self.due is not None
         state = self._replace(offered=sent.steps, due=jnp.zeros_like(self.due))
         if averaged is None:
@@ -102,30 +95,25 @@ def noloco(
         phi   <- phi + delta
         theta <- phi
 
-    Without gradients the second moments (E phi^2, E phi delta, E delta^2) about the swarm's mean are multiplied by a
-    matrix each time; its spectral radius says how fast peers draw together. In pairs that are drawn anew each time it
-    is below 1 for 0 < gamma < 2 (1 - alpha^2), and 0.70 with the defaults. (The matrix is in the tests.)
+    Without gradients, in pairs that are drawn anew each time, peers draw together for 0 < gamma < 2 (1 - alpha^2): with
+    the defaults their second moments about the swarm's mean shrink to 0.70 each time. (The matrix is in the tests.)
 
-    An outcome that is not finite leaves the parameters where the inner steps brought them, and so does one that never
-    comes. Between the network's hosts training goes on meanwhile: theta then keeps what it has learnt since.
+    An outcome that is not finite, or never comes, leaves the parameters where the inner steps brought them. If the host
+    averages, training goes on meanwhile: theta then keeps what it has learnt since.
 
     Args:
       inner: any optimiser.
       every: updates between two outer steps.
-      average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`. It gets
-        two trees at once, theta - phi and phi. The paper's: pairs drawn anew each time. None: the host averages between
+      average: (tree, round_number) -> the mean over the peer's group, over an axis of `vmap` or `shard_map`, of two
+        trees at once, theta - phi and phi. The paper's: pairs drawn anew each time. None: the host averages between
         updates, as of `moshpit_average`; in groups of two with `TreeAveragerConfig(side=2, dims=...)`.
       momentum, rate, pull: alpha, beta and gamma; the last two may be traced.
-
-    Raises:
-      ValueError: `every` is below 1, or the momentum is not from 0 to 1.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
     inner = optax.with_extra_args_support(inner)
-    outer_step = partial(_outer_step, momentum=momentum, rate=rate, pull=pull)
 
     def init(params: PyTree) -> NoLoCoState:
         def still() -> PyTree:
@@ -136,6 +124,22 @@ def noloco(
             return state
         no, incoming = jnp.zeros((), bool), (still(), still(), still())
         return state._replace(offered=jnp.zeros((), jnp.int32), due=no, arrived=jnp.array(no), incoming=incoming)
+
+    def outer_step(
+        moved: PyTree, state: NoLoCoState, incoming: tuple[PyTree, PyTree, PyTree]
+    ) -> tuple[PyTree, NoLoCoState]:
+        """theta and the state after it. What theta learnt since the peer sent it stays."""
+        mean_way, mean_slow, own_way = incoming
+        delta = jax.tree.map(
+            lambda last, way, slow, middle: momentum * last + rate * way - pull * (wide(slow) - middle),
+            state.momentum, mean_way, state.slow, mean_slow,
+        )  # fmt: skip
+        stepped = jax.tree.map(lambda own, step, way: own + step - way, moved, delta, own_way)
+        slow = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
+        is_good = all_finite(slow)
+        kept = optax.tree.where(is_good, typed_like(slow, state.slow), state.slow)
+        delta = optax.tree.where(is_good, delta, state.momentum)
+        return optax.tree.where(is_good, stepped, moved), state._replace(slow=kept, momentum=delta)
 
     def average_now(moved: PyTree, state: NoLoCoState) -> tuple[PyTree, NoLoCoState]:
         assert average is not None
@@ -150,13 +154,11 @@ def noloco(
     def update(
         updates: PyTree,
         state: NoLoCoState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, NoLoCoState]:
-        if params is None:
-            raise ValueError("noloco wants the parameters: update(grads, state, params)")
         if not without_gradient:
             updates, inner_state = inner.update(updates, state.inner, params, **extra)
             state = state._replace(inner=inner_state, steps=state.steps + 1)
@@ -172,27 +174,4 @@ def noloco(
         change = jax.tree.map(lambda new, own: (new - own).astype(own.dtype), moved, params)
         return change, state
 
-    return optax.GradientTransformationExtraArgs(init, goes_over(update))
-
-
-def _outer_step(
-    moved: PyTree,
-    state: NoLoCoState,
-    incoming: tuple[PyTree, PyTree, PyTree],
-    *,
-    momentum: float,
-    rate: ArrayLike,
-    pull: ArrayLike,
-) -> tuple[PyTree, NoLoCoState]:
-    """theta and the state after it, with what came of an averaging. What theta learnt since the peer sent it stays."""
-    mean_way, mean_slow, own_way = incoming
-    delta = jax.tree.map(
-        lambda last, way, slow, middle: momentum * last + rate * way - pull * (wide(slow) - middle),
-        state.momentum, mean_way, state.slow, mean_slow,
-    )  # fmt: skip
-    stepped = jax.tree.map(lambda own, step, way: own + step - way, moved, delta, own_way)
-    slow = jax.tree.map(lambda slow, step: wide(slow) + step, state.slow, delta)
-    is_good = all_finite(slow)
-    kept = optax.tree.where(is_good, typed_like(slow, state.slow), state.slow)
-    delta = optax.tree.where(is_good, delta, state.momentum)
-    return optax.tree.where(is_good, stepped, moved), state._replace(slow=kept, momentum=delta)
+    return averaging_optimizer("noloco", init, update)

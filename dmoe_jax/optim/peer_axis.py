@@ -1,20 +1,14 @@
 """Moshpit All-Reduce as pure JAX over a peer axis: thousands of simulated peers on one device, or split over a mesh.
 
-The rule (who is in whose group) is `net.averaging.grouping.group_key.MoshpitGrid`, the same that the network averager
-follows; here every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. It serves
-research without a network, and as the oracle for the averager over the network.
+Every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. The rule by which peers
+meet is `net.averaging.grouping.group_key.MoshpitGrid`, as in the averager over the network, whose oracle this is.
 
-What becomes of a group with an absent peer is a choice, and rounds to a given precision differ two- to threefold:
-
-- "exclude": the others average without it (the published simulator of Moshpit SGD; the network averager);
-- "group_skips": its whole group keeps what it has (the simulator's first version).
-
-Absent peers keep their own values under both. The number of groups is `grid.num_groups` whoever is there, so a grid far
-larger than its peers costs memory.
+If a peer is absent, it keeps its own values. With "exclude" the others of its group average without it (the published
+simulator of Moshpit SGD; the network averager); with "group_skips" its whole group keeps what it has (the simulator's
+first version). Rounds to a given precision differ two- to threefold.
 """
 
-import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +20,7 @@ from dmoe_jax.types import PyTree
 from net.averaging.grouping.group_key import MoshpitGrid
 
 FailureRule = Literal["exclude", "group_skips"]
-"""What a group does without one of its peers; see the head of this module."""
+"""Fate of a group without one of its peers; see the head of this module."""
 
 
 def moshpit_round(
@@ -44,31 +38,22 @@ def moshpit_round(
 
     Args:
       tree: leaves [peers, ...] of floating numbers.
-      grid: the grid, static under `jit`.
+      grid: static under `jit`. It has `grid.num_groups` groups whoever is there: one far larger than its peers costs
+        memory.
       cells: int [peers], each peer's cell; see `random_cells`. Several peers may share one.
-      round_number: which axis of the grid it goes along; may be traced.
-      alive: bool [peers], who is there; None for all.
+      round_number: gives the axis of the grid along which peers meet; may be traced.
+      alive: bool [peers], False for those who are absent; None: all are there.
       weights: float [peers], for instance samples; None for equal ones. A peer whose weight is not positive adds
         nothing and still gets the mean; a group without any weight keeps what it has.
-      failure_rule: whether an absent peer is left out or stops its group.
       axis_name: inside `shard_map` or a named `vmap`, the mesh axis over which peers are split; every array then holds
         the peers of one device.
 
-    Returns: the tree, of the same shapes and types. Means are taken in float32 at least. What an absent or weightless
-      peer holds, even if it is not a number, has no influence on the others.
-
-    Raises:
-      ValueError: shapes do not agree, a leaf is not of floating numbers, or the failure rule is unknown.
+    Returns: the tree, of the same shapes and types. Means are taken in float32 at least. The values of an absent or
+      weightless peer, even if they are no numbers, have no influence on the others.
     """
-    return group_mean(
-        tree,
-        grid.group(jnp.asarray(cells), round_number if isinstance(round_number, int) else jnp.asarray(round_number)),
-        num_groups=grid.num_groups,
-        alive=alive,
-        weights=weights,
-        failure_rule=failure_rule,
-        axis_name=axis_name,
-    )
+    number = round_number if isinstance(round_number, int) else jnp.asarray(round_number)
+    groups, among = grid.group(jnp.asarray(cells), number), {"alive": alive, "weights": weights}
+    return group_mean(tree, groups, num_groups=grid.num_groups, **among, failure_rule=failure_rule, axis_name=axis_name)
 
 
 def moshpit_rounds(
@@ -94,31 +79,21 @@ def moshpit_rounds(
 
     Args:
       tree, grid, cells, weights, failure_rule, axis_name: as of `moshpit_round`.
-      num_rounds: how many, static.
+      num_rounds: number of rounds, static.
       first_round: number of the first, so that averaging goes on where it ended; may be traced.
-      alive: bool [num_rounds, peers]; None for all.
-
-    Returns: the tree, of the same shapes and types.
-
-    Raises:
-      ValueError: as `moshpit_round`, or `alive` is not of that many rounds.
+      alive: bool [num_rounds, peers]; None: all are there in all rounds.
     """
     if alive is not None and (jnp.ndim(alive) != 2 or jnp.shape(alive)[0] != num_rounds):
         raise ValueError(f"alive must have a row for each of {num_rounds} rounds, got the shape {jnp.shape(alive)}")
 
+    rule = {"grid": grid, "cells": cells, "failure_rule": failure_rule, "axis_name": axis_name}
+
     def one_round(carry: tuple[PyTree, Array | None], inputs: tuple[Array, Array | None]) -> tuple[PyTree, None]:
         tree, weights = carry
         round_number, alive = inputs
-        average = functools.partial(
-            moshpit_round,
-            grid=grid,
-            cells=cells,
-            round_number=round_number,
-            alive=alive,
-            failure_rule=failure_rule,
-            axis_name=axis_name,
-        )
-        return (average(tree, weights=weights), None if weights is None else average(weights)), None
+        shared: dict[str, Any] = {"round_number": round_number, "alive": alive, **rule}
+        averaged = moshpit_round(tree, weights=weights, **shared)
+        return (averaged, None if weights is None else moshpit_round(weights, **shared)), None
 
     tree = jax.tree.map(jnp.asarray, tree)
     start = (tree, None if weights is None else wide(weights))
@@ -139,9 +114,7 @@ def group_mean(
 ) -> PyTree:
     """`moshpit_round` for groups of any make: the mean of each group, to each of its peers that takes part.
 
-    Args:
-      groups: int [peers], each peer's group, 0 to num_groups - 1.
-      num_groups: how many there are, static; some may be empty.
+    `groups`, int [peers], has each peer's group, 0 to `num_groups` - 1, static; groups may be empty.
     """
     if failure_rule not in get_args(FailureRule):
         raise ValueError(f"failure_rule is one of {', '.join(get_args(FailureRule))}, got {failure_rule!r}")
@@ -173,24 +146,14 @@ def group_mean(
 
 
 def random_cells(key: PRNGKeyArray, grid: MoshpitGrid, num_peers: int) -> Int[Array, " peers"]:
-    """A cell of its own for each peer, at random: in a grid with holes these should fall on all groups alike.
-
-    It shuffles all cells of the grid, in memory.
-
-    Raises:
-      ValueError: there are more peers than cells.
-    """
+    """A cell of its own for each peer, at random: in a grid with holes these should fall on all groups alike."""
     if not 0 <= num_peers <= grid.num_cells:
         raise ValueError(f"a grid of {grid.side}^{grid.dims} cells seats up to {grid.num_cells} peers, not {num_peers}")
     return jax.random.choice(key, grid.num_cells, (num_peers,), replace=False)
 
 
 def distortion(tree: PyTree) -> Array:
-    """How far peers are apart: (1/N) sum_i |x_i - mean|^2 over all leaves [peers, ...]. Of scalars, their variance.
-
-    Raises:
-      ValueError: leaves have different numbers of peers or none.
-    """
+    """Distance of peers: (1/N) sum_i |x_i - mean|^2 over all leaves [peers, ...]. Of scalars, their variance."""
     num_peers = count_peers(tree)
 
     def of_leaf(leaf: Array) -> Array:
@@ -201,11 +164,7 @@ def distortion(tree: PyTree) -> Array:
 
 
 def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:
-    """The number of peers, once all leaves and the arrays [peers] agree on it.
-
-    Raises:
-      ValueError: naming the leaf or argument that does not.
-    """
+    """The number of peers. A ValueError names a leaf, or an array [peers], that does not agree on it."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise ValueError("expected a tree with at least one array")

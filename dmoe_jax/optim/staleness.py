@@ -1,12 +1,10 @@
-"""What an optimiser can do about stale gradients: smaller steps, no momentum, and delay compensation.
+"""Optimisers for stale gradients: smaller steps, no momentum, and delay compensation.
 
-The staleness of a gradient is how many updates the parameters took between the reading that it is for and its own
-update. The node counts it for its experts, and `SharedTrunk` for the trunk; both tell the optimiser, as the argument
-`staleness` of its update:
+The staleness of a gradient is the number of updates that its parameters took between the reading that it is for and its
+own update. The node counts it for its experts, and `SharedTrunk` for the trunk; both tell the optimiser:
 
     optimizer = optax.chain(scale_by_stale_adam(), optax.scale_by_learning_rate(1e-3), scale_by_staleness())
-
-In a loop of one's own: `optimizer.update(grads, opt_state, params, staleness=n)`.
+    optimizer.update(grads, opt_state, params, staleness=n)
 """
 
 import math
@@ -23,16 +21,10 @@ from dmoe_jax.types import PyTree
 
 
 def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraArgs:
-    """Multiply updates by (1 + staleness) ** -power; what is not stale stays as it is.
+    """Multiply updates by (1 + staleness) ** -power, with a finite power of at least 0, which changes nothing.
 
     Belongs after the optimiser: Adam undoes any scaling of the gradients before it. The `staleness` that `update` takes
     is a number of at least 0, perhaps a mean; without it nothing is stale.
-
-    Args:
-      power: at least 0, which changes nothing.
-
-    Raises:
-      ValueError: the power is negative or not finite.
     """
     if not 0 <= power < math.inf:
         raise ValueError(f"the power of the staleness must be finite and at least 0, got {power}")
@@ -40,7 +32,6 @@ def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraA
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, staleness: ArrayLike = 0, **extra: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        del params, extra
         scale = (1 + jnp.asarray(staleness, jnp.float32)) ** -power
         return jax.tree.map(lambda leaf: (wide(leaf) * scale).astype(leaf.dtype), updates), state
 
@@ -59,14 +50,13 @@ def scale_by_stale_adam(
 
     Args:
       b1, b2, eps: as of `optax.scale_by_adam`.
-      amsgrad: whether v is the largest so far, as of `optax.scale_by_amsgrad`.
+      amsgrad: True for the largest v so far, as of `optax.scale_by_amsgrad`.
     """
     inner = (optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam)(b1=b1, b2=b2, eps=eps)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, *, staleness: ArrayLike = 0, **extra: Any
     ) -> tuple[PyTree, Any]:
-        del extra
         moved, state = inner.update(updates, state, params)
         weight = jnp.maximum(1 - jnp.asarray(staleness, jnp.float32), 0)
         correction = 1 - b2**state.count
@@ -90,10 +80,7 @@ def compensate_delay(strength: float) -> optax.GradientTransformationExtraArgs:
     What a `moshpit_average` makes of gradients was read at several places: it cannot be compensated.
 
     Args:
-      strength: lambda in the paper, at least 0, which changes nothing.
-
-    Raises:
-      ValueError: the strength is negative or not finite.
+      strength: lambda in the paper, finite and at least 0, which changes nothing.
     """
     if not 0 <= strength < math.inf:
         raise ValueError(f"the strength of a delay compensation must be finite and at least 0, got {strength}")
@@ -101,7 +88,6 @@ def compensate_delay(strength: float) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, *, read_params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        del extra
         if params is None or read_params is None:
             raise ValueError(
                 "compensate_delay wants the parameters of now and those that the gradients are for: "

@@ -1,11 +1,10 @@
 """Streaming DiLoCo (Douillard et al., arXiv 2501.18512): fragments of a model are averaged at different times, and the
 average arrives while training goes on.
 
-The bytes are those of DiLoCo. But a line needs to carry only a fragment at a time, and nobody waits for it: with P
-fragments the peak is P times lower, and with an overlap of tau steps an average may take as long as these.
+The bytes are those of DiLoCo, but nobody waits for them: with P fragments the peak is P times lower, and with an
+overlap of tau steps an average may take as long as these.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,31 +14,28 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from dmoe_jax.arrays import all_finite, typed_like, wide
-from dmoe_jax.optim.host_state import HostState, Sent, masked_like
+from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.optim.taking_over import Taken, goes_over
 from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
-"""Of the Nesterov momentum that the paper found best."""
+"""Rate and decay of the Nesterov momentum that the paper found best."""
 
 
 @HostState.register
 class StreamingDiLoCoState(NamedTuple):
-    """State of `streaming_diloco`.
+    """State of `streaming_diloco`; `due` [P], `arrived` [P] and `taken` as of `HostState`.
 
     Attributes:
-      inner: of the optimiser inside.
+      inner: state of the optimiser inside.
       steps: updates so far.
       rounds: averagings so far, each of one fragment; the number of the next.
       anchor: the parameters after each fragment's last outer step: the same at all peers.
       under_way: the averages that are to arrive, float32, zero where there is none. For each fragment a dict of its
         arrays by their place among those of the parameters, "0" for the first.
-      outer: of the outer optimiser, one for each fragment.
-      due: bool [P], fragments whose turn it is to leave; None where the host has no part, as the next two.
-      left: int32 [P], after which update the fragment left whose average is in `under_way`.
-      arrived: bool [P], whether there is one.
-      taken: parameters of another peer to go over to; None: there are none.
+      outer: states of the outer optimiser, one for each fragment.
+      left: [P], the update after which the fragment left whose average is in `under_way`; None where the host has no
+        part, as `due` and `arrived`.
     """
 
     inner: PyTree
@@ -63,7 +59,7 @@ class StreamingDiLoCoState(NamedTuple):
 
     @property
     def members(self) -> list[list[int]]:
-        """The places among the arrays of the parameters of each fragment's."""
+        """For each fragment the places of its arrays among those of the parameters."""
         return [sorted(map(int, fragment)) for fragment in self.under_way]
 
     def offer(self, params: PyTree, fragment: int) -> Sent:
@@ -79,10 +75,12 @@ class StreamingDiLoCoState(NamedTuple):
         state = self._replace(due=self.due.at[fragment].set(False), rounds=self.rounds + 1)
         if averaged is None:
             return state
-        arrays = [jnp.array(wide(jnp.asarray(leaf))) for leaf in averaged]
-        flying = dict(zip(map(str, self.members[fragment]), arrays, strict=True))
+        places, under_way = map(str, self.members[fragment]), list(self.under_way)
+        under_way[fragment] = {
+            at: jnp.array(wide(jnp.asarray(leaf))) for at, leaf in zip(places, averaged, strict=True)
+        }
         return state._replace(
-            under_way=_with(self.under_way, fragment, flying),
+            under_way=tuple(under_way),
             left=self.left.at[fragment].set(sent.steps),
             arrived=self.arrived.at[fragment].set(all_finite((averaged, sent.tree))),
         )
@@ -111,25 +109,21 @@ def streaming_diloco(
                                     theta_p  <- alpha theta_p + (1 - alpha) anchor_p
 
     One fragment, no overlap and no mixing (alpha = 0) are DiLoCo: `moshpit_average(what="pseudo_gradients")`.
-    With `average` it is computed when it leaves, and kept for tau steps. Without, the host averages each fragment that
-    is due while training goes on: what comes back within tau steps is used after them, so that peers stay together,
-    and what takes longer at the next update. An average that is lost, or not finite, leaves its fragment to its next
-    one.
+    An average that is lost, or not finite, leaves its fragment to its next one.
 
     Args:
       inner: any optimiser.
       every: updates between two averagings of the same fragment.
-      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; as of `moshpit_average`.
-        None: the host averages between updates; see `dmoe_jax.averaging`.
-      fragments: how many; array i of the model is then in fragment i mod P, which spreads the layers of each over the
-        depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
-      overlap: tau, updates from the averaging to its use; below `every`. Between hosts at least 2 pass: what came is
+      average: (list of arrays, round_number) -> list, over an axis of `vmap` or `shard_map`; computed when a fragment
+        leaves, and kept for tau steps. None: the host averages each fragment that is due while training goes on. What
+        comes back within tau steps is used after them, so that peers stay together; what takes longer, at the next
+        update.
+      fragments: their number P; array i of the model is then in fragment i mod P, which spreads the layers of each over
+        the depth of the model (the paper's "strided"). Or a tree with the number of each array's fragment, from 0.
+      overlap: tau, updates from the averaging to its use; below `every`. Between hosts at least 2 pass: the average is
         put into the state after one update, and used by the next.
-      mixing: alpha, how much of their own parameters peers keep then. The paper uses 0.5.
+      mixing: alpha, the share of their own parameters that peers keep then. The paper uses 0.5.
       outer: default: SGD with Nesterov momentum, rate 0.4 and 0.9.
-
-    Raises:
-      ValueError: one of the numbers is out of its range.
     """
     if every < 1:
         raise ValueError(f"every must be at least 1, got {every}")
@@ -144,12 +138,12 @@ def streaming_diloco(
     streaming = _Streaming(
         optax.with_extra_args_support(inner), outer, average, every, fragments, overlap, float(mixing)
     )
-    return optax.GradientTransformationExtraArgs(streaming.init, goes_over(streaming.update))
+    return averaging_optimizer("streaming_diloco", streaming.init, streaming.update)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Streaming:
-    """Arguments of `streaming_diloco`, and what they make of an update."""
+    """Arguments of `streaming_diloco`, and its `init` and `update`."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
@@ -168,7 +162,7 @@ class _Streaming:
             rounds=jnp.zeros((), jnp.int32),
             anchor=jax.tree.map(jnp.array, params),
             under_way=tuple({str(place): jnp.zeros_like(wide(leaves[place])) for place in each} for each in members),
-            outer=tuple(self.outer.init(_pick(leaves, each)) for each in members),
+            outer=tuple(self.outer.init([leaves[place] for place in each]) for each in members),
         )
         if self.average is not None:
             return state
@@ -177,7 +171,7 @@ class _Streaming:
         return state._replace(due=due, left=jnp.zeros(count, jnp.int32), arrived=arrived)
 
     def members(self, count: int) -> list[list[int]]:
-        """The places among `count` arrays of each fragment's."""
+        """For each fragment the places of its arrays among `count`."""
         fragments = self.fragments
         if isinstance(fragments, int):
             numbers = [place % fragments for place in range(count)]
@@ -195,82 +189,68 @@ class _Streaming:
         self,
         updates: PyTree,
         state: StreamingDiLoCoState,
-        params: PyTree | None = None,
+        params: PyTree,
         *,
         without_gradient: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, StreamingDiLoCoState]:
-        if params is None:
-            raise ValueError("streaming_diloco wants the parameters: update(grads, state, params)")
         if not without_gradient:
             updates, inner = self.inner.update(updates, state.inner, params, **extra)
             state = state._replace(inner=inner, steps=state.steps + 1)
         before, structure = jax.tree.flatten(params)
         moved = [wide(own) + change for own, change in zip(before, jax.tree.leaves(updates), strict=True)]
-        for number in range(len(state.under_way)):
-            if self.average is not None:
-                state, arrives_now = self._averaged(number, moved, state)
-            else:
-                state, arrives_now = self._awaited(number, state, is_step=not without_gradient)
-            moved, state = self._arrive(number, moved, state, arrives_now)
+        offsets = jnp.arange(len(state.members)) * self.every // len(state.members)
+        # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
+        leave_now = (state.steps - offsets) % self.every == 0
+        if self.average is not None:
+            state = self._averaged(moved, state, leave_now)
+            left = state.steps - self.overlap - offsets
+            has_left = left >= jnp.where(offsets == 0, self.every, 0)
+            is_good = jnp.stack([all_finite(each) for each in state.under_way])
+            arrive_now = (left % self.every == 0) & has_left & is_good
+        else:
+            assert state.due is not None
+            assert state.left is not None
+            assert state.arrived is not None
+            arrive_now = state.arrived & (state.steps - state.left >= self.overlap)
+            due = state.due | (leave_now & (not without_gradient))
+            state = state._replace(due=due, arrived=state.arrived & ~arrive_now)
+        moved, state = self._arrive(moved, state, arrive_now)
         change = [(new - own).astype(own.dtype) for new, own in zip(moved, before, strict=True)]
         return jax.tree.unflatten(structure, change), state
 
-    def _offset(self, number: int, state: StreamingDiLoCoState) -> int:
-        return number * self.every // len(state.under_way)
-
-    def _leaves_now(self, number: int, state: StreamingDiLoCoState) -> Array:
-        # An offset of 0 leaves after a whole period for the first time: before, nothing was learnt.
-        return (state.steps - self._offset(number, state)) % self.every == 0
-
-    def _averaged(
-        self, number: int, moved: list[Array], state: StreamingDiLoCoState
-    ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state in which a fragment was averaged if it leaves now, and whether its average is to be used now."""
-        offset, places, kept = self._offset(number, state), state.members[number], _in_order(state.under_way[number])
-        anchor = jax.tree.leaves(state.anchor)
-        leaves_now = self._leaves_now(number, state)
-        has_left = state.steps - self.overlap >= (offset or self.every)
-        arrives_now = ((state.steps - offset - self.overlap) % self.every == 0) & has_left
+    def _averaged(self, moved: list[Array], state: StreamingDiLoCoState, leave_now: Array) -> StreamingDiLoCoState:
+        """The state after the averaging of the fragments that leave now."""
 
         def average(ways: list[Array], _: list[Array], rounds: Array) -> list[Array]:
             assert self.average is not None
             return [wide(leaf) for leaf in self.average(ways, rounds)]
 
-        ways = [wide(anchor[place]) - moved[place] for place in places]
-        arrays = jax.lax.cond(leaves_now, average, lambda _, kept, __: kept, ways, kept, state.rounds)
-        flying = dict(zip(map(str, places), arrays, strict=True))
-        state = state._replace(under_way=_with(state.under_way, number, flying), rounds=state.rounds + leaves_now)
-        return state, arrives_now & all_finite(arrays)
-
-    def _awaited(
-        self, number: int, state: StreamingDiLoCoState, *, is_step: bool
-    ) -> tuple[StreamingDiLoCoState, Array]:
-        """The state in which the host is told that a fragment is due, and whether what it brought is to be used now."""
-        assert state.due is not None
-        assert state.left is not None
-        assert state.arrived is not None
-        arrives_now = state.arrived[number] & (state.steps - state.left[number] >= self.overlap)
-        is_due = state.due[number] | (self._leaves_now(number, state) & is_step)
-        state = state._replace(
-            due=state.due.at[number].set(is_due),
-            arrived=state.arrived.at[number].set(state.arrived[number] & ~arrives_now),
-        )
-        return state, arrives_now
+        anchor, under_way, rounds = jax.tree.leaves(state.anchor), [], state.rounds
+        for number, places in enumerate(state.members):
+            kept = [state.under_way[number][str(place)] for place in places]
+            ways = [wide(anchor[place]) - moved[place] for place in places]
+            arrays = jax.lax.cond(leave_now[number], average, lambda _, kept, __: kept, ways, kept, rounds)
+            under_way.append(dict(zip(map(str, places), arrays, strict=True)))
+            rounds = rounds + leave_now[number]
+        return state._replace(under_way=tuple(under_way), rounds=rounds)
 
     def _arrive(
-        self, number: int, moved: list[Array], state: StreamingDiLoCoState, arrives_now: Array
+        self, moved: list[Array], state: StreamingDiLoCoState, arrive_now: Array
     ) -> tuple[list[Array], StreamingDiLoCoState]:
-        """Parameters and state after the outer step of a fragment, if its average is to be used now."""
-        places, flying = state.members[number], _in_order(state.under_way[number])
+        """Parameters and state after the outer steps of the fragments whose averages are to be used now."""
         anchor, structure = jax.tree.flatten(state.anchor)
-        operands = flying, _pick(moved, places), _pick(anchor, places), state.outer[number]
-        mine, fixed, outer = jax.lax.cond(arrives_now, self._outer_step, lambda _, *kept: kept, *operands)
-        moved = list(moved)
-        for place, own, new in zip(places, mine, fixed, strict=True):
-            moved[place], anchor[place] = own, new
-        anchor = jax.tree.unflatten(structure, anchor)
-        return moved, state._replace(anchor=anchor, outer=_with(state.outer, number, outer))
+        outers = []
+        for number, places in enumerate(state.members):
+            flying = [state.under_way[number][str(place)] for place in places]
+            mine, fixed = [moved[place] for place in places], [anchor[place] for place in places]
+            mine, fixed, outer = jax.lax.cond(
+                arrive_now[number], self._outer_step, lambda _, *kept: kept, flying, mine, fixed, state.outer[number]
+            )
+            for place, own, new in zip(places, mine, fixed, strict=True):
+                moved[place], anchor[place] = own, new
+            outers.append(outer)
+        return moved, state._replace(anchor=jax.tree.unflatten(structure, anchor), outer=tuple(outers))
 
     def _outer_step(
         self, arrived: list[Array], mine: list[Array], anchor: list[Array], outer: PyTree
@@ -280,16 +260,3 @@ class _Streaming:
         anchor = optax.apply_updates(anchor, updates)
         kept, taken = self.mixing, 1 - self.mixing
         return [kept * own + taken * wide(new) for own, new in zip(mine, anchor, strict=True)], anchor, outer
-
-
-def _in_order(fragment: dict[str, Array]) -> list[Array]:
-    """Its arrays by their places; the keys of a dict come back from JAX in the order of text, "10" before "2"."""
-    return [fragment[place] for place in sorted(fragment, key=int)]
-
-
-def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:place], item, *items[place + 1 :])
-
-
-def _pick(leaves: Sequence[Array], places: Sequence[int]) -> list[Array]:
-    return [leaves[place] for place in places]

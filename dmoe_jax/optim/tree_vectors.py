@@ -11,14 +11,7 @@ from net.types import Array
 
 
 class TreeLayout:
-    """Where each array of a tree lies in the vector.
-
-    Args:
-      tree: of floating-point arrays.
-
-    Raises:
-      ValueError: it has no array, or one that is not of floating-point numbers; the message names it.
-    """
+    """Place of each array of a tree in the vector. A tree of other than floating-point arrays is refused."""
 
     def __init__(self, tree: PyTree) -> None:
         named, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -34,7 +27,7 @@ class TreeLayout:
         self.size = sum(array.size for array in self._arrays)
         """Numbers in the vector."""
         self.schema = "\n".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in rows)
-        """What the vector means, for peers to compare: a line for each array."""
+        """Meaning of the vector, for peers to compare: a line for each array."""
         double = [name for name, array in rows if array.dtype == jnp.float64]
         self.rounding = (
             f"{len(double)} arrays of float64, such as {double[0]}, travel as float32: what others take part in has "
@@ -45,11 +38,7 @@ class TreeLayout:
         """A sentence on the digits that are lost on the way; empty if none are."""
 
     def check(self, tree: PyTree) -> None:
-        """Compare structure and shapes, without a look at the numbers.
-
-        Raises:
-          ValueError: the tree has another structure or other shapes.
-        """
+        """Raise `ValueError` if a tree has another structure or other shapes."""
         leaves = jax.tree.leaves(tree)
         if jax.tree.structure(tree) != self._structure or any(
             np.shape(leaf) != array.shape for leaf, array in zip(leaves, self._arrays, strict=True)
@@ -57,20 +46,12 @@ class TreeLayout:
             raise ValueError("the tree is not of the layout: it has another structure or other shapes")
 
     def to_vector(self, tree: PyTree) -> Array:
-        """The tree's numbers, float32 [size], in a fresh array on the host.
-
-        Raises:
-          ValueError: the tree has another structure or other shapes.
-        """
+        """The tree's numbers, float32 [size], in a fresh array on the host. Raises as `check`."""
         self.check(tree)
         return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
     def to_tree(self, vector: Array) -> PyTree:
-        """Arrays of the tree's shapes and types with the vector's numbers.
-
-        Raises:
-          ValueError: the vector has another length.
-        """
+        """Arrays of the tree's shapes and types with the vector's numbers. Raises `ValueError` for another length."""
         if vector.shape != (self.size,):
             raise ValueError(f"expected a vector of {self.size} numbers, got shape {list(vector.shape)}")
         parts = np.split(vector, np.cumsum([array.size for array in self._arrays])[:-1])

@@ -1,8 +1,8 @@
-"""How evenly a run uses its experts: a record for each layer and window of steps, the last of them for the headline.
+"""Use of a run's experts: a record for each layer and window of steps, the last of them for the headline.
 
-Two figures for the same thing, because each is blind to something. The coefficient of variation grows with single
-overloaded experts, up to sqrt(experts - 1) when one does everything; the entropy, divided by that of a perfectly even
-load, tells how many experts share the work: 1 for all of them alike, log(m) / log(n) for m of n, 0 for one alone.
+The coefficient of variation grows with single overloaded experts, up to sqrt(experts - 1) when one does everything. The
+entropy, divided by that of a perfectly even load, tells how many experts share the work: 1 for all of them alike,
+log(m) / log(n) for m of n, 0 for one alone.
 """
 
 import math
@@ -19,25 +19,22 @@ from dmoe_jax.types import PyTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """Use of one layer's experts over some samples: the fields of a "balance" record.
-
-    Attributes:
-      histogram: samples sent to each expert, in the order of the layer's uids.
-      cv: coefficient of variation, standard deviation / mean, over all experts; None without a sample.
-      entropy: entropy of the load as a distribution over experts, divided by log(experts); None without a sample.
-      dead: experts without any sample.
-      share_lost: failed calls / all calls, of all layers; None without a call, as in a local mixture.
-    """
+    """Use of one layer's experts over some samples: the fields of a "balance" record."""
 
     histogram: tuple[int, ...]
+    """Samples sent to each expert, in the order of the layer's uids."""
     cv: float | None
+    """Standard deviation / mean of the load, over all experts; None without a sample."""
     entropy: float | None
+    """Entropy of the load as a distribution over experts, divided by log(experts); None without a sample."""
     dead: int
+    """Experts without any sample."""
     share_lost: float | None
+    """Failed calls / all calls, of all layers; None without a call, as in a local mixture."""
 
 
 def balance(uids: Sequence[str], totals: Totals, before: Totals) -> Balance:
-    """The balance of one layer, of all experts `uids`, since `before`, `Totals()` for the beginning of the run."""
+    """The balance of one layer's experts since `before`, `Totals()` for the beginning of the run."""
     window = tuple(totals.load.get(uid, 0) - before.load.get(uid, 0) for uid in uids)
     ok, failed = totals.calls_ok - before.calls_ok, totals.calls_failed - before.calls_failed
     histogram = np.array(window, dtype=np.float64)
@@ -52,7 +49,7 @@ def balance(uids: Sequence[str], totals: Totals, before: Totals) -> Balance:
 
 
 def mean_balance(layers: Iterable[Balance]) -> dict[str, Any]:
-    """The layers in one: mean cv and entropy, dead experts of all, mean share of lost calls; for a headline."""
+    """The layers in one, for a headline: mean cv and entropy, dead experts of all, mean share of lost calls."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -75,33 +72,27 @@ def trunk_bias_range(state: PyTree) -> float | None:
 
 
 class BalanceLog:
-    """Writes "experts" records of the cumulative load, and "balance" records over the samples since the last ones.
+    """Writes "experts" records of the cumulative load, and "balance" records over the samples since the last ones."""
 
-    Args:
-      log: writes a record of a kind with its fields.
-      layers: layer -> uids of its experts.
-      totals: the totals at the beginning of the first window.
-    """
-
-    def __init__(self, log: Callable[..., None], layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
-        self._write = log
+    def __init__(self, write: Callable[..., None], layers: Mapping[str, tuple[str, ...]], totals: Totals) -> None:
+        self._write = write
         self._layers = layers
         self._before = totals
         self._last: list[Balance] = []
 
-    def log_load(self, totals: Totals, **place: object) -> None:
-        """The load of all experts since the run began, and who serves them; nothing for a dense model."""
+    def log_load(self, totals: Totals) -> None:
+        """Write the load of all experts since the run began, and their nodes; nothing for a dense model."""
         if self._layers:
-            self._write("experts", **place, load=totals.load, peer=totals.peers)
+            self._write("experts", load=totals.load, peer=totals.peers)
 
-    def log(self, totals: Totals, **place: object) -> None:
-        """The load, and the balance of each layer; nothing if no sample was sent since the last time."""
+    def log(self, totals: Totals) -> None:
+        """Write the load, and the balance of each layer; nothing if no sample was sent since the last time."""
         if totals.load == self._before.load:
             return
-        self.log_load(totals, **place)
+        self.log_load(totals)
         self._last = [balance(uids, totals, self._before) for uids in self._layers.values()]
         for layer, found in zip(self._layers, self._last, strict=True):
-            self._write("balance", **place, layer=layer, **asdict(found))
+            self._write("balance", layer=layer, **asdict(found))
         self._before = totals
 
     def headline(self, totals: Totals, state: PyTree) -> dict[str, Any]:

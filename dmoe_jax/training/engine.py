@@ -1,4 +1,4 @@
-"""What the run loop asks of a model in training, wherever it trains: on this device, over a swarm, or simulated."""
+"""A model in training, as the run loop sees it: on this device, over a swarm, or simulated."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,11 +42,7 @@ class Totals:
 
 @runtime_checkable
 class Engine(Protocol):
-    """A model in training. All that surrounds it, the run folder and resuming, is `run.train`'s.
-
-    Engines that wait for nothing (on this device, or simulations that run trio inside) keep the asynchronous signature
-    without ever waiting: `run.train_without_waiting` drives them without an event loop.
-    """
+    """A model in training. If it waits for nothing, `run.train_without_waiting` drives it without an event loop."""
 
     @property
     def name(self) -> str:
@@ -63,8 +59,8 @@ class Engine(Protocol):
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         """Make exactly `num_steps` further updates; tell `on_step` of each in order, `on_lost` of those given up.
 
-        A run that pauses is a row of such calls; each may lay down what is not in `state` (links, calls under way) at
-        its end, so that a run resumed between two of them goes on as if it had never stopped.
+        At its end it may lay down what is not in `state` (links, calls under way): a run that pauses is a row of calls,
+        and may be resumed between any two.
 
         Raises:
           FloatingPointError: a loss is not finite; the message names the model and the step. RouterError: the router's
@@ -72,10 +68,10 @@ class Engine(Protocol):
         """
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
-        """Evaluate the parameters as they are now, on "valid" or "test". Trains nothing.
+        """Evaluate the parameters as they are now, on "valid" or "test".
 
         Args:
-          max_items: about so many tokens or samples, such that they stand for the whole; None for all.
+          max_items: about so many tokens or samples, which stand for the whole; None for all.
           on_batch: told the batches done and, where that is known, their number.
 
         Raises:
@@ -89,10 +85,9 @@ class Engine(Protocol):
         """The step, and a copy of the state after it on the host, taken between two updates."""
 
     def facts(self) -> dict[str, Any]:
-        """What JSON can hold of the rest: counters, places in the data, totals."""
+        """The rest of the state, in JSON: counters, places in the data, totals."""
 
     def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
         """Go on from a step's `state` and `facts`, which an engine with the same settings returned."""
 
-    def totals(self) -> Totals:
-        """Running totals."""
+    def totals(self) -> Totals: ...

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -22,15 +21,11 @@ from rich.progress import (
 from rich.text import Text
 
 _LINE_PERIOD_S = 10.0
-"""Time between lines when the output is not a terminal: they show that it moves, and do not flood a log."""
+"""Time between lines when the output is not a terminal: they do not flood a log."""
 
 
 class TrainingProgress:
-    """Shows where a run is. Use as a context manager around all that may take its time.
-
-    Args:
-      num_steps: updates of the whole run.
-    """
+    """Shows the progress of a run of so many updates. A context manager around all that may take its time."""
 
     def __init__(self, num_steps: int) -> None:
         self._console = Console(stderr=True)
@@ -66,9 +61,7 @@ class TrainingProgress:
                 threading.Thread(target=self._say_now_and_then, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
             self._ended.set()
@@ -81,7 +74,7 @@ class TrainingProgress:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Show a spinner with this text while the block runs; the value changes the text."""
+        """Show a spinner with this text while the block runs, which gets a function to change the text."""
         if self._bar.disable:
             self.say(text)
         with self._shown(text) as task:
@@ -94,7 +87,7 @@ class TrainingProgress:
 
     @contextmanager
     def evaluation(self, text: str) -> Iterator[Callable[[int, int | None], None]]:
-        """Show a bar for an evaluation of this text; the value is called with the batches done and their number."""
+        """Show a bar for an evaluation; the block gets a function to tell the batches done and their number."""
         with self._shown(f"evaluating {text}") as task:
 
             def on_batch(done: int, total: int | None) -> None:
@@ -131,7 +124,7 @@ class TrainingProgress:
         self._show()
 
     def note(self, text: str) -> None:
-        """Show something behind the figures of the last step, until it is replaced: what the whole swarm does."""
+        """Show a text behind the figures of the last step, until it is replaced: the state of the whole swarm."""
         self._note = text
         self._show()
 
@@ -147,7 +140,7 @@ class TrainingProgress:
             self._say_if_quiet()
 
     def _say_if_quiet(self) -> None:
-        """A line, if the last one is a while ago; with the seconds for which it has been the same."""
+        """Print a line if the last one is a while ago, with the seconds for which it has been the same."""
         now = time.monotonic()
         if self._now and now - self._last_line_at >= _LINE_PERIOD_S:
             waited = now - self._now_since

@@ -1,7 +1,6 @@
 """A run's folder as it is taken up again: under the same settings, from its last checkpoint, nothing written twice.
 
-`prepare_run` looks and refuses, and writes nothing; `PreparedRun.begin` writes. What may fail (settings that differ, a
-checkpoint of another model) fails between the two, so that a run that cannot be resumed stays as it was.
+`prepare_run` looks and refuses, `PreparedRun.begin` writes: a run that cannot be resumed stays as it was.
 """
 
 import json
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.disk import check_not_held, hold_folder, is_empty
+from dmoe_jax.disk import CheckpointError, check_not_held, hold_folder, is_empty
 from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
 from net.meaning import contradiction
 
@@ -21,7 +20,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 _TRUST = ", or give --trust-run for all that the run names"
 
 _KEPT_EVENTS = ("interrupted", "failed", "resumed", "time_limit")
-"""Events that happened once; what else a lost part of a run tells, the part that is trained again tells anew."""
+"""Events that happened once; others are told anew by the part of a run that is trained again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +28,14 @@ class PreparedRun:
     """A run that may begin, or go on, in its folder. Made by `prepare_run`."""
 
     path: Path | None
-    """The folder; None for a new one under runs/."""
+    """The folder; None for a new one under runs/, with this name."""
     settings: Mapping[str, object]
     """All that decides what the run computes."""
     name: str = "run"
-    """Name of a folder under runs/."""
     goes_on: bool = False
     """True if there is a run in the folder to go on with."""
     changes: tuple[str, ...] = ()
-    """Settings that are others than before: "steps: 200 -> 600"."""
+    """Settings that differ from before: "steps: 200 -> 600"."""
     open_sink: Callable[[Path], Sink] | None = None
     """See `RunFolder.create`."""
 
@@ -52,7 +50,7 @@ class PreparedRun:
         return finished_headline(RunFolder(self.path)) if self.path is not None and self.goes_on else None
 
     def check_meaning(self, meaning: str) -> None:
-        """Raise ValueError if there is a run to go on with whose numbers mean something else."""
+        """Raise CheckpointError if there is a run to go on with whose numbers mean something else."""
         if self.path is not None and self.goes_on:
             check_meaning_of_run(self.path, meaning)
 
@@ -68,11 +66,7 @@ class PreparedRun:
             yield replace(self, path=path)
 
     def begin(self) -> RunFolder:
-        """Make the folder, or take it up; from here on it is written to.
-
-        Raises:
-          ValueError, OSError: as `RunFolder.create`.
-        """
+        """Make the folder, or take it up: see `RunFolder.create`."""
         return RunFolder.create(self.path, self.settings, name=self.name, resume=self.goes_on, open_sink=self.open_sink)
 
 
@@ -88,11 +82,10 @@ def prepare_run(
 
     Args:
       path, settings, name: as of `PreparedRun`.
-      may_differ: settings that may be others than before; nested ones as "expert.d_model".
+      may_differ: settings that may differ from before; nested ones as "expert.d_model".
 
     Raises:
-      ValueError: naming the first setting that was another one, and both values; or the folder is not empty although
-        `resume` is false, or is not a run folder.
+      ValueError: a setting differs; or the folder is not empty although `resume` is false, or is not a run folder.
       FolderInUse: another process trains in it.
     """
     if path is not None:
@@ -119,14 +112,14 @@ def saved_settings(path: Path) -> dict[str, Any]:
 
 
 def check_meaning_of_run(path: Path, meaning: str) -> None:
-    """Raise ValueError if the numbers of a run's checkpoints stand for something else than now, see `Task.meaning`.
+    """Raise CheckpointError if the numbers of a run stand for something else than now: see `Task.meaning`.
 
     An empty meaning fits all runs, and all fit a run with an empty one.
     """
     told = [record for record in RunFolder(path).metrics() if record["kind"] == "task"]
     then = str(told[0].get("meaning") or "") if told else ""
     if facts := contradiction(then, meaning):
-        raise ValueError(
+        raise CheckpointError(
             f"the numbers that the run in {path} has learnt stand for something else than now: it was begun with "
             f"{facts[0]}; the data or the model now has {facts[1]}"
         )
@@ -141,8 +134,7 @@ def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherw
     """Raise ValueError if a file is to be run only because the folder of a run names it: it may be a stranger's.
 
     Args:
-      words: flags and their values as they are to be used.
-      named: the words of the command line.
+      words: flags and their values that are to be used, some of which are `named` on the command line.
       otherwise: ends the message: an alternative to naming the file.
     """
     trusted = {part for word in named for part in (word, word.partition("=")[2])}
@@ -157,7 +149,7 @@ def check_code(path: Path, words: Iterable[str], *, named: Iterable[str], otherw
 
 
 def _parts(word: str) -> Iterator[str]:
-    """The word, and what a shell makes of it: a flag's value may be flags for another process, in quotes or not."""
+    """The word, and its parts to a shell: a flag's value may be flags for another process, in quotes or not."""
     try:
         parts = shlex.split(word)
     except ValueError:  # a quote without its end
@@ -175,11 +167,10 @@ def finished_headline(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:
-    """Take what was written after the checkpoint of a step out of the metrics, but for the run's ends and beginnings.
+    """Take the records after the checkpoint of a step out of the metrics, but for the run's ends and beginnings.
 
     Args:
-      size: bytes that metrics.jsonl had at the checkpoint. None: it was written beside the training, and records of
-        later steps may stand before it.
+      size: bytes of metrics.jsonl at the checkpoint; None if records of later steps may stand before it.
     """
     if not folder.metrics_path.exists():
         return

@@ -1,5 +1,6 @@
 """Trainers over a swarm, asynchronous or with one large batch, as an engine for the run loop."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,9 +22,7 @@ class SwarmEngine:
     they are there; the trainers' own state, such as a memory of the text just read, begins anew.
 
     Args:
-      trainers: the trainers of this process, with the model and the parameters that they share.
-      statistics: totals of their expert calls.
-      evaluation: batches to evaluate.
+      statistics: totals of the trainers' expert calls.
       layers: layer -> uids of its experts.
       figures: further figures for the headline, such as those of averaging.
     """
@@ -40,9 +39,9 @@ class SwarmEngine:
         self._trainers = trainers
         self._statistics = statistics
         self._evaluation = evaluation
-        self._layers = layers
+        self.layers = layers
         self._figures = figures
-        self._items = self._staleness = self._steps_lost = 0
+        self._counted = {"items": 0, "staleness": 0, "steps_lost": 0}
         self.last_loss: float | None = None
         """Loss of the last step."""
 
@@ -54,33 +53,23 @@ class SwarmEngine:
     def step(self) -> int:
         return self._trainers.step
 
-    @property
-    def layers(self) -> Mapping[str, tuple[str, ...]]:
-        return self._layers
-
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         def count_step(record: StepRecord) -> None:
-            self._items += record.items
-            self._staleness += record.staleness
+            self._counted["items"] += record.items
+            self._counted["staleness"] += record.staleness
             self.last_loss = record.loss
             on_step(record)
 
         def count_lost(trainer: int, error: Exception) -> None:
-            self._steps_lost += 1
+            self._counted["steps_lost"] += 1
             on_lost(trainer, error)
 
         await self._trainers.run(num_steps, count_step, count_lost)
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
         batches, num_batches = self._evaluation(split, max_items)
-        done = 0
-
-        def count_batch() -> None:
-            nonlocal done
-            done += 1
-            on_batch(done, num_batches)
-
-        return await self._trainers.evaluate(batches, count_batch)
+        done = itertools.count(1)
+        return await self._trainers.evaluate(batches, lambda: on_batch(next(done), num_batches))
 
     def state(self) -> PyTree:
         return self._trainers.state()
@@ -91,9 +80,7 @@ class SwarmEngine:
     def facts(self) -> dict[str, Any]:
         return {
             "positions": [trainer.position for trainer in self._trainers.trainers],
-            "items": self._items,
-            "staleness": self._staleness,
-            "steps_lost": self._steps_lost,
+            **self._counted,
             "statistics": saved_statistics(self._statistics),
             **self._trainers.facts(),
         }
@@ -105,14 +92,11 @@ class SwarmEngine:
         if len(positions) == len(trainers):
             for trainer, position in zip(trainers, positions, strict=True):
                 trainer.seek(position)
-        self._items, self._staleness, self._steps_lost = (facts[name] for name in ("items", "staleness", "steps_lost"))
+        self._counted = {name: facts[name] for name in self._counted}
         load_statistics(self._statistics, facts["statistics"])
 
     def totals(self) -> Totals:
-        counted = Totals(
-            items=self._items, staleness=self._staleness, steps_lost=self._steps_lost, figures=self._figures()
-        )
-        return call_totals(self._statistics, counted)
+        return call_totals(self._statistics, Totals(**self._counted, figures=self._figures()))
 
 
 def call_totals(statistics: CallStatistics, totals: Totals) -> Totals:

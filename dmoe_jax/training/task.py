@@ -1,4 +1,4 @@
-"""What a run trains on, as far as its metrics and its report are concerned."""
+"""Data of a run, as far as its metrics and its report are concerned."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Task:
     splits: tuple[str, ...] = ("valid",)
     """Parts that the end of a run evaluates: "valid", "test"; evaluations on the way read only the first."""
     main: str = "loss"
-    """The figure that messages show."""
+    """Name of the figure that the headline has even if there is none."""
     meaning: str = ""
     """Meaning of a checkpoint's numbers with this data, as `Model.meaning`: a run goes on with the same alone."""
 
@@ -30,7 +30,6 @@ class Task:
 
     def baseline(self, evaluation: Evaluation | None) -> Mapping[str, float]:
         """Figures to compare with, of the data that was evaluated; before any evaluation, of all of it."""
-        del evaluation
         return {}
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -147,10 +146,9 @@ def test_each_array_keeps_its_kind() -> None:
         as_params({"w": 1.0, "name": "x"})
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(np.float16, 3e4), (np.float32, 1e20), (np.float32, 3e30)])
-def test_a_norm_beyond_its_type(dtype: Any, size: float) -> None:
+def test_a_norm_beyond_its_type() -> None:
     """Finite gradients are finite, and are clipped to their direction: 4096 numbers of 1/64 have the norm 1."""
-    grads = {"w": jnp.full(4096, size, dtype)}
+    grads = {"w": jnp.full(4096, 3e4, np.float16)}
     assert are_finite(0.5, grads)
     assert all_finite({})
     assert not are_finite(0.5, {"w": grads["w"].at[3].set(np.inf)})
@@ -224,14 +222,3 @@ def test_what_nobody_uses_is_forgotten() -> None:
     gc.collect()
     assert thing(0) is kept
     assert sum(each() is not None for each in made) <= RECENT + 1
-
-
-async def test_programs_of_optimisers_tried_before_are_gone() -> None:
-    def programs() -> Iterator[weakref.ref[Any]]:
-        for number in range(3 * RECENT):
-            trunk = SharedTrunk(start(), optax.sgd(0.1 + number), InlineDevice())
-            yield weakref.ref(trunk._update)
-
-    made = list(programs())
-    gc.collect()
-    assert sum(each() is not None for each in made) <= RECENT

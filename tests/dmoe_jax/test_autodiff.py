@@ -199,16 +199,70 @@ async def test_a_loss_that_is_not_a_scalar_is_refused() -> None:
         await value_and_grad(forward)(PARAMS)
 
 
-async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
-    """64 trainers with four one-second calls a step take eight virtual seconds, not 512."""
+TABLE = np.random.default_rng(0).normal(size=(1000, 8)).astype(np.float32)
+TOKENS = np.array([[3, 999, 3], [0, 5, 7]], np.int32)
 
-    async def forward(run: Recording, params: Any) -> Value:
-        hidden = run(embed, params["in"], X)
-        for _ in range(4):
-            hidden = await run.call(Elsewhere(1.0, wait_s=1.0), hidden)
-        return run(head, params["in"], hidden, TARGETS)
 
-    async with trio.open_nursery() as nursery:
-        for _ in range(64):
-            nursery.start_soon(value_and_grad(forward), PARAMS)
-    assert trio.current_time() == pytest.approx(8.0, abs=1e-6)
+def looked_up(table: Any) -> Any:
+    return jnp.sin(jnp.take(table, TOKENS, axis=0)).reshape(-1, 8)
+
+
+def tied_loss(table: Any, hidden: Any) -> Any:
+    return jnp.sum(jnp.cos(hidden @ table.T))
+
+
+def both(first: Any, second: Any) -> Any:
+    return jnp.sum(first[TOKENS]) * 2 + jnp.sum(second**2)
+
+
+async def test_a_value_given_twice_to_one_segment() -> None:
+    """After it has a gradient already, as a table that is looked up and multiplied with: each use counts once."""
+    run = Recording()
+    table = Value(TABLE)
+    loss = run(jnp.add, run(both, table, table), run(tied_loss, table, run(looked_up, table)))
+    grads = await run.backward(loss)
+    expected = jax.grad(lambda table: both(table, table) + tied_loss(table, looked_up(table)))(TABLE)
+    np.testing.assert_allclose(grads[table], expected, rtol=1e-4, atol=1e-4)
+
+
+class Kept:
+    """A remote operation that keeps the gradient that it returns."""
+
+    grad: Any = None
+
+    async def forward(self, table: Any) -> tuple[Any, Any]:
+        return jnp.sum(table), None
+
+    async def backward(self, residual: Any, output_grads: Any) -> tuple[Any, ...]:
+        self.grad = jnp.full(TABLE.shape, output_grads)
+        return (self.grad,)
+
+
+@pytest.mark.parametrize("remote_first", [False, True])
+async def test_a_gradient_that_came_from_elsewhere_is_left_as_it_is(remote_first: bool) -> None:
+    """Only what the tape has computed is added to in place: others may still hold theirs."""
+    run, remote = Recording(), Kept()
+    table = Value(TABLE)
+    if remote_first:  # its backward comes last
+        far = await run.call(remote, table)
+        near = run(tied_loss, table, run(looked_up, table))
+    else:
+        near = run(tied_loss, table, run(looked_up, table))
+        far = await run.call(remote, table)
+    grads = await run.backward(run(jnp.add, far, near))
+    expected = jax.grad(lambda table: jnp.sum(table) + tied_loss(table, looked_up(table)))(TABLE)
+    np.testing.assert_allclose(grads[table], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(remote.grad, np.ones(TABLE.shape))
+
+
+async def test_no_gradient_of_the_tape_is_lost() -> None:
+    """All of them are there to be read in the end, also those that a segment hands on as they are."""
+    run = Recording()
+    table = Value(TABLE)
+    hidden = run(looked_up, table)
+    doubled = run(jnp.add, hidden, hidden)
+    loss = run(jnp.add, run(tied_loss, table, doubled), run(tied_loss, table, hidden))
+    grads = await run.backward(loss)
+    assert all(np.isfinite(grad).all() for grad in grads.values())
+    hidden_grad = jax.grad(lambda hidden: tied_loss(TABLE, 2 * hidden) + tied_loss(TABLE, hidden))(looked_up(TABLE))
+    np.testing.assert_allclose(grads[hidden], hidden_grad, rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ def state_at(step: int) -> dict:
 
 def test_newest_is_restored_and_few_are_kept(tmp_path: Path) -> None:
     """Of three saves two stay, and the latest comes back with its facts and its optimiser state."""
-    checkpoints = Checkpoints(tmp_path / "new" / "folder", keep=2)
+    checkpoints = Checkpoints(tmp_path / "new" / "folder")
     for step in (1, 2, 3):
         checkpoints.save(step, state_at(step), {"positions": [step, 7]})
     checkpoints.save(3, state_at(9), {})  # saved already: not written twice

@@ -8,14 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.optim.collaborative import (
-    Collaborative,
-    CollaborativeState,
-    Contribution,
-    LossScale,
-    collaborative,
-    gathering_gradient,
-)
+from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, LossScale, collaborative
 
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
 
@@ -41,10 +34,15 @@ def whole_of(parts: list[Contribution]) -> Contribution:
 
 def gathered(together: Collaborative, state: CollaborativeState, sizes: list[int], x: Any, y: Any) -> Any:
     """The state after micro-batches of these sizes."""
-    step = jax.jit(gathering_gradient(together, loss))
+
+    @jax.jit
+    def step(state: CollaborativeState, x: Any, y: Any) -> CollaborativeState:
+        scale = 1.0 if state.scale is None else state.scale
+        return together.gather(state, jax.grad(lambda params: loss(params, x, y) * scale)(state.params), len(x))
+
     start = 0
     for size in sizes:
-        _, state = step(state, size, x[start : start + size], y[start : start + size])
+        state = step(state, x[start : start + size], y[start : start + size])
         start += size
     return state
 

@@ -329,17 +329,6 @@ def test_composes(what: Any) -> None:
         assert change == pytest.approx(-0.6 * 0.98)
 
 
-def test_schedule_inside_counts_inner_steps() -> None:
-    """With gradients a schedule goes on once for each averaging, with parameters at each update."""
-    grads = np.ones((4, 1, 1), np.float32)
-    rate = optax.piecewise_constant_schedule(1.0, {2: 0.0})  # 1 for two steps, then 0
-    for what, expected in (("gradients", -2.0), ("parameters", -2.0)):
-        every = 2 if what == "gradients" else 1
-        optimizer = moshpit_average(optax.sgd(rate), every=every, what=what, average=pmean)
-        params, _ = train_peers(optimizer, jnp.zeros((1, 1)), grads)
-        assert params.tolist() == [[expected]]
-
-
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_donation(what: Any) -> None:
     """Parameters and state may be donated at once, and what was sent outlives the next step."""

@@ -22,9 +22,8 @@ from dmoe_jax.runs import run_folder
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
-from dmoe_jax.training.plan import Plan
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
-from dmoe_jax.training.run import train, train_without_waiting
+from dmoe_jax.training.run import Plan, train, train_without_waiting
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
 from dmoe_jax.training.task import Task, language_task
 from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
@@ -112,7 +111,7 @@ async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = F
 @pytest.fixture(autouse=True)
 def quick_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty figure: a real one takes a second, and one test below has it drawn."""
-    monkeypatch.setattr("dmoe_jax.training.ledger.training_figure", lambda metrics, path, title: path.write_bytes(b""))
+    monkeypatch.setattr("dmoe_jax.training.run.training_figure", lambda metrics, path, title: path.write_bytes(b""))
 
 
 def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
@@ -323,7 +322,7 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, autojump
     engine = CountingEngine(step_s=1.0, fails_at=6, error=Killed())
     plan = Plan(steps=10, eval_every=4, checkpoint_every=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmoe_jax.training.ledger.Ledger.end_early", lambda self, error: None)
+        patch.setattr("dmoe_jax.training.run._Ledger.end_early", lambda self, error: None)
         with pytest.raises(BaseExceptionGroup):
             await train(engine, run, plan, language_task(small_corpus()), TrainingProgress(10))
     await count_beside(tmp_path, CountingEngine(step_s=1.0), resume=True)
@@ -500,11 +499,11 @@ def test_a_figure_without_room_costs_no_report(
     def full(*args: Any, **more: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dmoe_jax.training.ledger.training_figure", full)
+    monkeypatch.setattr("dmoe_jax.training.run.training_figure", full)
     assert count(tmp_path / "a", CountingEngine())["complete"]
     assert (tmp_path / "a" / "report.md").exists()
     assert "figure.png cannot be written: No space left on device" in capsys.readouterr().err
-    monkeypatch.setattr("dmoe_jax.training.ledger.write_report", full)
+    monkeypatch.setattr("dmoe_jax.training.run.write_report", full)
     assert count(tmp_path / "b", CountingEngine())["complete"]
     assert "report.md cannot be written: No space left on device" in capsys.readouterr().err
     assert records(tmp_path / "b", "headline", "complete") == [(True,)]

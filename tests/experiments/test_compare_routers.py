@@ -11,7 +11,7 @@ from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
-from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.run import Plan
 from dmoe_jax.training.saving import finished_headline, prepare_run
 from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main

@@ -28,7 +28,7 @@ from dmoe_jax.node.saving import ExpertStore
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.training.plan import Plan
+from dmoe_jax.training.run import Plan
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.training import train_in_folder
