@@ -7,7 +7,7 @@ an expert computes one call with the parameters that it has then, a trainer goes
 network, no DHT and no time is left, so that a run takes hardly longer than its computing; every version that anybody
 reads is the one that the order says, so that what comes out equals the swarm's to rounding.
 
-Big arrays are changed in place, see `dmoe_jax.emulator.loop`; that all numbers stay finite is first taken on trust, see
+Big arrays are changed in place, see `run_events`; that all numbers stay finite is first taken on trust, see
 `dmoe_jax.emulator.trust`.
 """
 
@@ -23,15 +23,13 @@ import optax
 from jaxtyping import Key, PRNGKeyArray
 
 from dmoe_jax.arrays import copied
-from dmoe_jax.emulator.data import Data
+from dmoe_jax.emulator.events import Events, Handler, Waves, compiler_options, cut_into_waves, run_events
 from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
-from dmoe_jax.emulator.loop import Handler, compiler_options, run_events
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
-from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers, at
+from dmoe_jax.emulator.state import Calls, Data, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
 from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
-from dmoe_jax.emulator.waves import Waves, cut_into_waves
 from dmoe_jax.mixture.local import init_experts, init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.node.batch import buckets_up_to
@@ -52,11 +50,11 @@ class Emulator:
         `lambda swarm: MLP.on(swarm, config, router)`.
       optimizer: the trunk's. expert_optimizer: of every expert, each with a state of its own; None: they never change.
       num_trainers: trainers of the swarm.
-      rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
-        all rows of the batch, which is right for small experts and needed under `vmap`.
-      same_kernels: whether products and sums are computed by the library that nodes and trainers compile with. On CPUs
-        another one is faster in a process of several cores, but it rounds otherwise: in float32 that can make 7e-5
-        where the same one leaves 2e-6 (`experiments/emulation/README.md`).
+      rows: a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise all rows
+        of the batch, which is right for small experts and needed under `vmap`.
+      same_kernels: products and sums are computed by the library that nodes and trainers compile with. On CPUs another
+        one is faster in a process of several cores, but it rounds otherwise: in float32 that can make 7e-5 where the
+        same one leaves 2e-6 (`experiments/emulation/README.md`).
 
     Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
     leading axis of seeds, the data too.
@@ -90,7 +88,6 @@ class Emulator:
         self._trainers = TrainerSide(self.stages, optimizer)
         self._rows = rows
         self._compiler_options = functools.partial(compiler_options, same_kernels=same_kernels)
-        self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
         of_seeds = jax.vmap(functools.partial(self._run, skips=False), (0, 0, None, None))
         options = self._compiler_options(in_place=False)
         self._runs = (
@@ -151,8 +148,7 @@ class Emulator:
           trunk: the model's own parameters. batch: one batch of one trainer.
         """
         one = jax.tree.map(jnp.asarray, Data(batch, self.stages.model.keys(batch, seed=0, trainer=0, step=0)))
-        *_, calls, _ = self._shapes_of_step(trunk, one)
-        return math.prod(calls[0].chosen.shape)
+        return math.prod(self._trainer_shapes(trunk, one).calls[0].chosen.shape)
 
     def run(
         self, state: SwarmState, order: EventOrder, data: Data, *, start: int = 0, stop: int | None = None
@@ -194,7 +190,7 @@ class Emulator:
         return state
 
     def _trust_pays(self, kinds: np.ndarray) -> bool:
-        """Whether to run these events trusting that all is finite takes less time than to look at each update.
+        """True if to run these events trusting that all is finite takes less time than to look at each update.
 
         An emulator that has trusted once goes on with it: to compile the other program takes longer than most runs.
         """
@@ -207,9 +203,8 @@ class Emulator:
     def _copied(self, state: SwarmState) -> SwarmState:
         """A copy of a state, where the last one was if it fits: to touch fresh memory takes several times as long."""
         spare, self._spare = self._spare, None
-        if spare is None or _shapes_of(spare) != _shapes_of(state):
-            return self._copy(state)
-        return self._copy_into(spare, state)
+        shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), each) for each in (spare, state)]
+        return self._copy(state) if shapes[0] != shapes[1] else self._copy_into(spare, state)
 
     @functools.cached_property
     def _trusting(self) -> Callable[..., tuple[SwarmState, Any]] | None:
@@ -290,20 +285,20 @@ class Emulator:
             rejected=zero,
         )
 
-    def _shapes_of_step(self, trunk: PyTree, one: Data) -> Any:
-        """(what layers mixed, what reached them, their calls, the outcome) of one trainer's step, as shapes."""
+    def _trainer_shapes(self, trunk: PyTree, one: Data) -> Trainers:
+        """The arrays that one trainer holds, as shapes."""
         state = self.stages.model.initial_state(one.batches)
 
-        def shapes() -> tuple[Any, ...]:
-            mixed: list[Mixed] = []
+        def step() -> Trainers:
             reached: list[LayerInput] = []
             calls: list[Calls] = []
+            mixed: list[Mixed] = []
             for layer in range(self.num_layers):
                 there = self.stages.reach(layer, trunk, one.batches, state, one.keys, mixed)
                 indices, wanted = self.router.select(there.scores, self.k_best)
                 outputs = jnp.zeros((*wanted.shape, *self.expert.output.shape), self.expert.output.dtype)
                 integers = jnp.zeros(wanted.shape, jnp.int32)
-                mixed.append(self.stages.mix(layer, indices, wanted, wanted, outputs, there))
+                specs = zip(there.inputs, self.expert.inputs, strict=True)
                 reached.append(there)
                 calls.append(
                     Calls(
@@ -315,37 +310,43 @@ class Emulator:
                         outputs=outputs,
                         seen=integers,
                         output_grads=outputs,
-                        input_grads=tuple(there.inputs[i] for i in self._differentiable),
+                        input_grads=tuple(part for part, spec in specs if spec.differentiable),
                     )
                 )
-            return mixed, reached, calls, self.stages.finish(trunk, one.batches, state, one.keys, mixed)
+                mixed.append(self.stages.mix(layer, indices, wanted, wanted, outputs, there))
+            end = self.stages.finish(trunk, one.batches, state, one.keys, mixed)
+            return Trainers(
+                params=trunk,
+                read_at=jnp.int32(0),
+                state=state,
+                next_state=end.state,
+                row=jnp.int32(0),
+                calls=tuple(calls),
+                scores=tuple(there.scores for there in reached),
+                mixed=tuple(mixed),
+                mixed_grads=tuple(mixed),
+                layer_grads=tuple(LayerInput(there.scores, there.inputs[:1]) for there in reached),
+                grads=trunk,
+                loss=jnp.float32(0),
+                total=jnp.float32(0),
+            )
 
-        return jax.eval_shape(shapes)
+        return jax.eval_shape(step)
 
     def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
-        """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
-        state = self.stages.model.initial_state(one.batches)
-        mixed, reached, calls, finished = self._shapes_of_step(trunk, one)
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-        one_trainer = Trainers(
-            params=zeros(trunk),
-            read_at=jnp.int32(0),
-            state=jax.tree.map(jnp.asarray, state),
-            next_state=zeros(finished.state),
-            row=jnp.int32(-1),
-            calls=tuple(zeros(calls)),
-            scores=tuple(zeros(there.scores) for there in reached),
-            mixed=tuple(zeros(mixed)),
-            mixed_grads=tuple(zeros(mixed)),
-            layer_grads=tuple(LayerInput(zeros(there.scores), (zeros(there.inputs[0]),)) for there in reached),
-            grads=zeros(trunk),
-            loss=jnp.zeros((), jnp.float32),
-            total=jnp.zeros((), jnp.float32),
+        """All trainers before their first step: only their states mean something."""
+        number = self.num_trainers
+        zeros: Trainers = jax.tree.map(
+            lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), self._trainer_shapes(trunk, one)
         )
-        return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.num_trainers,) + (1,) * jnp.ndim(leaf)), one_trainer)
+        state = self.stages.model.initial_state(one.batches)
+        return zeros._replace(
+            state=jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * number), state),
+            row=jnp.full(number, -1, jnp.int32),
+        )
 
     def _run_trusting(self, state: SwarmState, data: Data, waves: Waves, count: Any) -> tuple[SwarmState, Any]:
-        """(the swarm after so many waves; whether it is what `_run` would have made of it)."""
+        """(the swarm after so many waves; True if it is what `_run` would have made of it)."""
         before = doubts(state)
         state = self._run(state, data, waves, count, skips=True, trusts=True)
         return state, doubts(state) == before
@@ -356,8 +357,8 @@ class Emulator:
         """So many waves: in each one first the calls, those of each layer together, then the stages.
 
         Args:
-          skips: whether calls that are part of another one cost nothing. Who they are differs from seed to seed.
-          trusts: whether updates are made that are not finite; needs `skips`.
+          skips: calls that are part of another one cost nothing. Which they are differs from seed to seed.
+          trusts: updates are made that are not finite; needs `skips`.
         """
         call_handlers = self._call_handlers(state.trainers.calls[0].chosen.shape[1], skips, trusts)
         stage_handlers: list[Handler] = [
@@ -384,8 +385,9 @@ class Emulator:
         return jax.lax.fori_loop(0, count, wave, state)
 
     def _call_handlers(self, batch: int, skips: bool, trusts: bool) -> list[Handler]:
+        """For calls of a layer, by the number of rows that they compute."""
         buckets = buckets_up_to(batch) if self._rows else (batch,)
-        handlers: list[Handler] = []
+        handlers: list[Handler] = [(_is_nobodys, lambda layer, event: layer)] if skips else []
 
         def is_call(kind: int, bucket: int) -> Callable[..., Any]:
             def matches(event: Events, layer: LayerState) -> Any:
@@ -396,20 +398,17 @@ class Emulator:
 
             return matches
 
-        if skips:
-            handlers.append((_is_nobodys, lambda layer, event: layer))
+        def is_somebodys(event: Events, layer: LayerState) -> Any:
+            return (event.kind == BACKWARD) & ~_is_nobodys(event, layer)
+
         backward = functools.partial(self._experts.backward, trusts=trusts)
         for bucket in buckets:
             for kind, compute in ((FORWARD, self._experts.forward), (BACKWARD, backward)):
+                matches = _is_kind(kind)
                 if len(buckets) > 1:
                     matches = is_call(kind, bucket)
                 elif kind == BACKWARD and skips:  # costs more than finding out whose it is
-
-                    def matches(event: Events, layer: LayerState) -> Any:
-                        return (event.kind == BACKWARD) & ~_is_nobodys(event, layer)
-
-                else:
-                    matches = _is_kind(kind)
+                    matches = is_somebodys
                 handlers.append((matches, functools.partial(compute, rows=bucket)))
         return handlers
 
@@ -419,12 +418,7 @@ def _is_kind(kind: int) -> Callable[..., Any]:
 
 
 def _is_nobodys(event: Events, layer: LayerState) -> Any:
-    """Whether a call is part of another one, or is not computed."""
+    """True if a call is part of another one, or is not computed."""
     own = at(layer[1], event.trainer)
     pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
     return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])
-
-
-def _shapes_of(state: SwarmState) -> Any:
-    """Of each array, and its dtype."""
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)

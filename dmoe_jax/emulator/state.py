@@ -1,15 +1,30 @@
-"""The arrays of an emulated swarm."""
+"""The arrays of an emulated swarm, and of what its trainers read."""
 
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int32
 
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.emulator.stages import LayerInput, Mixed
+from dmoe_jax.model import Model
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.types import PyTree
+
+
+class Data(NamedTuple):
+    """All batches of a run; leaves [trainers, steps, ...], with a leading axis of seeds where there are several.
+
+    Attributes:
+      batches: of the model. keys: chance of each step, from `Model.keys`; None for none.
+    """
+
+    batches: PyTree
+    keys: PyTree = None
 
 
 class Experts(NamedTuple):
@@ -39,10 +54,9 @@ class Calls(NamedTuple):
 
     Attributes:
       inputs: the experts' inputs.
-      chosen: int32, the expert of each pair, by its cell.
-      indices: int32 [..., dims], its coordinates.
-      wanted: bool, whether there is an expert in the slot.
-      answered: bool, whether it has answered the forward call.
+      chosen: int32, the expert of each pair, by its cell. indices: int32 [..., dims], its coordinates.
+      wanted: bool, True if there is an expert in the slot.
+      answered: bool, True if it has answered the forward call.
       outputs: what it answered; zeros before.
       seen: int32, how many updates it had then.
       output_grads: gradients of the outputs.
@@ -142,16 +156,35 @@ class SwarmState(NamedTuple):
         return sum((layer.rejected for layer in self.experts), jnp.asarray(self.totals.rejected))
 
 
-class Events(NamedTuple):
-    """An `EventOrder`'s arrays, or one event."""
+def take_batches(model: Model, streams: Sequence[Iterable[Any]], *, steps: int, seed: int = 0) -> Data:
+    """The next batches of each trainer, with the chance that a `Trainer` with this seed would give them.
 
-    kind: Any
-    trainer: Any
-    layer: Any
-    pair: Any
-    expert: Any
-    answered: Any
-    computed: Any
+    Args:
+      model: for its keys.
+      streams: one for each trainer; their batches are of one shape.
+      steps: how many of each; a little more than updates by trainers, as some trainers are faster than others.
+      seed: of the keys.
+
+    Raises:
+      ValueError: a stream ends before.
+    """
+    batches, keys = [], []
+    for trainer, stream in enumerate(streams):
+        own = list(itertools.islice(stream, steps))
+        if len(own) < steps:
+            raise ValueError(f"expected {steps} batches for trainer {trainer}, got {len(own)}")
+        batches.append(_stacked(own))
+        keys.append(_stacked([model.keys(one, seed=seed, trainer=trainer, step=step) for step, one in enumerate(own)]))
+    return Data(_stacked(batches), _stacked(keys))
+
+
+def stack_seeds(data: Sequence[Data]) -> Data:
+    """The data of several seeds, with a leading axis of them."""
+    return Data(*_stacked([tuple(one) for one in data]))
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def at(tree: PyTree, place: Any) -> Any:

@@ -1,4 +1,4 @@
-"""When an emulator may do without looking at every number that it writes.
+"""Trust, in place of a look at every number that an emulator writes.
 
 A swarm does not make an update that is not finite. To know that of an update, all that is new must be computed, and
 looked at, before any of it is written, which takes as long as everything else that an expert does. So a piece of an
@@ -18,7 +18,7 @@ from dmoe_jax.types import PyTree
 
 
 def keeps_what_is_infinite(expert: Expert, optimizer: optax.GradientTransformation | None) -> bool:
-    """Whether an update leaves no finite number where its optimiser's state had none. Parameters do: steps are added.
+    """True if an update leaves no finite number where its optimiser's state had none. Parameters do: steps are added.
 
     Tried with infinities and with NaN, in one array of the state at a time.
     """
