@@ -59,7 +59,7 @@ class ExpertSide:
         """An expert computes one backward call with the parameters that it has now, and is updated.
 
         Args:
-          trusts: the expert is updated with what is not finite, too, and only the gradients of inputs are looked at, see
+          trusts: the expert is updated with what is not finite, too; only the gradients of inputs are looked at, see
             `dmoe_jax.emulator.trust`. Calls that nobody has made are not given.
         """
         experts, calls = layer

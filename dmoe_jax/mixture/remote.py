@@ -61,7 +61,7 @@ for every row; there all experts count as alike."""
 
 
 class Choice(NamedTuple):
-    """Which experts a batch goes to.
+    """The experts that a batch goes to.
 
     Attributes:
       indices: int32 [batch, slots, dims], coordinates of each sample's experts; of no meaning in empty slots.
@@ -75,7 +75,7 @@ class Choice(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What a backward pass needs of its forward pass.
+    """The part of a forward pass that its backward pass needs.
 
     Attributes:
       inputs: the experts' inputs, each [batch, ...].
@@ -149,7 +149,7 @@ class RemoteMixture:
         return await self._caller.directory.living(self.config.prefix, self.router.grid_size)
 
     async def alive(self) -> Array:
-        """Which experts are alive: bool, of the grid's shape."""
+        """True for each expert that is alive: bool, of the grid's shape."""
         alive = np.zeros(self.router.grid_size, bool)
         for coordinates in await self.living():
             alive[coordinates] = True
@@ -205,8 +205,7 @@ class RemoteMixture:
             if coordinates in contacts:
                 uid = str(ExpertUid(self.config.prefix, coordinates))
                 rows, slots = np.array(pairs).T
-                call = ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots)
-                calls += [call] if len(pairs) <= self._fitting_rows else self._split(call)
+                calls += self._split(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
         traffic = None
         if self.router.heeds_traffic:
             asked = np.zeros_like(mask)
@@ -215,14 +214,12 @@ class RemoteMixture:
             traffic = cast(Any, Traffic)(asked, await self._capacity())
         return Choice(indices, tuple(calls), traffic)
 
-    @property
-    def _fitting_rows(self) -> int:
-        """Rows of a call that every node takes, as far as is known."""
-        return min(self.config.max_rows, self._caller.least_rows)
-
     def _split(self, call: ExpertCall) -> list[ExpertCall]:
-        """Calls of like size for the rows of one, none of more than its node takes."""
-        count = -(-len(call.rows) // self._caller.most_rows(call.contact, self.config.max_rows))
+        """The call, or several of like size where it has more rows than its node takes in one, as far as is known."""
+        most = min(self.config.max_rows, self._caller.most_rows.get(call.contact.peer_id, self.config.max_rows))
+        if len(call.rows) <= most:
+            return [call]
+        count = -(-len(call.rows) // most)
         pairs = zip(np.array_split(call.rows, count), np.array_split(call.slots, count), strict=True)
         return [replace(call, rows=rows, slots=slots) for rows, slots in pairs]
 
@@ -259,11 +256,10 @@ class RemoteMixture:
             self._caller.fan_out, FORWARD, inputs=inputs, replies=[spec], config=self.config, common=residual.body
         )
         answers = await ask(calls)
-        if self._fitting_rows < self.config.max_rows:
-            # A node that has just said that it takes fewer rows in a call has done nothing, and is asked in parts.
-            in_vain = [self._split(call) for call, each in zip(calls, answers, strict=True) if each is None]
-            if parts := [part for split in in_vain if len(split) > 1 for part in split]:
-                answers = [*answers, *await ask(parts)]
+        # A node that has just said that it takes fewer rows in a call has done nothing, and is asked in parts.
+        in_vain = [self._split(call) for call, each in zip(calls, answers, strict=True) if each is None]
+        if parts := [part for split in in_vain if len(split) > 1 for part in split]:
+            answers += await ask(parts)
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
         for each in answers:
@@ -303,13 +299,14 @@ class RemoteMixture:
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
-        """Wait until the layer has an expert that answers, and make sure that it is of our kind. An expert of each node
-        is asked: what does not answer, or is of another kind, is not counted, and the log says why.
+        """Wait until the layer has an expert that answers, and make sure that it is of our kind. Return how many are.
+
+        An expert of each node is asked: what does not answer, or is of another kind, is not counted, and the log says
+        why.
 
         Args:
           timeout_s: longest wait, seconds.
           say: is told once a second what is waited for, and at the end how many experts are alive.
-        Returns: how many experts are alive.
         Raises:
           NoQuorum: there is none; the message says which prefixes this swarm serves.
           ExpertMismatch: its tensors have other shapes or types, or it computes otherwise; a ValueError.
@@ -343,7 +340,7 @@ class RemoteMixture:
 
 @dataclass(frozen=True, slots=True)
 class _LayerCall:
-    """The remote call of one layer in one step, for the tape: (outputs, which of the experts answered)."""
+    """The remote call of one layer in one step, for the tape: (outputs, True for each expert that answered)."""
 
     mixture: RemoteMixture
     device: Device
@@ -381,10 +378,7 @@ def mix_segment(router: Router) -> Callable[..., tuple[Any, Any]]:
     def mix(
         scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any, traffic: Traffic | None = None
     ) -> tuple[Any, Any]:
-        weights = combine_weights(router, scores, indices, answered)
-        return (
-            combine_outputs(weights, answered, outputs, x),
-            router_loss(router, scores, indices, answered, traffic),
-        )
+        mixed = combine_outputs(combine_weights(router, scores, indices, answered), answered, outputs, x)
+        return mixed, router_loss(router, scores, indices, answered, traffic)
 
     return mix

@@ -17,12 +17,19 @@ from net.identity import Contact
 
 logger = logging.getLogger(__name__)
 
+OK = "ok"
+"""The outcome of a call that was answered as it should be."""
 LATE = "late"
-"""Given up in the grace time: slow, perhaps not dead."""
-NOT_FINITE = "not finite"
-"""The answer holds NaN or infinity."""
-BAD_ANSWER = "bad answer"
-"""Tensors of another number, shape or type, or bytes that broke the protocol."""
+"""The outcome of a call that was given up in the grace time: slow, perhaps not dead."""
+
+
+class BadAnswer(RemoteProtocolError):
+    """An answer that is none to what was asked, such as tensors of another number, shape or type."""
+
+
+class NotFinite(NetError):
+    """An answer that holds NaN or infinity."""
+
 
 _REASONS: tuple[tuple[type[NetError], str], ...] = (
     (PeerTimeout, "timeout"),
@@ -30,11 +37,12 @@ _REASONS: tuple[tuple[type[NetError], str], ...] = (
     (PeerUnavailable, "unreachable"),
     (PeerBusy, "busy"),
     (CallFailed, "refused"),
-    (RemoteProtocolError, BAD_ANSWER),
+    (RemoteProtocolError, "bad answer"),
     (LocalProtocolError, "not sent"),
+    (NotFinite, "not finite"),
 )
 
-REASONS = (*(reason for _, reason in _REASONS), NOT_FINITE, LATE)
+REASONS = (*(reason for _, reason in _REASONS), LATE)
 """Every reason for which a call may fail, as reports and figures show them."""
 
 _LOG_EVERY = 100
@@ -53,7 +61,7 @@ class CallRecord:
       method: such as "expert.forward".
       uid: the expert. contact: the node that it was asked of.
       rows: samples of the call.
-      outcome: "ok", or the reason why it brought nothing; see `REASONS`.
+      outcome: `OK`, or the reason why it brought nothing; see `REASONS`.
       began, ended: trio's clock, seconds.
     """
 
