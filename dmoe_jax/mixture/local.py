@@ -106,7 +106,6 @@ def local_mixture(
 
     cells = cell_numbers(indices, grid_size)
     if isinstance(params, ShardedExperts):
-        mixed, _ = parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
-        return mixed
+        return parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
     outputs = call_experts(expert, params, jnp.where(mask, cells, math.prod(grid_size)), inputs, keyed)
     return combine_outputs(weights, mask, outputs, inputs[0])

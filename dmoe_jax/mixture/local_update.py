@@ -8,7 +8,7 @@ gradients are [U, ...], and the chosen ones take a step. Both ways give the same
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,15 +37,6 @@ class WithDeltas(NamedTuple):
     deltas: PyTree
 
 
-class Routed(Protocol):
-    """What is known of a layer's calls; `dmoe_jax.models.layers.LayerAux` is one."""
-
-    @property
-    def mask(self) -> Bool[Array, "batch slots"]:
-        """Which slots hold an expert."""
-        ...
-
-
 def num_stacked(params: PyTree) -> int:
     """E, the number of experts whose parameters these are."""
     leaves = jax.tree.leaves(params.params if isinstance(params, WithDeltas) else params)
@@ -59,7 +50,7 @@ def zero_deltas(params: PyTree, num_calls: int) -> PyTree:
 
 
 def delta_places(used: Bool[Array, " num_experts"], num_deltas: int) -> Int[Array, " num_experts"]:
-    """Where each chosen expert's gradient stands among the deltas; of the others it says nothing."""
+    """The place of each chosen expert's gradient among the deltas; of the others it says nothing."""
     if num_deltas >= used.size:
         return jnp.arange(used.size)
     return jnp.maximum(jnp.cumsum(used) - 1, 0)
@@ -67,14 +58,15 @@ def delta_places(used: Bool[Array, " num_experts"], num_deltas: int) -> Int[Arra
 
 def chosen_value_and_grad(
     loss: Callable[..., tuple[Float[Array, ""], Any]],
-    layers_of: Callable[[Any], Iterable[Routed]] = lambda aux: aux.layers,
+    layers_of: Callable[[Any], Iterable[Any]] = lambda aux: aux.layers,
 ) -> Callable[..., tuple[tuple[Float[Array, ""], Any], tuple[PyTree, tuple[PyTree, ...]]]]:
     """`jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)`, with gradients of the chosen experts alone.
 
     Args:
       loss: (trunk, experts, ...) -> (loss, aux), such as a model's `local_forward`; experts has the stacked parameters
         of each layer, which nothing but `local_mixture` looks into.
-      layers_of: what aux knows of each layer. It says how many experts the layer can choose at most.
+      layers_of: aux -> for each layer an object with a `mask` [batch, slots], such as `LayerAux`: it says how many
+        experts the layer can choose at most.
 
     Returns: a function of the same arguments -> ((loss, aux), (trunk_grads, expert_grads)), to be traced; expert_grads
       has [U, ...] for each layer, for `update_chosen`.
@@ -113,10 +105,9 @@ def update_experts(
 
     Args:
       optimizer: applied to each expert separately.
-      params: stacked parameters.
+      params, grads: stacked.
       opt_state: stacked states, from `init_opt_states`.
-      grads: stacked gradients.
-      used: which experts take the step.
+      used: True for each expert that takes the step.
 
     Returns: (params, opt_state).
     """
@@ -143,7 +134,7 @@ def update_chosen(
     Args:
       optimizer, params, opt_state: as of `update_experts`.
       grads: [U, ...], see `WithDeltas`.
-      used: which experts were called, at most U: `layer.load > 0`.
+      used: True for each expert that was called, at most U: `layer.load > 0`.
 
     Returns: (params, opt_state).
     """
