@@ -23,9 +23,9 @@ import trio
 from flax import linen as nn
 from flax import nnx
 
+from dmoe_jax import flax_layers
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax import flax_layers
 from dmoe_jax.flax_layers import AuxiliaryLoss, BlockingMixture
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
