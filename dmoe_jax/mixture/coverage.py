@@ -1,4 +1,4 @@
-"""Whether a layer finds experts for its samples: a layer without any is silently the identity, so it says so."""
+"""The share of samples that find experts: a layer without any would silently be the identity, so it says so."""
 
 import logging
 from collections import deque
@@ -8,21 +8,16 @@ from dmoe_jax.mixture.statistics import CallStatistics
 logger = logging.getLogger(__name__)
 
 WINDOW_CALLS = 32
-"""Calls over which the share of samples without an expert is taken. After so many without a gap a layer has recovered,
-and the next gap is worth a warning again."""
+"""Calls over which the share is taken. After so many without a gap the next one is worth a warning again."""
 
 
 class TooFewExperts(RuntimeError):
-    """More samples of a layer went without any expert than its user allows. No `NetError`: a trainer that drops the
-    step and goes on would train a model without this layer."""
+    """More samples of a layer went without any expert than its user allows. No `NetError`, which a trainer would pass
+    over: it would train a model without this layer."""
 
 
 def check_coverage(statistics: CallStatistics, max_skipped: float) -> None:
-    """Look at all samples of a run at its end.
-
-    Raises:
-      TooFewExperts: no expert answered for a larger share of them than `max_skipped`.
-    """
+    """Raise TooFewExperts if no expert answered for a larger share of a run's samples than `max_skipped`."""
     skipped, samples = statistics.skipped_samples, statistics.samples
     if skipped > max_skipped * samples:
         raise TooFewExperts(
@@ -52,7 +47,7 @@ class Coverage:
 
         Raises:
           TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet
-            count as complete, so that one gap at the start of a run ends it only if no gap at all is allowed.
+            count as complete.
         """
         self._shares.append(skipped / samples if samples else 0.0)
         state = f"{found} experts were found alive and asked, {answered} of them answered"

@@ -4,19 +4,13 @@
     D, C = softmax(logits) over the samples, over the slots
     slots = D^T X,   Y = C f(slots)            slot s is served by expert s // slots_per_expert; section 2.1
 
-All experts work in every step, evenly, and the whole is differentiable. It is no `Router`: those choose experts for a
-sample, and here an expert never sees a sample. But its slots are rows like others, each bound for one expert, and
-`slot_router` says so to any mixture. So the same few lines run on one machine, emulated, and over a network, where an
-expert that does not answer adds nothing.
+All experts work in every step, evenly, and the whole is differentiable. It is no `Router`, since an expert never sees a
+sample. But its slots are rows like others, each bound for one expert, and `slot_router` says so to any mixture: the
+same few lines run on one machine, emulated, and over a network, where an expert that does not answer adds nothing.
 
-Where it fits, and where it does not:
-
-- a sample's output depends on all samples that are mixed with it. The paper mixes the patches of one image. The MLP
-  here (`MLPConfig.slots_per_expert`) mixes the images of a batch: it learns, but what it says of an image depends on
-  the images beside it, and alone an image fills every slot by itself;
-- in a language model a slot would mix the words of the future into those before them, so that it is refused there
-  (`make_router("soft_moe")` says why); and routed by sequence, a trainer with one sequence has nothing to mix;
-- the number of calls is that of the slots, whatever the batch: each expert is called in every step.
+A sample's output depends on all samples that are mixed with it. The paper mixes the patches of one image; the MLP here
+(`MLPConfig.slots_per_expert`) mixes the images of a batch. In a language model a slot would mix the words of the future
+into those before them, so that it is refused there (`make_router("soft_moe")` says why).
 
 Our experts carry their own residual connection, whose input is the slot and not the sample. So a sample gets back what
 the experts *add* to their slots, Y = X + C (f(slots) - slots), which is the paper's block, X + C g(slots), for experts
@@ -41,7 +35,7 @@ from dmoe_jax.types import PyTree
 
 
 class Slots(NamedTuple):
-    """What goes to the experts, and how it comes back.
+    """The rows that go to the experts, and the weights by which their outputs come back.
 
     Attributes:
       scores: of `slot_router`, for the rows of `inputs`; a mixture's first argument.

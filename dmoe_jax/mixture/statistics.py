@@ -1,4 +1,4 @@
-"""What became of one process's expert calls, and why those that failed did."""
+"""Totals of one process's expert calls, and reasons of those that failed."""
 
 import logging
 from dataclasses import dataclass, field
@@ -83,13 +83,13 @@ class CallStatistics:
     failures: dict[str, int] = field(default_factory=dict)
     """Calls that brought nothing, by reason; see `REASONS`."""
     asked_again: int = 0
-    """Times that a busy node asked for a call to come again later, and it did."""
+    """Calls that were made again because a busy node had asked for it."""
     moved: int = 0
-    """Calls that were asked of another node that serves the same expert, because the first one failed, or had."""
+    """Calls that went to another node that serves the same expert, because the first one failed, or had."""
     samples: int = 0
     """Samples that went through a layer, in training or in evaluation; once for each layer."""
     skipped_samples: int = 0
-    """Samples of these for which no expert answered."""
+    """Samples in `samples` for which no expert answered."""
     staleness_total: int = 0
     """Updates that experts took between a forward and its backward, by other trainers, summed over backward calls."""
     staleness_calls: int = 0
@@ -103,7 +103,7 @@ class CallStatistics:
 
     @property
     def failed(self) -> int:
-        """Calls that were refused, lost or timed out, or whose answer was no good."""
+        """Calls that were refused, lost or timed out, or that brought a bad answer."""
         return sum(self.failures.values()) - self.late
 
     @property
