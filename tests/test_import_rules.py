@@ -60,7 +60,6 @@ SHELLS = {
     "dmoe_jax.data.corpora",
     "dmoe_jax.data.mnist",
     "dmoe_jax.data.wikitext2",
-    "dmoe_jax.emulator.recording",
     "dmoe_jax.runs.command_line",
     "dmoe_jax.runs.endings",
     "dmoe_jax.runs.run_folder",

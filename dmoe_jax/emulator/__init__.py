@@ -5,14 +5,12 @@ See `dmoe_jax.emulator.emulator` for the theory of operation.
 
 from dmoe_jax.emulator.emulator import Emulator
 from dmoe_jax.emulator.order import EventOrder, draw_order, exponential_delays
-from dmoe_jax.emulator.recording import OrderRecorder
 from dmoe_jax.emulator.state import Data, SwarmState, stack_seeds, take_batches
 
 __all__ = [
     "Data",
     "Emulator",
     "EventOrder",
-    "OrderRecorder",
     "SwarmState",
     "draw_order",
     "exponential_delays",

@@ -2,8 +2,8 @@
 
 What an asynchronous run computes follows from the order of its events, and from nothing else of their times: when a
 trainer reads the trunk and when it writes to it, when each expert computes a call, and which calls are never answered.
-An `EventOrder` is that order, as arrays. It is drawn from a model of latencies (`draw_order`), or recorded from a swarm
-(`dmoe_jax.emulator.recording`).
+An `EventOrder` is that order, as arrays: drawn from a model of latencies (`draw_order`), or made of what a real run
+recorded (`order_of`).
 """
 
 import heapq

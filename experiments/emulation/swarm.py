@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.emulator import Data, Emulator, EventOrder, OrderRecorder
+from dmoe_jax.emulator import Data, Emulator, EventOrder
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids
 from dmoe_jax.node.backend import ExpertBackend
@@ -28,6 +28,7 @@ from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.emulation.problems import Problem, keys_of
+from experiments.emulation.recording import OrderRecorder
 from experiments.simulated_swarm import start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate

@@ -13,7 +13,7 @@ import pytest
 
 import dmoe_jax.emulator.emulator as emulator_module
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
+from dmoe_jax.emulator import Data, Emulator, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.emulator.trust import keeps_what_is_infinite
@@ -25,6 +25,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
 from experiments.emulation.problems import Optimizers, Problem, keys_of, mnist
+from experiments.emulation.recording import OrderRecorder
 from experiments.emulation.swarm import SwarmRun, train_swarm
 from tests.dmoe_jax.small_swarm import close
 
