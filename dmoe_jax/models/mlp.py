@@ -66,10 +66,9 @@ class MLPConfig:
     """Hidden width of an expert as a multiple of d_model."""
     slots_per_expert: int = 0
     """0: samples are routed. Else the layers are Soft MoE, whose router is `soft_router` and which mixes the samples of
-    a batch; see `dmoe_jax.mixture.soft`, also for when not to use it."""
+    a batch; see `dmoe_jax.mixture.soft`."""
     dtype: str = "float32"
-    """Of all parameters and activations: "float32", or "float64" where JAX has it enabled, for what must not depend on
-    rounding. Samples should be of it, too."""
+    """Type of parameters, activations and samples: "float32", or "float64" where JAX has it enabled."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -195,11 +194,9 @@ def local_forward(
     """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
 
     Args:
-      trunk: what `init_trunk` made.
-      experts: what `init_experts` made.
+      trunk, experts: of `init_trunk` and `init_experts`.
       config: sizes; static under jit, as is the router that every layer has.
-      batch: samples and labels.
-      alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
+      alive: bool [num_layers, *grid_size], True for each expert that may be chosen; None for all.
 
     Returns: (loss in nats, aux).
     """
