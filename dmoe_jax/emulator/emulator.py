@@ -30,7 +30,8 @@ from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
 from dmoe_jax.emulator.state import Calls, Data, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
 from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
-from dmoe_jax.mixture.local import init_experts, init_opt_states
+from dmoe_jax.mixture.local import init_experts
+from dmoe_jax.mixture.local_update import init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.node.batch import buckets_up_to
 from dmoe_jax.types import PyTree

@@ -11,11 +11,10 @@ One layer of one step:
 
 Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
 not answer is masked and the weights renormalised over the others; in the backward pass an expert that is lost is a
-constant: it passes no gradient to its inputs. `combine_outputs` says what a sample without any expert gets; no row is
-ever NaN, and a layer that finds no experts says so.
+constant: it passes no gradient to its inputs. No row is ever NaN.
 
-`RemoteMixture` comes in two forms: called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`,
-`backward`) with arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
+A `RemoteMixture` is called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`, `backward`) with
+arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
 """
 
 import functools
@@ -34,21 +33,13 @@ from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
+from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.coverage import Coverage
 from dmoe_jax.mixture.fan_out import ExpertCaller
-from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
 from dmoe_jax.remembered import remembered
-from dmoe_jax.routing.base import (
-    Router,
-    RouterError,
-    Scores,
-    Traffic,
-    check_weights,
-    combine_weights,
-    router_loss,
-)
+from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
@@ -56,8 +47,8 @@ from net.identity import Contact
 from net.types import Array
 
 MAX_WATCHED_CELLS = 4096
-"""The most cells of a grid all of whose experts a balanced router hears of. Looking at a larger one would ask the DHT
-for every row; there all experts count as alike."""
+"""Most cells of a grid all of whose experts a balanced router hears of. To look at a larger one would ask the DHT for
+every row; there all experts count as alike."""
 
 
 class Choice(NamedTuple):
@@ -79,9 +70,9 @@ class Residual(NamedTuple):
 
     Attributes:
       inputs: the experts' inputs, each [batch, ...].
-      answered: the calls that were answered, each at the node that did, with what it said of the expert's updates as
-        `seen`. The backward pass goes there and tells it what it said.
-      body: what the requests said beside their parts; the backward pass says the same.
+      answered: the calls that were answered, each at the node that did, with the expert's updates as `seen`. The
+        backward pass goes there and says so.
+      body: the requests' words beside their parts, which the backward pass repeats.
     """
 
     inputs: Sequence[Array]
@@ -117,7 +108,7 @@ class RemoteMixture:
         self.statistics = caller.statistics
         """Totals of the expert calls of all mixtures that share this one's caller."""
         self._caller = caller
-        self._device = device
+        self.device = device
         self._rng = random.Random(f"{seed} {config.prefix}")
         instead = "pass unchanged" if expert.is_residual else "give zeros"
         self._coverage = Coverage(config.prefix, max_skipped=config.max_skipped, instead=f"such samples {instead}")
@@ -128,16 +119,16 @@ class RemoteMixture:
         Args:
           run: the step's recording.
           scores: the router's, see `dmoe_jax.routing.base.score`, on the tape.
-          inputs: the experts' inputs, each [batch, ...]; the first is what a sample without experts returns.
+          inputs: the experts' inputs, each [batch, ...]; a sample without experts returns the first.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
         Raises:
           NoQuorum: with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
           TooFewExperts: too many samples have none at all, see `MixtureConfig.max_skipped`.
           RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
-        choice = await self.choose(await to_host(self._device, jax.tree.map(lambda value: value.value, scores)))
-        layer_call = _LayerCall(self, self._device, choice, self.dropout_seed() if run.differentiates else None)
-        outputs, answered = await run.call(layer_call, *inputs)
+        choice = await self.choose(await to_host(self.device, jax.tree.map(lambda value: value.value, scores)))
+        seed = self.dropout_seed() if run.differentiates else None
+        outputs, answered = await run.call(_LayerCall(self, choice, seed), *inputs)
         return run(self._mix, scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
 
     def dropout_seed(self) -> int | None:
@@ -145,7 +136,7 @@ class RemoteMixture:
         return self._rng.getrandbits(63) if self.expert.takes_key else None
 
     async def living(self) -> dict[Coordinates, Contact]:
-        """The experts of this layer that are alive, and who serves them."""
+        """The experts of this layer that are alive, and the nodes that serve them."""
         return await self._caller.directory.living(self.config.prefix, self.router.grid_size)
 
     async def alive(self) -> Array:
@@ -157,10 +148,8 @@ class RemoteMixture:
 
     async def choose(self, scores: Scores) -> Choice:
         """The experts of each sample, by beam search through the directory, or for routers that must see the whole grid
-        by `router.select` over all that are alive.
+        by `router.select` over all that are alive. The scores are arrays on the host.
 
-        Args:
-          scores: the router's, arrays on the host.
         Raises:
           RouterError: as `__call__`.
         """
@@ -168,8 +157,7 @@ class RemoteMixture:
         self.check_scores(scores)
         if self.router.whole_grid:
             alive = await self.alive()
-            chosen = await self._device.run(self._select, scores, alive)
-            indices, mask = await to_host(self._device, chosen)
+            indices, mask = await to_host(self.device, await self.device.run(self._select, scores, alive))
             return await self.choose_selected(indices, mask, alive)
         logits, _, bias = cast(tuple[list[Array], Any, list[Array]], scores)
         if len(bias) == len(logits):  # additive as the scores are
@@ -184,7 +172,7 @@ class RemoteMixture:
         check_finite(self.router, cast(tuple[np.ndarray, ...], (*scores.logits, *scores.bias)), self.config.prefix)
 
     async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Choice:
-        """The experts that `router.select` chose among those of `alive`; who has died since is left out.
+        """The experts that `router.select` chose among those of `alive`; those that have died since are left out.
 
         Raises:
           RouterError: some of them were not alive.
@@ -224,7 +212,7 @@ class RemoteMixture:
         return [replace(call, rows=rows, slots=slots) for rows, slots in pairs]
 
     async def _capacity(self) -> Array | None:
-        """How much each expert can do; None for grids that are too large to be known as a whole."""
+        """Capacity of each expert; None for grids that are too large to be known as a whole."""
         grid_size = self.router.grid_size
         if math.prod(grid_size) > MAX_WATCHED_CELLS:
             return None
@@ -243,8 +231,8 @@ class RemoteMixture:
           choice: from `choose`.
           inputs: the experts' inputs, arrays on the host, [batch, ...].
           dropout_seed: in training, from `dropout_seed`; None: nothing is random.
-        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; what
-          `backward` needs).
+        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; for
+          `backward`).
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
@@ -268,8 +256,7 @@ class RemoteMixture:
                 outputs[call.rows, call.slots] = answer.tensors[0]
                 answered[call.rows, call.slots] = True
                 residual.answered.append(replace(call, seen=answer.updates))
-        found, replied = ({call.uid for call in each} for each in (calls, residual.answered))
-        self._note_answers(answered, found=len(found), replied=len(replied))
+        self._note_answers(answered, calls, residual.answered)
         return outputs, answered, residual
 
     async def backward(self, residual: Residual, output_grads: Array) -> tuple[Array | None, ...]:
@@ -316,12 +303,13 @@ class RemoteMixture:
             self.expert, self.config.prefix, self.router.grid_size, self._caller, timeout_s=timeout_s, say=say
         )
 
-    def _note_answers(self, answered: Array, *, found: int, replied: int) -> None:
+    def _note_answers(self, answered: Array, asked: Sequence[ExpertCall], replied: Sequence[ExpertCall]) -> None:
         config, answers = self.config, np.count_nonzero(answered, axis=1)
+        num_found, num_replied = (len({call.uid for call in calls}) for calls in (asked, replied))
         skipped = len(answers) - int(np.count_nonzero(answers))
         self.statistics.samples += len(answers)
         self.statistics.skipped_samples += skipped
-        self._coverage.note(skipped, len(answers), found=found, answered=replied)
+        self._coverage.note(skipped, len(answers), found=num_found, answered=num_replied)
         short = np.flatnonzero(answers < config.k_min)
         if short.size and config.on_shortfall == "raise":
             raise NoQuorum(
@@ -343,17 +331,16 @@ class _LayerCall:
     """The remote call of one layer in one step, for the tape: (outputs, True for each expert that answered)."""
 
     mixture: RemoteMixture
-    device: Device
     choice: Choice
     dropout_seed: int | None
 
     async def forward(self, *inputs: Any) -> tuple[tuple[Array, Array], Residual]:
-        host = await to_host(self.device, inputs)
+        host = await to_host(self.mixture.device, inputs)
         outputs, answered, residual = await self.mixture.forward(self.choice, host, self.dropout_seed)
         return (outputs, answered), residual
 
     async def backward(self, residual: Residual, output_grads: tuple[Any, Any]) -> tuple[Any, ...]:
-        return await self.mixture.backward(residual, await to_host(self.device, output_grads[0]))
+        return await self.mixture.backward(residual, await to_host(self.mixture.device, output_grads[0]))
 
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:

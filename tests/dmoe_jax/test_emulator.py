@@ -18,7 +18,7 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
 from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig, Route
-from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.routing import ROUTERS, gather_logits, product_key
 
