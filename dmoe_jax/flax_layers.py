@@ -16,12 +16,11 @@ XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs les
   data learn, too, and so do those of a router without parameters.
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
-- A callback may wait on one of the few threads with which XLA's CPU client computes, by default as many as there are
-  cores, and so may another callback on each of the others. So nothing that a callback waits for needs them: experts of
-  this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces that JAX hands over
-  without a thread, where `make_room` could not give the client threads to spare.
-- What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
-  it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
+- Callbacks may wait on all of the few threads with which XLA's CPU client computes. So nothing that they wait for needs
+  these: experts of this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces
+  that JAX hands over without a thread, where `make_room` could not give the client threads to spare.
+- The residual of a forward pass stays on the host, under a ticket that travels through the graph, until its backward
+  pass takes it; of forward passes that are never followed by one the oldest are forgotten.
 
 Errors inside a callback come out of the compiled program as `jax.errors.JaxRuntimeError`, with their message in it.
 `vmap` is refused with a sentence. `jax.checkpoint` (remat) around the layer is refused by JAX itself ("Effects not
@@ -100,7 +99,7 @@ class HostCall:
         Args:
           gate: the router's parameters.
           anchor: a scalar that is differentiated whenever the experts shall learn; its gradient is zero.
-          features: what the router looks at.
+          features: [batch, ...], for the router.
           inputs: the experts' inputs, [batch, ...].
           key, ids: see `dmoe_jax.routing.base.Router`.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
@@ -270,8 +269,8 @@ class LinenMixture(nn.Module):
 
         Args:
           inputs: the experts' inputs, [batch, ...].
-          features: what the router looks at; None: the first input.
-          ids: what each sample is, for routers that hash.
+          features: for the router; None: the first input.
+          ids: of each sample, for routers that hash.
         """
         features = inputs[0] if features is None else features
         gate = self.param("gate", self.call.mixture.router.init, features.shape[-1])
@@ -291,16 +290,15 @@ class AuxiliaryLoss(nnx.Variable):
 class NnxMixture(nnx.Module):
     """A layer of remote experts for NNX. Made by `BlockingMixture.nnx`.
 
-    A router that draws takes its noise from `rngs.router`, if the layer was made with that stream and is in training:
-    `model.eval()` and `model.train()` set `deterministic`, as they do for `nnx.Dropout`. The router's auxiliary loss of
-    the last call is `layer.aux_loss`, for a loss function to add:
+    A router that draws takes its noise from `rngs.router`, if the layer was made with that stream and is in training,
+    as `nnx.Dropout` does. The router's auxiliary loss of the last call is `layer.aux_loss`, for a loss function to add:
 
         loss = ... + model.experts.aux_loss[...]
         loss = ... + sum(jax.tree.leaves(nnx.state(model, AuxiliaryLoss)))      # of all layers
 
     Args:
       call: the mixture.
-      features: width of what the router looks at.
+      features: width of the router's input.
       rngs: for the router's parameters, and for its noise.
     """
 
@@ -349,8 +347,8 @@ class BlockingMixture:
         """The mixture as a layer for an NNX module: `self.experts = mixture.nnx(rngs=rngs)` in its `__init__`.
 
         Args:
-          rngs: for the router's parameters.
-          features: width of what the router looks at; None: that of the experts' first input.
+          rngs: for the router's parameters, and for its noise.
+          features: width of the router's input; None: that of the experts' first input.
         Raises:
           ValueError: without `features`, where the first input is no vector.
         """

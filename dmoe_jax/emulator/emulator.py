@@ -2,10 +2,9 @@
 
 Theory of operation. Trainers, trunk and experts are arrays: the trunk's parameters and its optimiser's state, those of
 all experts with a leading axis, and for each trainer what its present step holds, the parameters that it read at its
-beginning included. The program goes through an `EventOrder`, one event after another, and does what the swarm would do:
-an expert computes one call with the parameters that it has then, a trainer goes on with the answers that it has. No
-network, no DHT and no time is left, so that a run takes hardly longer than its computing; every version that anybody
-reads is the one that the order says, so that what comes out equals the swarm's to rounding.
+beginning included. The program goes through an `EventOrder` and does what the swarm would do: an expert computes one
+call with the parameters that it has then, a trainer goes on with the answers that it has. Every version that anybody
+reads is the one that the order says, so that the result equals the swarm's to rounding.
 
 Big arrays are changed in place, see `run_events`; that all numbers stay finite is first taken on trust, see
 `dmoe_jax.emulator.trust`.
@@ -39,8 +38,8 @@ from dmoe_jax.types import PyTree
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
 _TRUSTED_CALLS = 16
-"""Backward calls for each expert, from which on trust pays: it goes through all experts a few times, to copy them and
-to look at them, where care looks twice at the one that learns."""
+"""Least backward calls for each expert with which trust pays: it copies all experts and looks at them, where care looks
+twice at the one that learns."""
 
 
 class Emulator:
@@ -122,8 +121,7 @@ class Emulator:
 
         Args:
           trunk_key: of the model's `init`, [seeds] for several.
-          experts: a node's `jax.random.key(seed)`, [seeds] for several; or what `init_experts` has made of it, to be
-            used again.
+          experts: a node's `jax.random.key(seed)`, [seeds] for several; or what `init_experts` has made of it.
           data: of the run.
           num_updates: updates of the trunk in all runs of this state, for what is noted of each.
           spare: a state of this emulator that nobody needs any more. The new one takes its memory, which saves most of
@@ -140,10 +138,8 @@ class Emulator:
         return cast(SwarmState, self._inits[several](spare, trunk, params, batch, num_updates))
 
     def num_pairs(self, trunk: PyTree, batch: Any) -> int:
-        """Places for calls in a layer of a step: samples times the experts that the router may choose for each.
-
-        That is `k_best` for most routers, and more where a sample may have more experts than others, as with expert
-        choice. An `EventOrder` has an event for each place; one that is not used then calls nobody.
+        """Places for calls in a layer of a step: samples times the experts that the router may choose for each, which are
+        `k_best` for most routers. An `EventOrder` has an event for each place; one that is not used calls nobody.
 
         Args:
           trunk: the model's own parameters. batch: one batch of one trainer.
@@ -216,7 +212,7 @@ class Emulator:
         return jax.jit(self._run_trusting, donate_argnums=0, compiler_options=options)
 
     def evaluate(self, state: SwarmState, batches: Iterable[Any]) -> list[Evaluation]:
-        """What the model and all experts of now make of some batches, nothing random; one for each seed.
+        """The model and all experts of now on some batches, nothing random; one for each seed.
 
         Raises:
           ValueError: there is no batch.

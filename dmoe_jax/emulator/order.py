@@ -1,6 +1,6 @@
 """The order of events of an asynchronous swarm: who reads which version, and when each expert computes.
 
-What an asynchronous run computes follows from the order of its events, and from nothing else of their times: when a
+The results of an asynchronous run follow from the order of its events, and from nothing else of their times: when a
 trainer reads the trunk and when it writes to it, when each expert computes a call, and which calls are never answered.
 An `EventOrder` is that order, as arrays: drawn from a model of latencies (`draw_order`), or made of what a real run
 recorded (`order_of`).
@@ -116,19 +116,17 @@ def draw_order(
     """The order of a run in which trainers compute in no time and every call has a delay of its own.
 
     A layer's answers are waited for together. A call that fails is noticed when its answer would have come; its expert
-    does not compute it. Pairs that share an expert have one call in the swarm but a delay each here, so a layer takes
-    as long as the slowest of all its pairs: a little longer than in a swarm whose experts are shared by samples.
+    does not compute it. Pairs that share an expert have one call in the swarm but a delay each here, so that a layer
+    takes a little longer than in the swarm.
 
     Args:
       num_updates: of the trunk, after which the order ends.
-      num_trainers: trainers that take part.
       num_layers: mixtures of the model.
       num_pairs: samples of a batch times experts for each.
-      delay: of the calls.
+      delay: of the calls. seed: of delays and failures.
       failure_rate: share of calls without an answer, 0 to below 1.
-      concurrency: at most so many trainers are at work at once; who has ended a step lets those who waited longer go
-        first. With 1 nothing is stale. None: all of them, from the beginning.
-      seed: of delays and failures.
+      concurrency: most trainers at work at once; one that has ended a step lets those that waited longer go first. With
+        1 nothing is stale. None: all of them.
 
     Raises:
       ValueError: a number is not positive, or the rate not a share.

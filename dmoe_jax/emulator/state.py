@@ -57,8 +57,7 @@ class Calls(NamedTuple):
       chosen: int32, the expert of each pair, by its cell. indices: int32 [..., dims], its coordinates.
       wanted: bool, True if there is an expert in the slot.
       answered: bool, True if it has answered the forward call.
-      outputs: what it answered; zeros before.
-      seen: int32, how many updates it had then.
+      outputs: its answer; zeros before. seen: int32, its updates then.
       output_grads: gradients of the outputs.
       input_grads: gradients of the differentiable inputs that have come back, summed.
     """
@@ -75,18 +74,16 @@ class Calls(NamedTuple):
 
 
 class Trainers(NamedTuple):
-    """What each trainer holds; every leaf has a leading axis of trainers.
+    """The arrays of all trainers; every leaf has a leading axis of them.
 
     Attributes:
       params: the trunk as it was read at the beginning of the step. read_at: int32, its updates then.
       state: what the step began with. next_state: what the next one begins with, if this one succeeds.
-      row: int32, which of its batches the step has.
-      calls: of the step, one of each layer.
-      scores: the routers', one of each layer.
-      mixed: what the mixtures returned, one of each layer. mixed_grads: its gradient, as far as it is known.
+      row: int32, the number of the step's batch.
+      calls, scores, mixed: of each layer: its calls, the router's scores, the mixture's result.
+      mixed_grads, grads: gradients of `mixed` and of the trunk, as far as they are known.
       layer_grads: gradients, through the mixture itself, of the scores and of the experts' first inputs.
-      grads: gradients of the trunk, as far as they are known.
-      loss: what the step reports. total: what is differentiated.
+      loss: of the report. total: what is differentiated.
     """
 
     params: PyTree
@@ -105,7 +102,7 @@ class Trainers(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is noted of the trunk's updates.
+    """Figures of the trunk's updates.
 
     Attributes:
       losses: [updates], the reported loss of each, nats; NaN before it.
@@ -160,10 +157,9 @@ def take_batches(model: Model, streams: Sequence[Iterable[Any]], *, steps: int, 
     """The next batches of each trainer, with the chance that a `Trainer` with this seed would give them.
 
     Args:
-      model: for its keys.
+      model: for its keys, with this seed.
       streams: one for each trainer; their batches are of one shape.
-      steps: how many of each; a little more than updates by trainers, as some trainers are faster than others.
-      seed: of the keys.
+      steps: number of each; a little more than updates by trainers, as some trainers are faster than others.
 
     Raises:
       ValueError: a stream ends before.

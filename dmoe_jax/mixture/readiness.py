@@ -145,7 +145,7 @@ def _compare(expert: Expert, info: Body, who: str) -> None:
 
 
 def _described(spec: Any) -> str:
-    """Shape and type of what a stranger sent. Names do not matter: each side may call its inputs what it likes."""
+    """Shape and type of a stranger's specification; names do not matter."""
     if not isinstance(spec, Mapping):
         return repr(spec)[:80]
     rest = "" if spec.get("differentiable") else " (not differentiable)"
