@@ -77,7 +77,6 @@ SHELLS = {
     "dmoe_jax.claims.watch",
     "dmoe_jax.directory",
     "dmoe_jax.freed_memory",
-    "dmoe_jax.mixture.coverage",
     "dmoe_jax.members",
     "dmoe_jax.metrics.monitor",
     "dmoe_jax.metrics.trackers",

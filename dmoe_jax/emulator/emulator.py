@@ -6,8 +6,12 @@ beginning included. The program goes through an `EventOrder` and does what the s
 call with the parameters that it has then, a trainer goes on with the answers that it has. Every version that anybody
 reads is the one that the order says, so that the result equals the swarm's to rounding.
 
-Big arrays are changed in place, see `run_events`; that all numbers stay finite is first taken on trust, see
-`dmoe_jax.emulator.trust`.
+Big arrays are changed in place, see `run_events`.
+
+Trust. A swarm does not make an update that is not finite. To know that of an update, all that is new must be computed,
+and looked at, before any of it is written, which takes as long as everything else that an expert does. So a piece of an
+order is first run trusting that all is finite. A number that has become infinite, or none, stays so, and one look at
+the end of the piece finds it; then the piece is run again from its beginning, carefully.
 """
 
 import functools
@@ -28,7 +32,7 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_st
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
 from dmoe_jax.emulator.state import Calls, Data, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
-from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
+from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.mixture.local_update import init_opt_states
 from dmoe_jax.model import Evaluation
@@ -138,8 +142,8 @@ class Emulator:
         return cast(SwarmState, self._inits[several](spare, trunk, params, batch, num_updates))
 
     def num_pairs(self, trunk: PyTree, batch: Any) -> int:
-        """Places for calls in a layer of a step: samples times the experts that the router may choose for each, which are
-        `k_best` for most routers. An `EventOrder` has an event for each place; one that is not used calls nobody.
+        """Places for calls in a layer of a step: samples times the most experts that the router may choose for each. An
+        `EventOrder` has an event for each place; one that is not used calls nobody.
 
         Args:
           trunk: the model's own parameters. batch: one batch of one trainer.
@@ -152,8 +156,8 @@ class Emulator:
     ) -> SwarmState:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
-        On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`, and keeps the memory of
-        the second one for the next run; not so where there are many experts for the calls of a run.
+        On CPUs a run of one seed holds the whole state twice, to trust, and keeps the memory of the second one for the
+        next run; not so where there are many experts for the calls of a run.
 
         Raises:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
@@ -344,9 +348,9 @@ class Emulator:
 
     def _run_trusting(self, state: SwarmState, data: Data, waves: Waves, count: Any) -> tuple[SwarmState, Any]:
         """(the swarm after so many waves; True if it is what `_run` would have made of it)."""
-        before = doubts(state)
+        before = _doubts(state)
         state = self._run(state, data, waves, count, skips=True, trusts=True)
-        return state, doubts(state) == before
+        return state, _doubts(state) == before
 
     def _run(
         self, state: SwarmState, data: Data, waves: Waves, count: Any, *, skips: bool, trusts: bool = False
@@ -419,3 +423,37 @@ def _is_nobodys(event: Events, layer: LayerState) -> Any:
     own = at(layer[1], event.trainer)
     pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
     return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])
+
+
+def keeps_what_is_infinite(expert: Expert, optimizer: optax.GradientTransformation | None) -> bool:
+    """True if an update leaves no finite number where its optimiser's state had none. Parameters do: steps are added.
+
+    Tried with infinities and with NaN, in one array of the state at a time.
+    """
+    if optimizer is None:
+        return True
+    update = optax.with_extra_args_support(optimizer).update
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(expert.init, jax.random.key(0)))
+    leaves, treedef = jax.tree.flatten(optimizer.init(params))
+
+    @jax.jit
+    def stay(leaves: list[Any]) -> list[Any]:
+        _, state = update(params, jax.tree.unflatten(treedef, leaves), params, staleness=jnp.float32(1))
+        return [~jnp.isfinite(leaf).any() for leaf in jax.tree.leaves(state)]
+
+    for place, leaf in enumerate(leaves):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            for value in (jnp.inf, jnp.nan):
+                if not stay([*leaves[:place], jnp.full_like(leaf, value), *leaves[place + 1 :]])[place]:
+                    return False
+    return True
+
+
+def _doubts(state: SwarmState) -> Any:
+    """int32: how many numbers of the experts are infinite or none, and how many updates were. In the compiled program.
+
+    A piece of a trusting run is what a careful run would have made of it if this is the same after it as before.
+    """
+    kept: PyTree = [(layer.params, layer.opt_state) for layer in state.experts]
+    numbers = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum((jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in numbers), state.rejected)

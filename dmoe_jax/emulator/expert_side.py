@@ -60,7 +60,7 @@ class ExpertSide:
 
         Args:
           trusts: the expert is updated with what is not finite, too; only the gradients of inputs are looked at, see
-            `dmoe_jax.emulator.trust`. Calls that nobody has made are not given.
+            `dmoe_jax.emulator.emulator`. Calls that nobody has made are not given.
         """
         experts, calls = layer
         own: Calls = at(calls, event.trainer)

@@ -150,17 +150,7 @@ class ExpertCaller:
         else:
             self.statistics.note_failure(outcome, text)
         if self.on_call is not None:
-            self.on_call(
-                CallRecord(
-                    method=method,
-                    uid=call.uid,
-                    contact=call.contact,
-                    rows=len(call.rows),
-                    outcome=outcome,
-                    began=call.began,
-                    ended=now,
-                )
-            )
+            self.on_call(CallRecord(method, call.uid, call.contact, len(call.rows), outcome, call.began, now))
         self._times.note(method, call.contact.peer_id, now - call.began, now)
 
 

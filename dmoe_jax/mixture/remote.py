@@ -35,9 +35,9 @@ from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.config import MixtureConfig
-from dmoe_jax.mixture.coverage import Coverage
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.readiness import check_experts
+from dmoe_jax.mixture.statistics import Coverage
 from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.beam_search import Coordinates

@@ -1,7 +1,6 @@
 """The feed-forward classifier of Learning@home (section 4.2): Dense, DMoE layers, LayerNorm, Dense.
 
-The counterpart of `models.transformer_xl` for feed-forward experts, cut in the same places; every row is routed by
-itself.
+It is cut as `models.transformer_xl` is; every row is routed by itself.
 
     hidden = embed(trunk["embed"], x)
     for each layer:
@@ -71,12 +70,8 @@ class MLPConfig:
     """Type of parameters, activations and samples: "float32", or "float64" where JAX has it enabled."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            input_dim=self.input_dim,
-            num_classes=self.num_classes,
-            num_layers=self.num_layers,
-            k_best=self.k_best,
-        )
+        check_positive(input_dim=self.input_dim, num_classes=self.num_classes)
+        check_positive(num_layers=self.num_layers, k_best=self.k_best)
         object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
         if self.k_best > math.prod(self.grid_size):
             raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
@@ -94,13 +89,11 @@ class MLPConfig:
     def check(self, router: Router) -> None:
         """Raise ValueError unless this router fits the model."""
         check_router(router, self.grid_size)
-        if (router.name == "slots") != bool(self.slots_per_expert) or (
-            self.slots_per_expert and router is not self.soft_router()
-        ):
+        is_soft = self.slots_per_expert > 0
+        if router is not self.soft_router() if is_soft else router.name == "slots":
+            needed = "the router config.soft_router()" if is_soft else "a router that chooses"
             raise ValueError(
-                f"a model with slots_per_expert {self.slots_per_expert} needs "
-                f"{'the router config.soft_router()' if self.slots_per_expert else 'a router that chooses'}, "
-                f"got {router.name!r}"
+                f"a model with slots_per_expert {self.slots_per_expert} needs {needed}, got {router.name!r}"
             )
 
     def expert(self) -> Expert:
@@ -200,11 +193,10 @@ def local_forward(
 
     Returns: (loss in nats, aux).
     """
-    parts = segments(config, router)
-    expert = config.expert()
+    parts, expert = segments(config, router), config.expert()
+    soft = soft_segments(expert, router)
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
-    soft = soft_segments(expert, router)
     for i in range(config.num_layers):
         layer_alive = None if alive is None else alive[i]
         mix = functools.partial(dmoe_layer, expert, experts[i], router, config.k_best)
@@ -223,8 +215,6 @@ class MLP(Model):
     """The classifier with remote mixtures, one a layer, as a trainer takes it. Batches are `Batch`es.
 
     Args:
-      config: sizes of the model.
-      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, hidden) -> (hidden, auxiliary loss)`.
 
     Raises:
@@ -245,12 +235,8 @@ class MLP(Model):
 
     @classmethod
     def on(cls, swarm: MixtureMaker, config: MLPConfig, router: Router, **options: Any) -> "MLP":
-        """The model over the experts `layer0...`, `layer1...` of a swarm.
-
-        Args:
-          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
-        """
+        """The model over the experts `layer0...`, `layer1...` of a swarm; for options such as `k_min` see
+        `Swarm.mixture`."""
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures)
 

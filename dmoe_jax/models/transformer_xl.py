@@ -60,6 +60,10 @@ from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
 
 
+Hidden = Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]
+"""Hidden states by sequence, or where tokens are routed in rows of all positions."""
+
+
 def init_trunk(
     key: PRNGKeyArray,
     config: TransformerXLConfig,
@@ -115,15 +119,13 @@ def routing_features(
 def segments(config: TransformerXLConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
 
-    def embed(
-        params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None
-    ) -> Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]:
+    def embed(params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None) -> Hidden:
         hidden = trunk_parts.embed(params, tokens, config, key)
         return hidden.reshape(-1, config.d_model) if config.routes_tokens else hidden
 
     def gate(
         params: PyTree,
-        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
+        hidden: Hidden,
         memory: LayerMemory,
         ids: Int[Array, " samples"] | None = None,
         key: KeyData | None = None,
@@ -134,7 +136,7 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
     def loss_head(
         embed_params: PyTree,
         head_params: PyTree,
-        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
+        hidden: Hidden,
         targets: Int[Array, "batch seq"],
         mask: Bool[Array, "batch seq"],
         key: KeyData | None = None,
@@ -242,8 +244,6 @@ class TransformerXL(Model):
     """The language model with remote mixtures, one a layer, as a trainer takes it. Batches are `SegmentStream`'s.
 
     Args:
-      config: sizes of the model, a mixture.
-      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, *inputs) -> (hidden, auxiliary loss)`.
       word_counts: number of each word in training, for the initial output biases; None: they are zeros.
       words: meaning of its words, see `Vocabulary.meaning`; "": as for all others who average with this model.
@@ -287,12 +287,8 @@ class TransformerXL(Model):
         word_counts: Num[np.ndarray, " vocab"] | None = None,
         **options: Any,
     ) -> "TransformerXL":
-        """The model over the experts `layer0...`, `layer1...` of a swarm.
-
-        Args:
-          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
-        """
+        """The model over the experts `layer0...`, `layer1...` of a swarm; for options such as `k_min` see
+        `Swarm.mixture`."""
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures, word_counts=word_counts)
 

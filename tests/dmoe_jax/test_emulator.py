@@ -16,7 +16,6 @@ from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
-from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import mlp
@@ -314,7 +313,7 @@ def test_one_trainer_is_one_jit() -> None:
 )
 def test_who_forgets_infinities_is_not_trusted(optimizer: Any, expected: bool) -> None:
     """A schedule's step size is written anew by each update."""
-    assert keeps_what_is_infinite(make_emulator(1).expert, optimizer) == expected
+    assert emulator_module.keeps_what_is_infinite(make_emulator(1).expert, optimizer) == expected
 
 
 @pytest.mark.slow
