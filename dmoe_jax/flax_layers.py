@@ -7,13 +7,11 @@
 
 Theory of operation. Scores and mixing are ordinary JAX. Between them stands one host callback, which chooses the
 experts, calls them all at once over the network and returns their outputs; its `custom_vjp` has one more, which sends
-the gradients. (Callbacks of one program run one after the other, so one for each expert would add up their waits.)
-XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs less and lets one thread run many trainers.
+the gradients. XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs less.
 
 - The callbacks are `io_callback`, which XLA never drops; a `pure_callback` whose result is not used vanishes, and with
   it the experts' learning. JAX asks for a backward pass only where something that is differentiated comes in. `anchor`
-  is that something, a scalar parameter of gradient zero, beside the router's (`gate`): experts that are fed with plain
-  data learn, too, and so do those of a router without parameters.
+  is that something, a scalar parameter of gradient zero, so that experts learn which are fed with plain data.
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
 - Callbacks may wait on all of the few threads with which XLA's CPU client computes. So nothing that they wait for needs

@@ -3,12 +3,10 @@
 One `ExpertCall` asks one expert for the rows of a batch that chose it. The calls of one node travel in one request;
 their answers come back one by one as they are ready.
 
-Replicas. Several nodes may serve one expert. A backward goes where its forward went, which knows what it has answered
-and how stale a gradient is, as long as that node answers. A call that fails while there is time, and that may be right
-elsewhere, is asked of another node once. So may a backward: its gradients are computed from inputs that it brings, and
-it makes the copy there learn in place of the one that is gone, unless that has the gradient already
-(`dmoe_jax.replicas.learnt`). What it says that its forward has "seen" stays behind: that counts the updates of another
-copy, and there would pass for any staleness or none; without it nothing is stale.
+Replicas. Several nodes may serve one expert. A backward goes where its forward went, as long as that node answers. A
+call that fails while there is time is asked of another node once. So may a backward: its gradients are computed from
+inputs that it brings, and the copy there learns in place of the one that is gone, unless it has the gradient already
+(`dmoe_jax.replicas.learnt`). The updates that its forward has "seen" stay behind, since they are another copy's.
 """
 
 import functools

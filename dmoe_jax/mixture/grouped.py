@@ -6,9 +6,7 @@ A block gathers its expert's parameters once and is one call of `apply`: right f
 There are two ways to call the blocks. **All at once**, vmapped: memory holds a copy of the parameters for each block,
 and for the backward pass what the experts compute on the way. **In turns**, a few blocks at a time: memory holds the
 few copies alone, and the backward pass computes the forward pass again. It takes turns where the copies would be large,
-and larger than what goes in and out of the experts. Compiled for CPU, a forward and backward pass of 2,048 rows, each
-to 4 of 64 feed-forward experts of 0.4 MB, has 274 MB of temporary buffers all at once and 33 MB in turns; of 512 rows,
-152 MB and 13 MB.
+and larger than the experts' inputs and outputs.
 
 Axes: P pairs, numbered sample by sample.
 """
@@ -30,19 +28,14 @@ BLOCK_ROWS = 4
 """Pairs that share a copy of their expert's parameters, where experts have that many and rows are small. All at once, a
 block has up to a quarter of an even share: more pad more. In turns it has up to half a share, for copies do not stay,
 and blocks without pairs cost nothing."""
-
 MOST_ROWS_IN_TURNS = 128
-"""Pairs of a block, at most, that has its turn: what the experts compute on the way does not grow with the rows."""
-
+"""Most pairs of a block that has its turn: what the experts compute on the way does not grow with the rows."""
 LARGE_COPIES = 32 << 20
 """Bytes of copies up to which all blocks are called at once."""
-
 COPIES_OVER_ROWS = 8
-"""Inside an expert a row takes about so many times what goes in and out of it. All blocks are called at once, too, if
-the copies are the smaller part; and where a row takes more than the parameters, as a sequence does, blocks have few
-rows, since a row that only pads costs more than a copy. Two rows instead of four took 0.96 of the time of a training
-step with 8 Transformer-XL layers as experts, and with 16 wider ones a single row took half the time (two cores)."""
-
+"""Bytes that a row takes inside an expert over those of its inputs and outputs, about. All blocks are called at once,
+too, if the copies are the smaller part; and where a row takes more than the parameters, as a sequence does, blocks have
+few rows, since a row that only pads costs more than a copy."""
 TURN_BYTES = 8 << 20
 """Bytes of copies in one turn, unless a single one has more."""
 
@@ -85,8 +78,8 @@ def call_experts(
       chosen: numbers of experts, E for none.
       inputs: the expert's inputs, batch first.
       keyed: dropout keys, if there are any.
-      likely_calls: where most slots hold no expert, how many do on average: blocks have their turns, and those without
-        pairs are skipped.
+      likely_calls: number of slots with an expert on average, where most hold none: blocks have their turns, and those
+        without pairs are skipped.
 
     Raises:
       ValueError: there are fewer deltas than experts that can be chosen.

@@ -90,7 +90,8 @@ class MLPConfig:
         """Raise ValueError unless this router fits the model."""
         check_router(router, self.grid_size)
         is_soft = self.slots_per_expert > 0
-        if router is not self.soft_router() if is_soft else router.name == "slots":
+        fits = router is self.soft_router() if is_soft else router.name != "slots"
+        if not fits:
             needed = "the router config.soft_router()" if is_soft else "a router that chooses"
             raise ValueError(
                 f"a model with slots_per_expert {self.slots_per_expert} needs {needed}, got {router.name!r}"

@@ -1,8 +1,7 @@
 """Transformer-XL whose layers are mixtures of experts (Learning@home, section 4.3), cut where the network cuts it.
 
-Each expert is a whole Transformer-XL layer, so that routing is per sequence. The trainer keeps the *trunk*: the tied
-embedding, a gate for each layer, and the head. A step is a chain of pure functions, the *segments*, joined by calls to
-experts that may live elsewhere:
+Each expert is a whole Transformer-XL layer, so that routing is per sequence. The trainer keeps the *trunk*. A step is a
+chain of pure functions, the *segments*, joined by calls to experts that may live elsewhere:
 
     hidden = embed(trunk["embed"], tokens, key)
     for each layer:
@@ -22,8 +21,8 @@ GShard and Switch. Hidden states are then rows, [batch * seq, d_model], and a la
         hidden = attend(trunk["attention"][layer], hidden, memory[layer], key)
         scores = gate(trunk["gates"][layer], hidden, memory[layer], ids, key)    a token's own state; ids are all words
 
-A position attends to earlier ones, and the router sees each row by itself: nothing that comes later reaches a
-prediction. (A router that compares the samples of a batch, such as expert choice, is refused.)
+The router sees each row by itself: nothing that comes later reaches a prediction. (A router that compares the samples
+of a batch, such as expert choice, is refused.)
 """
 
 import dataclasses
@@ -58,7 +57,6 @@ from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
-
 
 Hidden = Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]
 """Hidden states by sequence, or where tokens are routed in rows of all positions."""
