@@ -18,11 +18,7 @@ LayerState = tuple[Experts, Calls]
 
 
 class ExpertSide:
-    """The experts of a layer.
-
-    Args:
-      expert: their network.
-      optimizer: of each; None: they never change.
+    """The experts of a layer; without an optimiser they never change.
 
     Raises:
       ValueError: the expert takes keys from its node, or the optimiser needs more than gradients.

@@ -23,11 +23,7 @@ _Read = tuple[PyTree, Sequence[Mixed]]
 
 
 class TrainerSide:
-    """All trainers, and their trunk.
-
-    Args:
-      stages: the model. optimizer: of the trunk.
-    """
+    """All trainers of a model, and their trunk."""
 
     def __init__(self, stages: ModelStages, optimizer: optax.GradientTransformation) -> None:
         self._stages, self._num_layers = stages, len(stages.layers)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.arrays import in_type_of
 from dmoe_jax.types import PyTree
 
 TURN_BYTES = 64 << 10
@@ -196,8 +197,4 @@ def _stepped(
 ) -> tuple[PyTree, PyTree]:
     """One expert's step; what the optimiser makes wider than it was is narrowed again."""
     updates, new_state = optimizer.update(grads, opt_state, params)
-
-    def as_before(new: Array, old: Array) -> Array:
-        return new if new.dtype == old.dtype else new.astype(old.dtype)  # random keys know no `astype`
-
-    return optax.apply_updates(params, updates), jax.tree.map(as_before, new_state, opt_state)
+    return optax.apply_updates(params, updates), jax.tree.map(in_type_of, new_state, opt_state)

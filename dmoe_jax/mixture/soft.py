@@ -75,7 +75,7 @@ def slot_router(grid_size: tuple[int, ...], *, slots_per_expert: int = 1) -> Rou
         own = jnp.arange(x.shape[0]) // slots_per_expert
         return Scores((jnp.where(jax.nn.one_hot(own, num_experts, dtype=bool), 0.0, -jnp.inf),))
 
-    return top_k_router("slots", grid_size, _no_params, scores, flat=True, combine=uniform_weights)
+    return top_k_router("slots", grid_size, lambda key, d_model: {}, scores, flat=True, combine=uniform_weights)
 
 
 def init_soft_gate(key: PRNGKeyArray, d_model: int, num_slots: int) -> PyTree:
@@ -109,10 +109,6 @@ def soft_segments(expert: Expert, router: Router) -> SoftSegments:
         return x + (slots.combine @ (outputs - slots.inputs)).astype(x.dtype)
 
     return SoftSegments(dispatch, spread)
-
-
-def _no_params(key: PRNGKeyArray, d_model: int) -> PyTree:
-    return {}
 
 
 def _unit(x: Array, axis: int) -> Array:
