@@ -50,8 +50,7 @@ class Emulator:
     """The compiled swarm of one model, for any event order with as many trainers and pairs.
 
     Args:
-      make_model: makes the model from something that makes mixtures, such as
-        `lambda swarm: MLP.on(swarm, config, router)`.
+      make_model: see `ModelMaker`.
       optimizer: the trunk's. expert_optimizer: of every expert, each with a state of its own; None: they never change.
       num_trainers: trainers of the swarm.
       rows: a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise all rows

@@ -1,9 +1,8 @@
 """Events put together by what they need, and the loop over them.
 
-Experts of different layers share nothing, and neither do a call of one trainer and a stage of another: which of them is
-handled first makes no difference. So an order is cut into waves: first every layer handles calls of its experts, in the
-order of its own, then the trainers compute. What comes out is what the order says, but one layer's experts and one kind
-of event at a time are what caches hold and the program looks for.
+Experts of different layers share nothing, and neither do a call of one trainer and a stage of another. So an order is
+cut into waves: first every layer handles calls of its experts, in the order of its own, then the trainers compute. The
+result is that of the order, but caches hold one layer's experts, and the program looks for one kind of event at a time.
 """
 
 import functools
@@ -47,8 +46,7 @@ def cut_into_waves(order: EventOrder, first: int, last: int, *, num_cells: int, 
 
     Args:
       num_cells: experts of a layer.
-      length: every array is filled up to it, so that all pieces of an order are one compiled program. At least as many
-        as there are events.
+      length: every array is filled up to it, so that all pieces of an order are one compiled program.
     """
     part = slice(first, last)
     is_stage = order.kind[part] >= STAGE
@@ -124,11 +122,11 @@ def compiler_options(*, in_place: bool, same_kernels: bool) -> dict[str, Any] | 
 
     XLA's newer library for products and sums on CPUs (YNNPACK) shares out small operations among cores, which makes a
     run half as fast on two cores as on one: it is switched off where it can be, and so is the sharing out of the older
-    one's products, which costs a twentieth of the time even on a single core.
+    one's products.
 
     Args:
-      in_place: True if XLA must see that it may change a place of an array without a copy of the array, although
-        nothing but the order in which the operations are written keeps the write behind the reads.
+      in_place: XLA must see that it may change a place of an array without a copy of the array, although nothing but
+        the order in which the operations are written keeps the write behind the reads.
       same_kernels: leave that library on, as nodes and trainers have it: sums are rounded in the same order then.
 
     Returns: None: there are no such options.

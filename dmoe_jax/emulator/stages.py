@@ -1,9 +1,8 @@
 """A model cut at its remote mixtures, into pure functions.
 
 A step of a trainer is a chain: the model computes up to its first mixture, experts elsewhere answer, the model goes on
-to the next one, and so on to the loss; then back the same way. `ModelStages` makes each link of that chain a function
-that `jit`, `vmap` and `scan` can take. The functions are those of the model itself: its `forward` is run under JAX's
-tracing with the mixtures before the cut replaced by their values, and what the cut does not need is dead code.
+to the next one, and so on to the loss; then back the same way. `ModelStages` makes each link a pure function: the
+model's own `forward`, traced with the mixtures before the cut replaced by their values; the rest is dead code.
 
     reach(layer, …)    the arguments of a layer's mixture: the router's scores and the experts' inputs
     mix(…)             its result for these answers of its experts
@@ -25,7 +24,7 @@ from dmoe_jax.routing.base import Router, Scores, Traffic
 from dmoe_jax.types import PyTree
 
 ModelMaker = Callable[..., Model]
-"""(mixture maker) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
+"""(`MixtureMaker`) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
 
 
 class Layer(NamedTuple):
@@ -108,9 +107,6 @@ class _GivenMixtures:
 
 class ModelStages:
     """The pure functions of a model between its mixtures.
-
-    Args:
-      make_model: makes the model from something that makes mixtures, a `MixtureMaker`: `dmoe_jax.Swarm` in a real run.
 
     Raises:
       ValueError: the model has no mixture.

@@ -28,15 +28,12 @@ class Data(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """All experts of one layer; those in rows have a leading axis of the grid's cells.
+    """All experts of one layer.
 
     Attributes:
-      params: parameters, in rows.
-      opt_state: states of their optimisers, in rows.
-      updates: int32, updates of each.
-      load: int32, samples that each was trained on.
-      staleness: sum over backward calls of updates between a call's forward and its backward.
-      calls: the number of these calls.
+      params, opt_state: with a leading axis of the grid's cells.
+      updates, load: int32, updates of each, and samples that it was trained on.
+      staleness, calls: the number of backward calls, and the sum of the updates between a call's forward and its own.
       rejected: updates that were not finite and left everything as it was.
     """
 
@@ -55,8 +52,7 @@ class Calls(NamedTuple):
     Attributes:
       inputs: the experts' inputs.
       chosen: int32, the expert of each pair, by its cell. indices: int32 [..., dims], its coordinates.
-      wanted: bool, True if there is an expert in the slot.
-      answered: bool, True if it has answered the forward call.
+      wanted, answered: bool, True if there is an expert in the slot, and if it has answered the forward call.
       outputs: its answer; zeros before. seen: int32, its updates then.
       output_grads: gradients of the outputs.
       input_grads: gradients of the differentiable inputs that have come back, summed.
@@ -119,10 +115,8 @@ class SwarmState(NamedTuple):
     """A swarm between two events.
 
     Attributes:
-      step: int32, updates of the trunk.
-      params, opt_state: the trunk.
-      experts: of each layer. trainers: all of them.
-      totals: what was counted.
+      step: int32, updates of the trunk. params, opt_state: the trunk.
+      experts: of each layer. trainers: all of them. totals: figures of the updates.
     """
 
     step: Int32[jax.Array, ""]

@@ -1,9 +1,8 @@
 """The local mixture over several devices: the experts of a layer spread over an axis of a mesh (expert parallelism).
 
 With D devices on the axis, each holds E / D experts and B / D of the samples. A device sends each of its samples once
-to every device that has an expert for it (an all-to-all), calls its own experts on what came, and sends back the
-weighted sum of their outputs (a second all-to-all). Nothing else is moved; gradients take the same ways back, and an
-expert's stay on its device.
+to every device that has an expert for it (an all-to-all), calls its own experts on those that came, and sends back the
+weighted sum of their outputs (a second all-to-all). Gradients take the same ways back, and an expert's stay there.
 
 Axes: B samples, K experts a sample, E experts in the grid, D devices, C = B / D samples of a device.
 """
@@ -30,8 +29,7 @@ class ShardedExperts:
     """Stacked parameters that are spread over an axis of a mesh; stands in for them in `local_mixture`.
 
     So a model's `local_forward` takes a tuple of these, and its gradient with respect to them is of these, too;
-    `init_opt_states` and `update_experts` take one as it is. Parameters, gradients and moments of an
-    expert stay on its device.
+    `init_opt_states` and `update_experts` take one as it is.
     """
 
     params: PyTree
@@ -69,12 +67,8 @@ def parallel_mixture(
     Each device has room for all B samples, so that none is ever lost.
 
     Args:
-      expert: the network that all experts share.
-      experts: where their parameters are.
-      grid_size: extents of the grid.
       cells: flat numbers of the chosen experts.
-      mask, weights: as of `local_mixture`.
-      inputs: the expert's inputs, batch first.
+      mask, weights, inputs: as of `local_mixture`.
       keyed: dropout keys, if there are any.
 
     Raises:

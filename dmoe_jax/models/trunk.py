@@ -43,10 +43,9 @@ class StepKeys(NamedTuple):
     """All chance of one training step: raw threefry key data, uint32.
 
     Attributes:
-      embed: [2], for the dropouts before the first layer.
+      embed, head: [2], for the dropouts before the first layer and behind the last.
       gates: [layers, 2], for the routers.
       experts: [layers, batch, 2], a `dropout_key` for each sample in each layer.
-      head: [2], for the dropouts behind the last layer.
     """
 
     embed: UInt32[np.ndarray, "2"]
@@ -84,8 +83,8 @@ def init_embed_and_head(
 ) -> tuple[PyTree, PyTree]:
     """Parameters of the tied embedding, {"table"}, and of the head, {"bias", "cluster_w", "cluster_b"}.
 
-    Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or, given `word_counts` (of the
-    training text), those of a unigram model: see `unigram_biases`.
+    Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or with `word_counts` of the training
+    text those of a unigram model: see `unigram_biases`.
 
     Raises:
       ValueError: if word_counts has not one number for each word.
