@@ -33,7 +33,7 @@ class Experts(NamedTuple):
     Attributes:
       params, opt_state: with a leading axis of the grid's cells.
       updates, load: int32, updates of each, and samples that it was trained on.
-      staleness, calls: the number of backward calls, and the sum of the updates between a call's forward and its own.
+      calls, staleness: the number of backward calls, and the sum of the updates between a call's forward and its own.
       rejected: updates that were not finite and left everything as it was.
     """
 

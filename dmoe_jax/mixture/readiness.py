@@ -12,15 +12,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import (
-    CallFailed,
-    NetError,
-    NoQuorum,
-    PeerUnavailable,
-    RemoteProtocolError,
-    VersionMismatch,
-    seconds_of,
-)
+from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch, seconds_of
 from net.identity import Contact
 from net.meaning import MAX_MEANING_CHARACTERS, contradiction
 from net.rpc.base import Body

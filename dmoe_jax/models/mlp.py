@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
@@ -177,36 +177,22 @@ def segments(config: MLPConfig, router: Router) -> Segments:
 
 
 def local_forward(
-    trunk: PyTree,
-    experts: Sequence[PyTree],
-    config: MLPConfig,
-    router: Router,
-    batch: Batch,
-    *,
-    alive: Bool[Array, "..."] | None = None,
+    trunk: PyTree, experts: Sequence[PyTree], config: MLPConfig, router: Router, batch: Batch
 ) -> tuple[Float[Array, ""], ForwardAux]:
-    """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
-
-    Args:
-      trunk, experts: of `init_trunk` and `init_experts`.
-      config: sizes; static under jit, as is the router that every layer has.
-      alive: bool [num_layers, *grid_size], True for each expert that may be chosen; None for all.
-
-    Returns: (loss in nats, aux).
-    """
+    """(loss in nats, aux) of the whole model on one machine, in evaluation: pure, to be jitted and differentiated by the
+    caller. The configuration and the router are static under jit."""
     parts, expert = segments(config, router), config.expert()
     soft = soft_segments(expert, router)
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
-    for i in range(config.num_layers):
-        layer_alive = None if alive is None else alive[i]
-        mix = functools.partial(dmoe_layer, expert, experts[i], router, config.k_best)
+    for params, gate in zip(experts, trunk["gates"], strict=True):
+        mix = functools.partial(dmoe_layer, expert, params, router, config.k_best)
         if config.slots_per_expert:
-            slots = soft.dispatch(trunk["gates"][i], hidden)
-            outputs, aux = mix(slots.scores, layer_alive, slots.inputs)
+            slots = soft.dispatch(gate, hidden)
+            outputs, aux = mix(slots.scores, None, slots.inputs)
             hidden = soft.spread(hidden, slots, outputs)
         else:
-            hidden, aux = mix(parts.gate(trunk["gates"][i], hidden), layer_alive, hidden)
+            hidden, aux = mix(parts.gate(gate, hidden), None, hidden)
         layers.append(aux)
     nll, _ = parts.loss_head(trunk["head"], hidden, batch.labels)
     return total_loss(nll, [layer.aux_loss for layer in layers]), ForwardAux(nll, tuple(layers))

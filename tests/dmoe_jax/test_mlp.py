@@ -115,20 +115,6 @@ def test_training_reduces_the_loss():
     assert losses[-1] < 0.1
 
 
-def test_all_experts_dead_leaves_the_trunk():
-    """Without experts the model is embed and head; nothing is NaN and the gates learn nothing."""
-    trunk, experts = make_params()
-    batch = make_batch()
-    dead = jnp.zeros((2, 2, 3), bool)
-    run = jax.jit(jax.value_and_grad(lambda t: mlp.local_forward(t, experts, CONFIG, ROUTER, batch, alive=dead)[0]))
-    loss, grads = run(trunk)
-    parts = mlp.segments(CONFIG, ROUTER)
-    expected, _ = parts.loss_head(trunk["head"], parts.embed(trunk["embed"], batch.x), batch.labels)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    for leaf in jax.tree.leaves(grads["gates"]):
-        np.testing.assert_array_equal(leaf, 0)
-
-
 def test_segments_are_stable_objects():
     """Equal arguments give the same functions."""
     again = mlp.MLPConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
