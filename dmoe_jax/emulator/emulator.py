@@ -341,7 +341,7 @@ class Emulator:
         )
         state = self.stages.model.initial_state(one.batches)
         return zeros._replace(
-            state=jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * number), state),
+            state=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *jnp.shape(leaf))), state),
             row=jnp.full(number, -1, jnp.int32),
         )
 
@@ -449,10 +449,8 @@ def keeps_what_is_infinite(expert: Expert, optimizer: optax.GradientTransformati
 
 
 def _doubts(state: SwarmState) -> Any:
-    """int32: how many numbers of the experts are infinite or none, and how many updates were. In the compiled program.
-
-    A piece of a trusting run is what a careful run would have made of it if this is the same after it as before.
-    """
+    """int32, the count of the experts' numbers that are infinite or none, and of such updates. A piece of a trusting run
+    is sound if this is the same after it as before."""
     kept: PyTree = [(layer.params, layer.opt_state) for layer in state.experts]
     numbers = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return sum((jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in numbers), state.rejected)

@@ -51,15 +51,10 @@ so larger ones would keep it waiting for the line."""
 
 
 class ExpertCaller:
-    """Places expert calls, counts what becomes of them, and records which experts and hosts to avoid for a while.
+    """Places expert calls, counts their outcomes, and records which experts and hosts to avoid for a while.
 
-    RPC itself records hosts that do not answer. What only the caller sees is recorded here: hosts that are late again
+    RPC itself records hosts that do not answer. Recorded here, in the directory's health, are hosts that are late again
     and again, and single experts that refuse, or answer nonsense, on a host that may be as sound as any.
-
-    Args:
-      rpc: carries the calls.
-      directory: finds the experts; its record of health is the one that is kept.
-      statistics: shared by the mixtures of one process.
     """
 
     def __init__(self, rpc: Caller, directory: ExpertDirectory, statistics: CallStatistics) -> None:
@@ -99,9 +94,8 @@ class ExpertCaller:
           method: `FORWARD` or `BACKWARD`.
           inputs: the batch, each [batch, ...].
           output_grads: for `BACKWARD`, gradients of the experts' outputs, [batch, slots, ...].
-          replies: what each answer must carry, for each row.
-          config: how long to wait, and how tensors travel.
-          common: what each request says beside its parts.
+          replies: the tensors of each answer, for each row.
+          common: the fields of each request beside its parts.
         """
         now = trio.current_time()
         placed = [replace(call, id=secrets.token_bytes(16), began=now) for call in calls]
@@ -156,13 +150,9 @@ class Quorum:
     """Counts answers per sample: a batch goes on once every sample has `k_min`, plus a grace time for the stragglers
     (Learning@home, appendix on fault tolerance: `timeout_after_k_min`).
 
-    A sample that has fewer than `k_min` calls left that could still answer is not waited for: it would hold up the
-    others for nothing.
-
     Args:
       rows_of_call: for each call the indices of the samples that it serves.
-      num_samples: samples in the batch.
-      k_min: answers that a sample needs.
+      num_samples: samples in the batch. k_min: answers that a sample needs.
     """
 
     def __init__(self, rows_of_call: Sequence[Array], *, num_samples: int, k_min: int) -> None:

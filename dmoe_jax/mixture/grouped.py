@@ -73,11 +73,9 @@ def call_experts(
     It can be differentiated backwards, in turns not forwards.
 
     Args:
-      expert: the network that all experts share.
       params: stacked parameters, [E, ...], or `WithDeltas`.
       chosen: numbers of experts, E for none.
-      inputs: the expert's inputs, batch first.
-      keyed: dropout keys, if there are any.
+      inputs, keyed: the expert's inputs and dropout keys, batch first.
       likely_calls: number of slots with an expert on average, where most hold none: blocks have their turns, and those
         without pairs are skipped.
 
@@ -221,10 +219,8 @@ def _in_turns(
     inputs: tuple[Array, ...],
     keyed: Keyed,
 ) -> Float[Array, "pairs ..."]:
-    """The outputs of the blocks for their pairs, `turn` blocks at a time; turns without pairs are skipped.
-
-    The gradient of the parameters goes to `target`, at the places of the blocks.
-    """
+    """The outputs of the blocks for their pairs, `turn` blocks at a time; turns without pairs are skipped. The gradient of
+    the parameters goes to `target`, at the places of the blocks."""
     del target
     num_pairs = blocks.row_of.size
 

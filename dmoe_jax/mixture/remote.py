@@ -85,9 +85,8 @@ class RemoteMixture:
 
     Args:
       expert: specification of the experts; only its input and output shapes are used here.
-      router: scores and combines; see `dmoe_jax.routing.base`.
       caller: finds the living experts and calls them. device: waits for XLA off the event loop.
-      seed: of the dropout in experts that take a key; with the layer's prefix it decides what each call draws.
+      seed: of the dropout in experts that take a key, with the layer's prefix.
     """
 
     def __init__(
@@ -228,11 +227,9 @@ class RemoteMixture:
         """Ask the chosen experts.
 
         Args:
-          choice: from `choose`.
           inputs: the experts' inputs, arrays on the host, [batch, ...].
           dropout_seed: in training, from `dropout_seed`; None: nothing is random.
-        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; for
-          `backward`).
+        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; residual).
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
@@ -260,11 +257,8 @@ class RemoteMixture:
         return outputs, answered, residual
 
     async def backward(self, residual: Residual, output_grads: Array) -> tuple[Array | None, ...]:
-        """Send the outputs' gradients to the experts that answered, which learn from them; sum what comes back.
-
-        An expert that does not answer any more counts as a constant. Returns one array [batch, ...] for each
-        differentiable input, None for the others.
-        """
+        """Send the outputs' gradients to the experts that answered, which learn from them. Return the gradient of each
+        differentiable input, [batch, ...], None for the others; an expert that does not answer counts as a constant."""
         specs, batch = self.expert.inputs, len(output_grads)
         sums = [np.zeros((batch, *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
         returned = await self._caller.fan_out(
@@ -288,8 +282,7 @@ class RemoteMixture:
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
         """Wait until the layer has an expert that answers, and make sure that it is of our kind. Return how many are.
 
-        An expert of each node is asked: what does not answer, or is of another kind, is not counted, and the log says
-        why.
+        An expert of each node is asked: one that does not answer, or is of another kind, is not counted.
 
         Args:
           timeout_s: longest wait, seconds.

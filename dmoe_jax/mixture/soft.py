@@ -49,24 +49,17 @@ class Slots(NamedTuple):
 
 
 class SoftSegments(NamedTuple):
-    """The layer but for its experts: pure, stable functions.
-
-    Attributes:
-      dispatch: (params of `init_soft_gate`, x [samples, d_model]) -> `Slots`.
-      spread: (x, slots, outputs [num_slots, ...]) -> [samples, ...].
-    """
+    """The layer but for its experts: pure, stable functions."""
 
     dispatch: Callable[[PyTree, Array], Slots]
+    """(params of `init_soft_gate`, x [samples, d_model]) -> `Slots`."""
     spread: Callable[[Array, Slots, Array], Array]
+    """(x, slots, outputs [num_slots, ...]) -> [samples, ...]."""
 
 
 @router_factory
 def slot_router(grid_size: tuple[int, ...], *, slots_per_expert: int = 1) -> Router:
-    """Sends row s to expert s // slots_per_expert, by flat index, and rows beyond the last expert nowhere.
-
-    Raises:
-      ValueError: if grid_size or slots_per_expert is not positive.
-    """
+    """Sends row s to expert s // slots_per_expert, by flat index, and rows beyond the last expert nowhere."""
     check_positive(slots_per_expert=slots_per_expert)
     num_experts = math.prod(grid_size)
 

@@ -78,10 +78,8 @@ def adaptive_softmax_loss(
     Reverse-mode differentiable in everything but the targets.
 
     Args:
-      table: the embedding table; row w is the output vector of word w.
-      bias: output bias of each word.
-      cluster_w: output vectors of the cluster tokens, one for each cutoff.
-      cluster_b: output biases of the cluster tokens.
+      table: the embedding table; row w is the output vector of word w. bias: of each word.
+      cluster_w, cluster_b: output vectors and biases of the cluster tokens, one for each cutoff.
       hidden: final hidden states.
       targets: words, each in 0..vocab-1 (not checked: they are data).
       cutoffs: first word of each tail cluster, ascending; () for a plain softmax over the vocabulary.

@@ -179,8 +179,8 @@ def segments(config: MLPConfig, router: Router) -> Segments:
 def local_forward(
     trunk: PyTree, experts: Sequence[PyTree], config: MLPConfig, router: Router, batch: Batch
 ) -> tuple[Float[Array, ""], ForwardAux]:
-    """(loss in nats, aux) of the whole model on one machine, in evaluation: pure, to be jitted and differentiated by the
-    caller. The configuration and the router are static under jit."""
+    """(loss in nats, aux) of the whole model on one machine, in evaluation: pure, to be jitted by the caller, where the
+    configuration and the router are static, and differentiated."""
     parts, expert = segments(config, router), config.expert()
     soft = soft_segments(expert, router)
     hidden = parts.embed(trunk["embed"], batch.x)

@@ -69,14 +69,11 @@ def init_trunk(
     *,
     word_counts: Num[np.ndarray, " vocab"] | None = None,
 ) -> dict[str, PyTree]:
-    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}.
-
-    Where tokens are routed there is also "attention", for each layer. Gates are the router's business; for the others
-    and `word_counts` see `init_embed_and_head`.
+    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}, and where
+    tokens are routed also "attention", for each layer. For `word_counts` see `init_embed_and_head`.
 
     Raises:
-      ValueError: if the router is for another grid, or not for what is routed, or word_counts has not one number for
-        each word.
+      ValueError: the router is for another grid, or not for what is routed, or word_counts is of another vocabulary.
     """
     check_router(router, config.grid_size, config.d_model, in_order=config.routes_tokens)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
