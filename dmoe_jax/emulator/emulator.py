@@ -449,8 +449,8 @@ def keeps_what_is_infinite(expert: Expert, optimizer: optax.GradientTransformati
 
 
 def _doubts(state: SwarmState) -> Any:
-    """int32, the count of the experts' numbers that are infinite or none, and of such updates. A piece of a trusting run
-    is sound if this is the same after it as before."""
+    """int32, the count of the experts' numbers, and of updates, that are not finite. A piece of a trusting run is sound
+    if this is the same after it as before."""
     kept: PyTree = [(layer.params, layer.opt_state) for layer in state.experts]
     numbers = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return sum((jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in numbers), state.rejected)
