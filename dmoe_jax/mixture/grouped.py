@@ -219,8 +219,8 @@ def _in_turns(
     inputs: tuple[Array, ...],
     keyed: Keyed,
 ) -> Float[Array, "pairs ..."]:
-    """The blocks' outputs for their pairs, `turn` blocks at a time; turns without pairs are skipped. The gradient of the
-    parameters goes to `target`, at the places of the blocks."""
+    """The blocks' outputs for their pairs, `turn` blocks at a time; turns without pairs are skipped. Parameters have
+    their gradient in `target`, at the places of the blocks."""
     del target
     num_pairs = blocks.row_of.size
 

@@ -289,16 +289,6 @@ def test_dead_experts_are_not_used():
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((loss, grads)))
 
 
-def test_loss_starts_near_uniform():
-    """Freshly initialised, the model knows nothing: the loss is near that of the uniform distribution."""
-    trunk, experts = (
-        txl.init_trunk(jax.random.key(0), CONFIG, ROUTER),
-        txl.init_experts(jax.random.key(1), CONFIG),
-    )
-    loss, _ = local_forward(trunk, experts, CONFIG, ROUTER, make_batch(), empty_memory(CONFIG, 2))
-    assert float(loss) == pytest.approx(np.log(CONFIG.vocab_size), abs=0.1)
-
-
 def train(router: Router, steps: int) -> list[float]:
     """Losses of a model that reads one repeated sentence, trunk and experts updated separately."""
     trunk, experts = (
