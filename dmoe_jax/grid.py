@@ -13,11 +13,9 @@ from dataclasses import dataclass
 MAX_PREFIX_LENGTH = 64
 MAX_GRID_DIMS = 16
 """Papers use 1 to 4 dimensions; the bound keeps a uid, which strangers may write, short."""
-
 MAX_COORDINATE = 99_999
-
 MAX_EXPANDED_UIDS = 1_000_000
-"""Most uids that one pattern may stand for: a slip such as [0:4096].[0:4096] should fail, not fill the memory."""
+"""Most uids of one pattern: a slip such as [0:4096].[0:4096] should fail, not fill the memory."""
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,4}")
@@ -45,33 +43,21 @@ class ExpertUid:
 
 
 def check_prefix(prefix: str) -> str:
-    """The prefix itself.
-
-    Raises:
-      ValueError: if it is empty, too long, or contains anything but letters, digits, `_` and `-`.
-    """
+    """The prefix itself, or ValueError if it is empty, too long, or holds anything but letters, digits, `_` and `-`."""
     if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
         raise ValueError(f"an expert prefix is 1 to {MAX_PREFIX_LENGTH} letters, digits, '_' or '-', got {prefix!r}")
     return prefix
 
 
 def parse_coordinate(text: str) -> int:
-    """A coordinate from its only spelling (no sign, no leading zeros, at most 5 digits).
-
-    Raises:
-      ValueError: naming the text.
-    """
+    """A coordinate from its only spelling, without sign and leading zeros, or ValueError."""
     if not _COORDINATE.fullmatch(text):
         raise ValueError(f"a coordinate is an integer from 0 to {MAX_COORDINATE} without leading zeros, got {text!r}")
     return int(text)
 
 
 def parse_uid(text: str) -> ExpertUid:
-    """Read `prefix.u0.u1...`.
-
-    Raises:
-      ValueError: naming the text and what is wrong with it.
-    """
+    """Read `prefix.u0.u1...`, or raise ValueError."""
     prefix, *coordinates = text.split(".")
     if not coordinates:
         raise ValueError(f"an expert uid is PREFIX.INDEX or PREFIX.INDEX.INDEX..., got {text!r}")
@@ -98,8 +84,7 @@ def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
     ffn.1.4, ffn.1.5.
 
     Raises:
-      ValueError: naming the pattern, if it is malformed, a range is empty, or it stands for over a million
-        uids.
+      ValueError: it is malformed, a range is empty, or it stands for over a million uids.
     """
     prefix, *parts = pattern.split(".")
     if (layers := re.fullmatch(r"([\w-]*)\[(\d+):\d+\]", prefix)) is not None:
@@ -119,11 +104,7 @@ def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
 
 
 def all_uids(prefix: str, grid_size: Sequence[int]) -> tuple[ExpertUid, ...]:
-    """Every uid of a grid, in the order of coordinates.
-
-    Raises:
-      ValueError: if the prefix or a dimension is not allowed.
-    """
+    """Every uid of a grid, in the order of coordinates, or ValueError if the prefix or a dimension is not allowed."""
     if not grid_size or any(size < 1 for size in grid_size):
         raise ValueError(f"grid_size must be one or more positive dimensions, got {tuple(grid_size)}")
     return expand_grid_pattern(".".join((prefix, *(f"[0:{size}]" for size in grid_size))))

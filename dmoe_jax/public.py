@@ -25,9 +25,8 @@ from dmoe_jax.experts import (
 )
 from dmoe_jax.flax_layers import BlockingMixture, LinenMixture, NnxMixture
 from dmoe_jax.layer_config import LayerConfig, Recipe
-from dmoe_jax.mixture.coverage import TooFewExperts
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.mixture.statistics import CallStatistics
+from dmoe_jax.mixture.statistics import CallStatistics, TooFewExperts
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim import (

@@ -22,9 +22,9 @@ from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.disk import CheckpointError
 from dmoe_jax.metrics.monitor import Monitor
-from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
+from dmoe_jax.mixture.statistics import TooFewExperts, check_coverage
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.swarm import Swarm

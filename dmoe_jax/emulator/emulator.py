@@ -2,13 +2,16 @@
 
 Theory of operation. Trainers, trunk and experts are arrays: the trunk's parameters and its optimiser's state, those of
 all experts with a leading axis, and for each trainer what its present step holds, the parameters that it read at its
-beginning included. The program goes through an `EventOrder`, one event after another, and does what the swarm would do:
-an expert computes one call with the parameters that it has then, a trainer goes on with the answers that it has. No
-network, no DHT and no time is left, so that a run takes hardly longer than its computing; every version that anybody
-reads is the one that the order says, so that what comes out equals the swarm's to rounding.
+beginning included. The program goes through an `EventOrder` and does what the swarm would do: an expert computes one
+call with the parameters that it has then, a trainer goes on with the answers that it has. Every version that anybody
+reads is the one that the order says, so that the result equals the swarm's to rounding.
 
-Big arrays are changed in place, see `dmoe_jax.emulator.loop`; that all numbers stay finite is first taken on trust, see
-`dmoe_jax.emulator.trust`.
+Big arrays are changed in place, see `run_events`.
+
+Trust. A swarm does not make an update that is not finite. To know that of an update, all that is new must be computed,
+and looked at, before any of it is written, which takes as long as everything else that an expert does. So a piece of an
+order is first run trusting that all is finite. A number that has become infinite, or none, stays so, and one look at
+the end of the piece finds it; then the piece is run again from its beginning, carefully.
 """
 
 import functools
@@ -23,16 +26,15 @@ import optax
 from jaxtyping import Key, PRNGKeyArray
 
 from dmoe_jax.arrays import copied
-from dmoe_jax.emulator.data import Data
+from dmoe_jax.emulator.events import Events, Handler, Waves, compiler_options, cut_into_waves, run_events
 from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
-from dmoe_jax.emulator.loop import Handler, compiler_options, run_events
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
 from dmoe_jax.emulator.stages import LayerInput, Mixed, ModelMaker, ModelStages
-from dmoe_jax.emulator.state import Calls, Events, Experts, SwarmState, Totals, Trainers, at
+from dmoe_jax.emulator.state import Calls, Data, Experts, SwarmState, Totals, Trainers, at
 from dmoe_jax.emulator.trainer_side import TrainerSide
-from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
-from dmoe_jax.emulator.waves import Waves, cut_into_waves
-from dmoe_jax.mixture.local import init_experts, init_opt_states
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.mixture.local import init_experts
+from dmoe_jax.mixture.local_update import init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.node.batch import buckets_up_to
 from dmoe_jax.types import PyTree
@@ -40,23 +42,22 @@ from dmoe_jax.types import PyTree
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""
 _TRUSTED_CALLS = 16
-"""Backward calls for each expert, from which on trust pays: it goes through all experts a few times, to copy them and
-to look at them, where care looks twice at the one that learns."""
+"""Least backward calls for each expert with which trust pays: it copies all experts and looks at them, where care looks
+twice at the one that learns."""
 
 
 class Emulator:
     """The compiled swarm of one model, for any event order with as many trainers and pairs.
 
     Args:
-      make_model: makes the model from something that makes mixtures, such as
-        `lambda swarm: MLP.on(swarm, config, router)`.
+      make_model: see `ModelMaker`.
       optimizer: the trunk's. expert_optimizer: of every expert, each with a state of its own; None: they never change.
       num_trainers: trainers of the swarm.
-      rows: whether a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise
-        all rows of the batch, which is right for small experts and needed under `vmap`.
-      same_kernels: whether products and sums are computed by the library that nodes and trainers compile with. On CPUs
-        another one is faster in a process of several cores, but it rounds otherwise: in float32 that can make 7e-5
-        where the same one leaves 2e-6 (`experiments/emulation/README.md`).
+      rows: a call computes only the rows that it serves, padded to a power of two, as a node does; otherwise all rows
+        of the batch, which is right for small experts and needed under `vmap`.
+      same_kernels: products and sums are computed by the library that nodes and trainers compile with. On CPUs another
+        one is faster in a process of several cores, but it rounds otherwise: in float32 that can make 7e-5 where the
+        same one leaves 2e-6 (`experiments/emulation/README.md`).
 
     Several seeds of one order run side by side where `init` is given several keys: everything but the order then has a
     leading axis of seeds, the data too.
@@ -90,7 +91,6 @@ class Emulator:
         self._trainers = TrainerSide(self.stages, optimizer)
         self._rows = rows
         self._compiler_options = functools.partial(compiler_options, same_kernels=same_kernels)
-        self._differentiable = [i for i, spec in enumerate(self.expert.inputs) if spec.differentiable]
         of_seeds = jax.vmap(functools.partial(self._run, skips=False), (0, 0, None, None))
         options = self._compiler_options(in_place=False)
         self._runs = (
@@ -124,8 +124,7 @@ class Emulator:
 
         Args:
           trunk_key: of the model's `init`, [seeds] for several.
-          experts: a node's `jax.random.key(seed)`, [seeds] for several; or what `init_experts` has made of it, to be
-            used again.
+          experts: a node's `jax.random.key(seed)`, [seeds] for several; or what `init_experts` has made of it.
           data: of the run.
           num_updates: updates of the trunk in all runs of this state, for what is noted of each.
           spare: a state of this emulator that nobody needs any more. The new one takes its memory, which saves most of
@@ -142,25 +141,22 @@ class Emulator:
         return cast(SwarmState, self._inits[several](spare, trunk, params, batch, num_updates))
 
     def num_pairs(self, trunk: PyTree, batch: Any) -> int:
-        """Places for calls in a layer of a step: samples times the experts that the router may choose for each.
-
-        That is `k_best` for most routers, and more where a sample may have more experts than others, as with expert
-        choice. An `EventOrder` has an event for each place; one that is not used then calls nobody.
+        """Places for calls in a layer of a step: samples times the most experts that the router may choose for each. An
+        `EventOrder` has an event for each place; one that is not used calls nobody.
 
         Args:
           trunk: the model's own parameters. batch: one batch of one trainer.
         """
         one = jax.tree.map(jnp.asarray, Data(batch, self.stages.model.keys(batch, seed=0, trainer=0, step=0)))
-        *_, calls, _ = self._shapes_of_step(trunk, one)
-        return math.prod(calls[0].chosen.shape)
+        return math.prod(self._trainer_shapes(trunk, one).calls[0].chosen.shape)
 
     def run(
         self, state: SwarmState, order: EventOrder, data: Data, *, start: int = 0, stop: int | None = None
     ) -> SwarmState:
         """The swarm after events `start` to `stop` of an order. `state` is donated: it cannot be used again.
 
-        On CPUs a run of one seed holds the whole state twice, see `dmoe_jax.emulator.trust`, and keeps the memory of
-        the second one for the next run; not so where there are many experts for the calls of a run.
+        On CPUs a run of one seed holds the whole state twice, to trust, and keeps the memory of the second one for the
+        next run; not so where there are many experts for the calls of a run.
 
         Raises:
           ValueError: the order is of another number of trainers, layers or pairs, or has more steps of a trainer than
@@ -194,7 +190,7 @@ class Emulator:
         return state
 
     def _trust_pays(self, kinds: np.ndarray) -> bool:
-        """Whether to run these events trusting that all is finite takes less time than to look at each update.
+        """True if to run these events trusting that all is finite takes less time than to look at each update.
 
         An emulator that has trusted once goes on with it: to compile the other program takes longer than most runs.
         """
@@ -207,9 +203,8 @@ class Emulator:
     def _copied(self, state: SwarmState) -> SwarmState:
         """A copy of a state, where the last one was if it fits: to touch fresh memory takes several times as long."""
         spare, self._spare = self._spare, None
-        if spare is None or _shapes_of(spare) != _shapes_of(state):
-            return self._copy(state)
-        return self._copy_into(spare, state)
+        shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), each) for each in (spare, state)]
+        return self._copy(state) if shapes[0] != shapes[1] else self._copy_into(spare, state)
 
     @functools.cached_property
     def _trusting(self) -> Callable[..., tuple[SwarmState, Any]] | None:
@@ -220,7 +215,7 @@ class Emulator:
         return jax.jit(self._run_trusting, donate_argnums=0, compiler_options=options)
 
     def evaluate(self, state: SwarmState, batches: Iterable[Any]) -> list[Evaluation]:
-        """What the model and all experts of now make of some batches, nothing random; one for each seed.
+        """The model and all experts of now on some batches, nothing random; one for each seed.
 
         Raises:
           ValueError: there is no batch.
@@ -290,20 +285,20 @@ class Emulator:
             rejected=zero,
         )
 
-    def _shapes_of_step(self, trunk: PyTree, one: Data) -> Any:
-        """(what layers mixed, what reached them, their calls, the outcome) of one trainer's step, as shapes."""
+    def _trainer_shapes(self, trunk: PyTree, one: Data) -> Trainers:
+        """The arrays that one trainer holds, as shapes."""
         state = self.stages.model.initial_state(one.batches)
 
-        def shapes() -> tuple[Any, ...]:
-            mixed: list[Mixed] = []
+        def step() -> Trainers:
             reached: list[LayerInput] = []
             calls: list[Calls] = []
+            mixed: list[Mixed] = []
             for layer in range(self.num_layers):
                 there = self.stages.reach(layer, trunk, one.batches, state, one.keys, mixed)
                 indices, wanted = self.router.select(there.scores, self.k_best)
                 outputs = jnp.zeros((*wanted.shape, *self.expert.output.shape), self.expert.output.dtype)
                 integers = jnp.zeros(wanted.shape, jnp.int32)
-                mixed.append(self.stages.mix(layer, indices, wanted, wanted, outputs, there))
+                specs = zip(there.inputs, self.expert.inputs, strict=True)
                 reached.append(there)
                 calls.append(
                     Calls(
@@ -315,40 +310,46 @@ class Emulator:
                         outputs=outputs,
                         seen=integers,
                         output_grads=outputs,
-                        input_grads=tuple(there.inputs[i] for i in self._differentiable),
+                        input_grads=tuple(part for part, spec in specs if spec.differentiable),
                     )
                 )
-            return mixed, reached, calls, self.stages.finish(trunk, one.batches, state, one.keys, mixed)
+                mixed.append(self.stages.mix(layer, indices, wanted, wanted, outputs, there))
+            end = self.stages.finish(trunk, one.batches, state, one.keys, mixed)
+            return Trainers(
+                params=trunk,
+                read_at=jnp.int32(0),
+                state=state,
+                next_state=end.state,
+                row=jnp.int32(0),
+                calls=tuple(calls),
+                scores=tuple(there.scores for there in reached),
+                mixed=tuple(mixed),
+                mixed_grads=tuple(mixed),
+                layer_grads=tuple(LayerInput(there.scores, there.inputs[:1]) for there in reached),
+                grads=trunk,
+                loss=jnp.float32(0),
+                total=jnp.float32(0),
+            )
 
-        return jax.eval_shape(shapes)
+        return jax.eval_shape(step)
 
     def _init_trainers(self, trunk: PyTree, one: Data) -> Trainers:
-        """Zeros of the shapes that one step has, for every trainer; only the states mean something."""
-        state = self.stages.model.initial_state(one.batches)
-        mixed, reached, calls, finished = self._shapes_of_step(trunk, one)
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-        one_trainer = Trainers(
-            params=zeros(trunk),
-            read_at=jnp.int32(0),
-            state=jax.tree.map(jnp.asarray, state),
-            next_state=zeros(finished.state),
-            row=jnp.int32(-1),
-            calls=tuple(zeros(calls)),
-            scores=tuple(zeros(there.scores) for there in reached),
-            mixed=tuple(zeros(mixed)),
-            mixed_grads=tuple(zeros(mixed)),
-            layer_grads=tuple(LayerInput(zeros(there.scores), (zeros(there.inputs[0]),)) for there in reached),
-            grads=zeros(trunk),
-            loss=jnp.zeros((), jnp.float32),
-            total=jnp.zeros((), jnp.float32),
+        """All trainers before their first step: only their states mean something."""
+        number = self.num_trainers
+        zeros: Trainers = jax.tree.map(
+            lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), self._trainer_shapes(trunk, one)
         )
-        return jax.tree.map(lambda leaf: jnp.tile(leaf, (self.num_trainers,) + (1,) * jnp.ndim(leaf)), one_trainer)
+        state = self.stages.model.initial_state(one.batches)
+        return zeros._replace(
+            state=jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *jnp.shape(leaf))), state),
+            row=jnp.full(number, -1, jnp.int32),
+        )
 
     def _run_trusting(self, state: SwarmState, data: Data, waves: Waves, count: Any) -> tuple[SwarmState, Any]:
-        """(the swarm after so many waves; whether it is what `_run` would have made of it)."""
-        before = doubts(state)
+        """(the swarm after so many waves; True if it is what `_run` would have made of it)."""
+        before = _doubts(state)
         state = self._run(state, data, waves, count, skips=True, trusts=True)
-        return state, doubts(state) == before
+        return state, _doubts(state) == before
 
     def _run(
         self, state: SwarmState, data: Data, waves: Waves, count: Any, *, skips: bool, trusts: bool = False
@@ -356,8 +357,8 @@ class Emulator:
         """So many waves: in each one first the calls, those of each layer together, then the stages.
 
         Args:
-          skips: whether calls that are part of another one cost nothing. Who they are differs from seed to seed.
-          trusts: whether updates are made that are not finite; needs `skips`.
+          skips: calls that are part of another one cost nothing. Which they are differs from seed to seed.
+          trusts: updates are made that are not finite; needs `skips`.
         """
         call_handlers = self._call_handlers(state.trainers.calls[0].chosen.shape[1], skips, trusts)
         stage_handlers: list[Handler] = [
@@ -384,8 +385,9 @@ class Emulator:
         return jax.lax.fori_loop(0, count, wave, state)
 
     def _call_handlers(self, batch: int, skips: bool, trusts: bool) -> list[Handler]:
+        """For calls of a layer, by the number of rows that they compute."""
         buckets = buckets_up_to(batch) if self._rows else (batch,)
-        handlers: list[Handler] = []
+        handlers: list[Handler] = [(_is_nobodys, lambda layer, event: layer)] if skips else []
 
         def is_call(kind: int, bucket: int) -> Callable[..., Any]:
             def matches(event: Events, layer: LayerState) -> Any:
@@ -396,20 +398,17 @@ class Emulator:
 
             return matches
 
-        if skips:
-            handlers.append((_is_nobodys, lambda layer, event: layer))
+        def is_somebodys(event: Events, layer: LayerState) -> Any:
+            return (event.kind == BACKWARD) & ~_is_nobodys(event, layer)
+
         backward = functools.partial(self._experts.backward, trusts=trusts)
         for bucket in buckets:
             for kind, compute in ((FORWARD, self._experts.forward), (BACKWARD, backward)):
+                matches = _is_kind(kind)
                 if len(buckets) > 1:
                     matches = is_call(kind, bucket)
                 elif kind == BACKWARD and skips:  # costs more than finding out whose it is
-
-                    def matches(event: Events, layer: LayerState) -> Any:
-                        return (event.kind == BACKWARD) & ~_is_nobodys(event, layer)
-
-                else:
-                    matches = _is_kind(kind)
+                    matches = is_somebodys
                 handlers.append((matches, functools.partial(compute, rows=bucket)))
         return handlers
 
@@ -419,12 +418,39 @@ def _is_kind(kind: int) -> Callable[..., Any]:
 
 
 def _is_nobodys(event: Events, layer: LayerState) -> Any:
-    """Whether a call is part of another one, or is not computed."""
+    """True if a call is part of another one, or is not computed."""
     own = at(layer[1], event.trainer)
     pairs = [pairs_of(own, event, forward=forward)[0].any() for forward in (True, False)]
     return ~jnp.where(event.kind == FORWARD, pairs[0], pairs[1])
 
 
-def _shapes_of(state: SwarmState) -> Any:
-    """Of each array, and its dtype."""
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+def keeps_what_is_infinite(expert: Expert, optimizer: optax.GradientTransformation | None) -> bool:
+    """True if an update leaves no finite number where its optimiser's state had none. Parameters do: steps are added.
+
+    Tried with infinities and with NaN, in one array of the state at a time.
+    """
+    if optimizer is None:
+        return True
+    update = optax.with_extra_args_support(optimizer).update
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), jax.eval_shape(expert.init, jax.random.key(0)))
+    leaves, treedef = jax.tree.flatten(optimizer.init(params))
+
+    @jax.jit
+    def stay(leaves: list[Any]) -> list[Any]:
+        _, state = update(params, jax.tree.unflatten(treedef, leaves), params, staleness=jnp.float32(1))
+        return [~jnp.isfinite(leaf).any() for leaf in jax.tree.leaves(state)]
+
+    for place, leaf in enumerate(leaves):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            for value in (jnp.inf, jnp.nan):
+                if not stay([*leaves[:place], jnp.full_like(leaf, value), *leaves[place + 1 :]])[place]:
+                    return False
+    return True
+
+
+def _doubts(state: SwarmState) -> Any:
+    """int32, the count of the experts' numbers, and of updates, that are not finite. A piece of a trusting run is sound
+    if this is the same after it as before."""
+    kept: PyTree = [(layer.params, layer.opt_state) for layer in state.experts]
+    numbers = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum((jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in numbers), state.rejected)

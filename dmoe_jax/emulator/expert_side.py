@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from dmoe_jax.arrays import gradients_like, in_type_of
-from dmoe_jax.emulator.state import Calls, Events, Experts, at, is_finite, put
+from dmoe_jax.emulator.events import Events
+from dmoe_jax.emulator.state import Calls, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.programs import check_optimizer
 from dmoe_jax.types import PyTree
@@ -17,11 +18,7 @@ LayerState = tuple[Experts, Calls]
 
 
 class ExpertSide:
-    """The experts of a layer.
-
-    Args:
-      expert: their network.
-      optimizer: of each; None: they never change.
+    """The experts of a layer; without an optimiser they never change.
 
     Raises:
       ValueError: the expert takes keys from its node, or the optimiser needs more than gradients.
@@ -58,8 +55,8 @@ class ExpertSide:
         """An expert computes one backward call with the parameters that it has now, and is updated.
 
         Args:
-          trusts: whether nothing is made of what is not finite: the expert is updated all the same, and only the
-            gradients of inputs are looked at, see `dmoe_jax.emulator.trust`. Calls that nobody has made are not given.
+          trusts: the expert is updated with what is not finite, too; only the gradients of inputs are looked at, see
+            `dmoe_jax.emulator.emulator`. Calls that nobody has made are not given.
         """
         experts, calls = layer
         own: Calls = at(calls, event.trainer)

@@ -1,15 +1,15 @@
 """The order of events of an asynchronous swarm: who reads which version, and when each expert computes.
 
-What an asynchronous run computes follows from the order of its events, and from nothing else of their times: when a
+The results of an asynchronous run follow from the order of its events, and from nothing else of their times: when a
 trainer reads the trunk and when it writes to it, when each expert computes a call, and which calls are never answered.
-An `EventOrder` is that order, as arrays. It is drawn from a model of latencies (`draw_order`), or recorded from a swarm
-(`dmoe_jax.emulator.recording`).
+An `EventOrder` is that order, as arrays: drawn from a model of latencies (`draw_order`), or made of what a real run
+recorded (`order_of`).
 """
 
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -23,14 +23,12 @@ BACKWARD = 1
 STAGE = 2
 """A trainer computes: this number plus that of the stage, see `num_stages`."""
 
-_ARRAYS = ("kind", "trainer", "layer", "pair", "expert", "answered", "computed")
-
 DelayOf = Callable[[np.random.Generator, int], np.ndarray]
 """(generator, calls) -> for each call, seconds from its placing until its expert computes it."""
 
 
 def num_stages(num_layers: int) -> int:
-    """What a trainer does between its waits for experts, by number, for n layers:
+    """Number of things that a trainer does between its waits for experts. By number, for n layers:
 
     0: reads the trunk, computes up to the first mixture, places its calls. l from 1 to n - 1: mixes the answers of
     layer l - 1 and computes up to layer l. n: mixes, computes the loss and its gradient, places the backward calls of
@@ -54,8 +52,8 @@ class EventOrder:
       layer: of a call.
       pair: of a call without an expert.
       expert: layer * cells + cell, or -1.
-      answered: whether the trainer ever has the call's answer.
-      computed: whether the expert computes the call at all. A backward call without an answer may train all the same.
+      answered: True if the trainer ever has the call's answer.
+      computed: True if the expert computes the call at all. A backward call without an answer may train all the same.
       num_trainers, num_layers, num_pairs: sizes; pairs are those of one layer of one step.
     """
 
@@ -81,25 +79,22 @@ class EventOrder:
         return np.flatnonzero(self.kind == STAGE + num_stages(self.num_layers) - 1)
 
 
-def with_fresh_experts(order: EventOrder) -> EventOrder:
-    """The same steps of the same trainers, but all their calls are computed at once, when the step ends.
-
-    Then no update of an expert comes between a call's forward and its backward: only the trunk is stale.
-    """
-    last = STAGE + num_stages(order.num_layers) - 1
-    place = np.arange(len(order.kind))
-    when = np.full(len(order.kind), -1)
-    for trainer in range(order.num_trainers):
-        own = np.flatnonzero(order.trainer == trainer)
-        ends = own[order.kind[own] == last]
-        step = np.searchsorted(ends, own)  # which of them ends the step of each event
-        ended = step < len(ends)
-        when[own[ended]] = ends[step[ended]]
-    reads = order.kind == STAGE
-    when[reads] = place[reads]
-    kept = np.flatnonzero(when >= 0)
-    kept = kept[np.lexsort((kept, when[kept]))]
-    return replace(order, **{name: getattr(order, name)[kept] for name in _ARRAYS})
+def order_of(rows: np.ndarray, *, num_trainers: int, num_layers: int, num_pairs: int) -> EventOrder:
+    """The order whose events are the rows of an array of integers; its columns are the fields of `EventOrder`."""
+    *numbers, answered, computed = rows.T
+    kind, trainer, layer, pair, expert = (column.astype(np.int32) for column in numbers)
+    return EventOrder(
+        kind=kind,
+        trainer=trainer,
+        layer=layer,
+        pair=pair,
+        expert=expert,
+        answered=answered.astype(bool),
+        computed=computed.astype(bool),
+        num_trainers=num_trainers,
+        num_layers=num_layers,
+        num_pairs=num_pairs,
+    )
 
 
 def exponential_delays(mean_s: float) -> DelayOf:
@@ -121,19 +116,17 @@ def draw_order(
     """The order of a run in which trainers compute in no time and every call has a delay of its own.
 
     A layer's answers are waited for together. A call that fails is noticed when its answer would have come; its expert
-    does not compute it. Pairs that share an expert have one call in the swarm but a delay each here, so a layer takes
-    as long as the slowest of all its pairs: a little longer than in a swarm whose experts are shared by samples.
+    does not compute it. Pairs that share an expert have one call in the swarm but a delay each here, so that a layer
+    takes a little longer than in the swarm.
 
     Args:
       num_updates: of the trunk, after which the order ends.
-      num_trainers: who take part.
       num_layers: mixtures of the model.
       num_pairs: samples of a batch times experts for each.
-      delay: of the calls.
+      delay: of the calls. seed: of delays and failures.
       failure_rate: share of calls without an answer, 0 to below 1.
-      concurrency: at most so many trainers are at work at once; who has ended a step lets those who waited longer go
-        first. With 1 nothing is stale. None: all of them, from the beginning.
-      seed: of delays and failures.
+      concurrency: most trainers at work at once; one that has ended a step lets those that waited longer go first. With
+        1 nothing is stale. None: all of them.
 
     Raises:
       ValueError: a number is not positive, or the rate not a share.
@@ -152,44 +145,27 @@ def draw_order(
     made = len(waiting)
     times: list[np.ndarray] = []
     events: list[np.ndarray] = []
-    pairs = np.arange(num_pairs)
     updates = 0
     while updates < num_updates:
         now, _, trainer, stage = heapq.heappop(waiting)
-        events.append(np.array([[STAGE + stage, trainer, 0, 0, 1, 1]]))
+        events.append(np.array([[STAGE + stage, trainer, 0, 0, -1, 1, 1]]))
         times.append(np.array([now]))
         if stage == last:
             updates += 1
             idle.append(trainer)
             ends, trainer, following = now, idle.popleft(), 0
         else:
-            forward = stage < num_layers
-            layer = stage if forward else last - 1 - stage
+            kind, layer = (FORWARD, stage) if stage < num_layers else (BACKWARD, last - 1 - stage)
             done = now + delay(rng, num_pairs)
-            answered = rng.random(num_pairs) >= failure_rate
-            same = (FORWARD if forward else BACKWARD, trainer, layer)
-            events.append(np.stack([*(np.full(num_pairs, each) for each in same), pairs, answered, answered], axis=1))
+            calls = np.tile([kind, trainer, layer, 0, -1, 0, 0], (num_pairs, 1))
+            calls[:, 3] = np.arange(num_pairs)
+            calls[:, 5:] = (rng.random(num_pairs) >= failure_rate)[:, None]  # who computes a call answers it
+            events.append(calls)
             times.append(done)
             ends, following = float(done.max()), stage + 1
         heapq.heappush(waiting, (ends, made, trainer, following))
         made += 1
-    when, what = np.concatenate(times), np.concatenate(events)
-    order = np.argsort(when, kind="stable")
-    what = what[order[: int(np.flatnonzero(what[order, 0] == STAGE + last)[num_updates - 1]) + 1]]
-    return _order_of(what, num_trainers=num_trainers, num_layers=num_layers, num_pairs=num_pairs)
-
-
-def _order_of(what: np.ndarray, **sizes: int) -> EventOrder:
-    """The order whose events are the rows of `what`: kind, trainer, layer, pair, answered, computed."""
-    *indices, answered, computed = what.T
-    kind, trainer, layer, pair = (column.astype(np.int32) for column in indices)
-    return EventOrder(
-        kind=kind,
-        trainer=trainer,
-        layer=layer,
-        pair=pair,
-        expert=np.full(len(what), -1, np.int32),
-        answered=answered.astype(bool),
-        computed=computed.astype(bool),
-        **sizes,
-    )
+    when, rows = np.concatenate(times), np.concatenate(events)
+    rows = rows[np.argsort(when, kind="stable")]
+    end = np.flatnonzero(rows[:, 0] == STAGE + last)[num_updates - 1]
+    return order_of(rows[: end + 1], num_trainers=num_trainers, num_layers=num_layers, num_pairs=num_pairs)

@@ -1,13 +1,12 @@
 """A model cut at its remote mixtures, into pure functions.
 
 A step of a trainer is a chain: the model computes up to its first mixture, experts elsewhere answer, the model goes on
-to the next one, and so on to the loss; then back the same way. `ModelStages` makes each link of that chain a function
-that `jit`, `vmap` and `scan` can take. The functions are those of the model itself: its `forward` is run under JAX's
-tracing with the mixtures before the cut replaced by their values, and what the cut does not need is dead code.
+to the next one, and so on to the loss; then back the same way. `ModelStages` makes each link a pure function: the
+model's own `forward`, traced with the mixtures before the cut replaced by their values; the rest is dead code.
 
-    reach(layer, …)    what the mixture of a layer is called with: the router's scores and the experts' inputs
-    mix(…)             what it returns for these answers of its experts
-    finish(…)          the loss, from what all mixtures returned
+    reach(layer, …)    the arguments of a layer's mixture: the router's scores and the experts' inputs
+    mix(…)             its result for these answers of its experts
+    finish(…)          the loss, from the results of all mixtures
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +24,11 @@ from dmoe_jax.routing.base import Router, Scores, Traffic
 from dmoe_jax.types import PyTree
 
 ModelMaker = Callable[..., Model]
-"""(mixture maker) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
+"""(`MixtureMaker`) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
 
 
 class Layer(NamedTuple):
-    """One mixture of the model.
-
-    Attributes:
-      prefix: the name of its grid of experts.
-      expert: the network of its experts.
-      router: chooses among them.
-      k_best: experts for each sample.
-    """
+    """One mixture of the model: the name of its grid of experts, their network, the router, and `k_best`."""
 
     prefix: str
     expert: Expert
@@ -45,14 +37,14 @@ class Layer(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """What a mixture is called with: the router's scores of each sample, and the experts' inputs, batch first."""
+    """The arguments of a mixture: the router's scores of each sample, and the experts' inputs, batch first."""
 
     scores: Scores
     inputs: tuple[Any, ...]
 
 
 class Mixed(NamedTuple):
-    """What a mixture returned: its output [batch, ...] and the router's auxiliary loss, a scalar."""
+    """A mixture's output [batch, ...], and the router's auxiliary loss, a scalar."""
 
     output: Any
     aux_loss: Any
@@ -67,11 +59,7 @@ class Finished(NamedTuple):
 
 
 class _Reached(Exception):
-    """The model has come to the cut."""
-
-    def __init__(self, layer_input: LayerInput) -> None:
-        super().__init__()
-        self.layer_input = layer_input
+    """The model has come to the cut; the argument is a `LayerInput`."""
 
 
 class _Eager(Recording):
@@ -120,9 +108,6 @@ class _GivenMixtures:
 class ModelStages:
     """The pure functions of a model between its mixtures.
 
-    Args:
-      make_model: makes the model from something that makes mixtures, a `MixtureMaker`: `dmoe_jax.Swarm` in a real run.
-
     Raises:
       ValueError: the model has no mixture.
     """
@@ -137,7 +122,7 @@ class ModelStages:
     def reach(
         self, layer: int, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]
     ) -> LayerInput:
-        """What the mixture of a layer is called with, from what the `layer` mixtures before it returned.
+        """The arguments of a layer's mixture, from what the `layer` mixtures before it returned.
 
         Raises:
           ValueError: the model comes to its end before.
@@ -145,7 +130,7 @@ class ModelStages:
         try:
             self._run(params, batch, state, keys, mixed[:layer])
         except _Reached as reached:
-            return reached.layer_input
+            return cast(LayerInput, reached.args[0])
         raise ValueError(f"model {self.model.name!r} made {len(self.layers)} mixtures but does not call all of them")
 
     def finish(self, params: PyTree, batch: Any, state: PyTree, keys: Any, mixed: Sequence[Mixed]) -> Finished:
@@ -169,7 +154,7 @@ class ModelStages:
             self._mixtures.experts = ()
 
     def mix(self, layer: int, indices: Any, asked: Any, answered: Any, outputs: Any, layer_input: LayerInput) -> Mixed:
-        """What a mixture returns for these answers of its experts; see `dmoe_jax.mixture.remote`."""
+        """The result of a mixture for these answers of its experts; see `dmoe_jax.mixture.remote`."""
         segment = mix_segment(self.layers[layer].router)
         scores, (first, *_) = layer_input
         return Mixed(*segment(scores, indices, answered, outputs, first, Traffic(asked)))

@@ -1,27 +1,39 @@
-"""The arrays of an emulated swarm."""
+"""The arrays of an emulated swarm, and of what its trainers read."""
 
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int32
 
 from dmoe_jax.arrays import all_finite, wide
 from dmoe_jax.emulator.stages import LayerInput, Mixed
+from dmoe_jax.model import Model
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.types import PyTree
 
 
-class Experts(NamedTuple):
-    """All experts of one layer; those in rows have a leading axis of the grid's cells.
+class Data(NamedTuple):
+    """All batches of a run; leaves [trainers, steps, ...], with a leading axis of seeds where there are several.
 
     Attributes:
-      params: parameters, in rows.
-      opt_state: states of their optimisers, in rows.
-      updates: int32, updates of each.
-      load: int32, samples that each was trained on.
-      staleness: sum over backward calls of updates between a call's forward and its backward.
-      calls: the number of these calls.
+      batches: of the model. keys: chance of each step, from `Model.keys`; None for none.
+    """
+
+    batches: PyTree
+    keys: PyTree = None
+
+
+class Experts(NamedTuple):
+    """All experts of one layer.
+
+    Attributes:
+      params, opt_state: with a leading axis of the grid's cells.
+      updates, load: int32, updates of each, and samples that it was trained on.
+      calls, staleness: the number of backward calls, and the sum of the updates between a call's forward and its own.
       rejected: updates that were not finite and left everything as it was.
     """
 
@@ -39,12 +51,9 @@ class Calls(NamedTuple):
 
     Attributes:
       inputs: the experts' inputs.
-      chosen: int32, the expert of each pair, by its cell.
-      indices: int32 [..., dims], its coordinates.
-      wanted: bool, whether there is an expert in the slot.
-      answered: bool, whether it has answered the forward call.
-      outputs: what it answered; zeros before.
-      seen: int32, how many updates it had then.
+      chosen: int32, the expert of each pair, by its cell. indices: int32 [..., dims], its coordinates.
+      wanted, answered: bool, True if there is an expert in the slot, and if it has answered the forward call.
+      outputs: its answer; zeros before. seen: int32, its updates then.
       output_grads: gradients of the outputs.
       input_grads: gradients of the differentiable inputs that have come back, summed.
     """
@@ -61,18 +70,16 @@ class Calls(NamedTuple):
 
 
 class Trainers(NamedTuple):
-    """What each trainer holds; every leaf has a leading axis of trainers.
+    """The arrays of all trainers; every leaf has a leading axis of them.
 
     Attributes:
       params: the trunk as it was read at the beginning of the step. read_at: int32, its updates then.
       state: what the step began with. next_state: what the next one begins with, if this one succeeds.
-      row: int32, which of its batches the step has.
-      calls: of the step, one of each layer.
-      scores: the routers', one of each layer.
-      mixed: what the mixtures returned, one of each layer. mixed_grads: its gradient, as far as it is known.
+      row: int32, the number of the step's batch.
+      calls, scores, mixed: of each layer: its calls, the router's scores, the mixture's result.
+      mixed_grads, grads: gradients of `mixed` and of the trunk, as far as they are known.
       layer_grads: gradients, through the mixture itself, of the scores and of the experts' first inputs.
-      grads: gradients of the trunk, as far as they are known.
-      loss: what the step reports. total: what is differentiated.
+      loss: of the report. total: what is differentiated.
     """
 
     params: PyTree
@@ -91,7 +98,7 @@ class Trainers(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What is noted of the trunk's updates.
+    """Figures of the trunk's updates.
 
     Attributes:
       losses: [updates], the reported loss of each, nats; NaN before it.
@@ -108,10 +115,8 @@ class SwarmState(NamedTuple):
     """A swarm between two events.
 
     Attributes:
-      step: int32, updates of the trunk.
-      params, opt_state: the trunk.
-      experts: of each layer. trainers: all of them.
-      totals: what was counted.
+      step: int32, updates of the trunk. params, opt_state: the trunk.
+      experts: of each layer. trainers: all of them. totals: figures of the updates.
     """
 
     step: Int32[jax.Array, ""]
@@ -142,16 +147,34 @@ class SwarmState(NamedTuple):
         return sum((layer.rejected for layer in self.experts), jnp.asarray(self.totals.rejected))
 
 
-class Events(NamedTuple):
-    """An `EventOrder`'s arrays, or one event."""
+def take_batches(model: Model, streams: Sequence[Iterable[Any]], *, steps: int, seed: int = 0) -> Data:
+    """The next batches of each trainer, with the chance that a `Trainer` with this seed would give them.
 
-    kind: Any
-    trainer: Any
-    layer: Any
-    pair: Any
-    expert: Any
-    answered: Any
-    computed: Any
+    Args:
+      model: for its keys, with this seed.
+      streams: one for each trainer; their batches are of one shape.
+      steps: number of each; a little more than updates by trainers, as some trainers are faster than others.
+
+    Raises:
+      ValueError: a stream ends before.
+    """
+    batches, keys = [], []
+    for trainer, stream in enumerate(streams):
+        own = list(itertools.islice(stream, steps))
+        if len(own) < steps:
+            raise ValueError(f"expected {steps} batches for trainer {trainer}, got {len(own)}")
+        batches.append(_stacked(own))
+        keys.append(_stacked([model.keys(one, seed=seed, trainer=trainer, step=step) for step, one in enumerate(own)]))
+    return Data(_stacked(batches), _stacked(keys))
+
+
+def stack_seeds(data: Sequence[Data]) -> Data:
+    """The data of several seeds, with a leading axis of them."""
+    return Data(*_stacked([tuple(one) for one in data]))
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def at(tree: PyTree, place: Any) -> Any:

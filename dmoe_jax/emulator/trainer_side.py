@@ -2,18 +2,18 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Var
 
-from dmoe_jax.emulator.data import Data
+from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import num_stages
-from dmoe_jax.emulator.reading import used_leaves, vjp_of_used
 from dmoe_jax.emulator.stages import Finished, LayerInput, Mixed, ModelStages
-from dmoe_jax.emulator.state import Events, SwarmState, Trainers, at, is_finite, put
+from dmoe_jax.emulator.state import Calls, Data, SwarmState, Trainers, at, is_finite, put
 from dmoe_jax.routing.base import Scores, cell_numbers
 from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree
@@ -23,11 +23,7 @@ _Read = tuple[PyTree, Sequence[Mixed]]
 
 
 class TrainerSide:
-    """All trainers, and their trunk.
-
-    Args:
-      stages: the model. optimizer: of the trunk.
-    """
+    """All trainers of a model, and their trunk."""
 
     def __init__(self, stages: ModelStages, optimizer: optax.GradientTransformation) -> None:
         self._stages, self._num_layers = stages, len(stages.layers)
@@ -38,21 +34,29 @@ class TrainerSide:
         self._differentiable = [i for i, spec in enumerate(layer.expert.inputs) if spec.differentiable]
 
     def stage(self, stage: int, data: Data, state: SwarmState, event: Events, *, trusts: bool) -> SwarmState:
-        """A trainer does what it does between two waits; see `num_stages` for their numbers.
+        """The swarm after a trainer has done what it does between two waits; see `num_stages` for their numbers.
 
         Args:
-          trusts: whether an update that is not finite is made all the same, and only counted.
+          trusts: an update that is not finite is made all the same, and only counted.
         """
         t, layers = event.trainer, self._num_layers
         if stage == 0:  # a new step reads the trunk
-            state = _start(state, t)
+            trainers = state.trainers
+            trainers = trainers._replace(
+                params=put(trainers.params, t, state.params),
+                read_at=trainers.read_at.at[t].set(state.step),
+                row=trainers.row.at[t].add(1),
+            )
+            state = state._replace(trainers=trainers)
         # XLA reads of this only what the stage uses: mostly a small part of the trunk.
         before: Trainers = at(state.trainers, t)
         own = before
         batch, keys = jax.tree.map(lambda leaf: jnp.asarray(leaf)[t, own.row], data)
 
         if 0 < stage <= layers:  # mix what has come
-            own = _with(own, "mixed", stage - 1, self._mix(own, stage - 1))
+            calls = own.calls[stage - 1]
+            mixed = self._mix(stage - 1, calls, calls.outputs, own.scores[stage - 1], calls.inputs[0])
+            own = _with(own, "mixed", stage - 1, mixed)
         if stage < layers:
             own = self._call_layer(own, stage, batch, keys)
         elif stage == layers:
@@ -66,15 +70,15 @@ class TrainerSide:
             own = self._pull_back(own, 0, batch, keys)
             state, own = self._apply(state, own, trusts)
             own = own._replace(grads=before.grads)  # they have been used
-        return state._replace(trainers=_with_changed(state.trainers, t, before, own))
+        changed = jax.tree.map(
+            lambda leaf, old, new: leaf if new is old else put(leaf, t, new), state.trainers, before, own
+        )
+        return state._replace(trainers=changed)
 
-    def _layer_input(self, own: Trainers, layer: int) -> LayerInput:
-        return LayerInput(own.scores[layer], own.calls[layer].inputs)
-
-    def _mix(self, own: Trainers, layer: int) -> Mixed:
-        calls = own.calls[layer]
-        there = self._layer_input(own, layer)
-        return self._stages.mix(layer, calls.indices, calls.wanted, calls.answered, calls.outputs, there)
+    def _mix(self, layer: int, calls: Calls, outputs: Any, scores: Scores, first: Any) -> Mixed:
+        """The mixture of these outputs; `first` is the experts' first input."""
+        there = LayerInput(scores, (first,))
+        return self._stages.mix(layer, calls.indices, calls.wanted, calls.answered, outputs, there)
 
     def _call_layer(self, own: Trainers, layer: int, batch: PyTree, keys: PyTree) -> Trainers:
         there = self._stages.reach(layer, own.params, batch, own.state, keys, own.mixed)
@@ -93,11 +97,8 @@ class TrainerSide:
 
     def _turn(self, own: Trainers, batch: PyTree, keys: PyTree) -> Trainers:
         """The loss, and its gradients for the trunk and for what the mixtures returned."""
-
-        def loss(read: _Read) -> tuple[Any, Finished]:
-            return self._finish(own.state, batch, keys, read)
-
         reads = self._reads(own, batch, keys)
+        loss = functools.partial(self._finish, own.state, batch, keys)
         total, pull, finished = vjp_of_used(loss, (own.params, own.mixed), reads[self._num_layers])
         own = _with_grads(own, reads, self._num_layers, pull(jnp.ones_like(total)))
         return own._replace(
@@ -109,11 +110,7 @@ class TrainerSide:
     def _call_back(self, own: Trainers, layer: int) -> Trainers:
         """Through the mixing of a layer: the gradients that its experts are sent."""
         calls = own.calls[layer]
-
-        def mix(outputs: Any, scores: Scores, first: Any) -> Mixed:
-            there = LayerInput(scores, (first,))
-            return self._stages.mix(layer, calls.indices, calls.wanted, calls.answered, outputs, there)
-
+        mix = functools.partial(self._mix, layer, calls)
         _, pull = jax.vjp(mix, calls.outputs, own.scores[layer], calls.inputs[0])
         output_grads, score_grads, first_grads = pull(own.mixed_grads[layer])
         own = _with(own, "calls", layer, calls._replace(output_grads=output_grads))
@@ -121,15 +118,12 @@ class TrainerSide:
 
     def _pull_back(self, own: Trainers, layer: int, batch: PyTree, keys: PyTree) -> Trainers:
         """Through the model up to a layer: from its experts' answers to the layers before it and to the trunk."""
-
-        def reach(read: _Read) -> tuple[Any, None]:
-            return self._reach(layer, own.state, batch, keys, read), None
-
         back = list(own.calls[layer].input_grads)
         scores, (first,) = own.layer_grads[layer]
         if 0 in self._differentiable:
             back[0] = back[0] + first
         reads = self._reads(own, batch, keys)
+        reach = functools.partial(self._reach, layer, own.state, batch, keys)
         _, pull, _ = vjp_of_used(reach, (own.params, own.mixed), reads[layer])
         return _with_grads(own, reads, layer, pull((scores, tuple(back))))
 
@@ -137,9 +131,9 @@ class TrainerSide:
         finished = self._stages.finish(read[0], batch, state, keys, read[1])
         return finished.loss, finished
 
-    def _reach(self, layer: int, state: PyTree, batch: PyTree, keys: PyTree, read: _Read) -> Any:
+    def _reach(self, layer: int, state: PyTree, batch: PyTree, keys: PyTree, read: _Read) -> tuple[Any, None]:
         there = self._stages.reach(layer, read[0], batch, state, keys, read[1])
-        return there.scores, tuple(there.inputs[i] for i in self._differentiable)
+        return (there.scores, tuple(there.inputs[i] for i in self._differentiable)), None
 
     def _reads(self, own: Trainers, batch: PyTree, keys: PyTree) -> Sequence[Sequence[bool]]:
         """For each layer, and for the loss at the end: which arrays of trunk and mixtures the way there reads."""
@@ -173,22 +167,6 @@ class TrainerSide:
         return state, own._replace(state=new[2])
 
 
-def _start(state: SwarmState, t: Any) -> SwarmState:
-    trainers = state.trainers
-    return state._replace(
-        trainers=trainers._replace(
-            params=put(trainers.params, t, state.params),
-            read_at=trainers.read_at.at[t].set(state.step),
-            row=trainers.row.at[t].add(1),
-        )
-    )
-
-
-def _with_changed(trainers: Trainers, t: Any, before: Trainers, own: Trainers) -> Trainers:
-    """One trainer's arrays written back, those that a stage has changed."""
-    return jax.tree.map(lambda leaf, old, new: leaf if new is old else put(leaf, t, new), trainers, before, own)
-
-
 def _with_grads(own: Trainers, reads: Sequence[Sequence[bool]], stage: int, found: Sequence[Any]) -> Trainers:
     """Note gradients of what a stage has read, from the loss, stage `num_layers`, back to the first layer.
 
@@ -209,3 +187,37 @@ def _with(own: Trainers, field: str, layer: int, value: Any) -> Trainers:
     values: Sequence[Any] = getattr(own, field)
     changed: dict[str, Any] = {field: (*values[:layer], value, *values[layer + 1 :])}
     return own._replace(**changed)
+
+
+def used_leaves(function: Callable[..., PyTree], read: PyTree, *rest: PyTree) -> Sequence[bool]:
+    """For each leaf of `read`: True if something that `function(*rest, read)` returns may depend on it.
+
+    A stage of a model reads a few of the trunk's arrays. Gradients of the others are zeros, as long as these arrays,
+    and adding them up would cost more than all the rest.
+    """
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (read, rest))
+    jaxpr = jax.make_jaxpr(lambda read, rest: function(*rest, read))(*args).jaxpr
+    needed = {var for var in jaxpr.outvars if isinstance(var, Var)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(var for var in equation.invars if isinstance(var, Var))
+    return [var in needed for var in jaxpr.invars[: len(jax.tree.leaves(read))]]
+
+
+def vjp_of_used(
+    function: Callable[[PyTree], tuple[PyTree, Any]], read: PyTree, used: Sequence[bool]
+) -> tuple[PyTree, Callable[[PyTree], Sequence[Any]], Any]:
+    """`jax.vjp` of a function with an auxiliary output, for the leaves of `read` that it uses.
+
+    Returns: (output, from its gradient to those of the leaves that are used, in order; auxiliary output).
+    """
+    leaves, treedef = jax.tree.flatten(read)
+
+    def of_used(chosen: Sequence[Any]) -> tuple[PyTree, Any]:
+        ways = iter(chosen)
+        merged = [next(ways) if is_used else leaf for leaf, is_used in zip(leaves, used, strict=True)]
+        return function(jax.tree.unflatten(treedef, merged))
+
+    chosen = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
+    output, pull, aux = jax.vjp(of_used, chosen, has_aux=True)
+    return output, lambda gradient: pull(gradient)[0], aux

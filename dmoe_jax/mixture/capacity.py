@@ -1,12 +1,9 @@
-"""How much each expert can do: what a balanced router's fair shares are in proportion to (`Traffic.capacity`).
+"""Capacities of experts, to which a balanced router's fair shares are in proportion (`Traffic.capacity`).
 
-An expert shares its machine with others, and machines differ. How long a node takes is known in two ways: from the
-trainer's own calls, whose time includes the way there and back, and from what the node publishes beside its
-announcement, the seconds that a call has lately spent with it, whoever's call it was. Our own calls count where there
-were any of late, since what is published is up to twenty seconds old; of the nodes that we have not called, we know
-from others whether they are overloaded. An expert on a node that takes twice as long as the median one of its layer has
-half the capacity, which halves its fair share of the calls. A node of which nothing is known counts as the median:
-newcomers find work.
+The time that a node takes is known from the trainer's own calls, the way there and back included, and from the seconds
+that the node publishes beside its announcement, whoever called it. Our own calls count where there were any of late,
+since what is published is up to twenty seconds old. An expert on a node that takes twice as long as the median one of
+its layer has half the capacity. A node of which nothing is known counts as the median: newcomers find work.
 """
 
 import math
@@ -20,24 +17,24 @@ from net.identity import Contact, PeerId
 from net.types import Array
 
 LEAST_CAPACITY = 0.1
-"""Of a living expert, however slow: without any call nobody would see that it has recovered."""
+"""Capacity of a living expert, however slow: without any call nobody would see that it has recovered."""
 MEMORY_S = 30.0
-"""For how long a host's last call says something about it, seconds."""
+"""Seconds for which a host's last call says something about it."""
 _WEIGHT = 0.4
-"""Of the newest call in a host's moving mean: a host that has lost its calls must not need many to get them back."""
+"""Weight of the newest call in a host's moving mean: a host that has lost its calls must soon get them back."""
 _COMMON_WEIGHT = 0.02
-"""Of the newest call in what a method takes at all hosts."""
+"""Weight of the newest call in the time that a method takes at all hosts."""
 _SHORTEST_S = 1e-6
-"""What a shorter call counts as: in virtual time a call may take none."""
+"""Least seconds of a call: in virtual time one may take none."""
 MAX_HOSTS = 4096
 """Most hosts whose times are remembered."""
 
 
 class CallTimes:
-    """How long one process's calls to each host take, beside others of the same method: moving means of ratios.
+    """Times of one process's calls to each host, beside others of the same method: moving means of ratios.
 
-    The means are geometric. After arithmetic ones a host that has recovered from being ten times slower would look slow
-    for many more calls than it took to notice, and it is asked seldom then.
+    The means are geometric: after arithmetic ones a host that has recovered from being ten times slower would look slow
+    for many more calls than it took to notice.
     """
 
     def __init__(self) -> None:
@@ -47,7 +44,7 @@ class CallTimes:
         """Host -> mean of the logarithm of its ratio to that, and when it was noted last; oldest first."""
 
     def note(self, method: str, host: PeerId, seconds: float, now: float) -> None:
-        """A call that has ended `now` took so long, or was given up after so long."""
+        """Note a call that has ended `now`, or was given up."""
         logarithm = math.log(max(seconds, _SHORTEST_S))
         common = self._methods.setdefault(method, logarithm)
         ratio = logarithm - common
@@ -60,7 +57,7 @@ class CallTimes:
             del self._hosts[next(iter(self._hosts))]
 
     def slowness(self, hosts: Iterable[PeerId], now: float) -> dict[PeerId, float]:
-        """How many times as long as the median of these hosts each takes; without those of which nothing is known."""
+        """The time that each of these hosts takes over the median of all; without those of which nothing is known."""
         oldest = now - MEMORY_S
         known = {host: self._hosts[host] for host in hosts if host in self._hosts}
         return relative_to_median(
@@ -80,9 +77,9 @@ def grid_capacity(
     """float32 of the grid's shape: 1 for an expert on a host that is as fast as the median, less for slower ones.
 
     Args:
-      living: the experts that are alive, and who serves them; the others have 0.
+      living: the experts that are alive, and the nodes that serve them; the others have 0.
       grid_size: extents of the grid.
-      slowness: how many times as long as the median a host takes; 1 for those that are not in it.
+      slowness: a host's time over the median; 1 for hosts that are not in it.
     """
     capacity = np.zeros(tuple(grid_size), np.float32)
     for coordinates, contact in living.items():

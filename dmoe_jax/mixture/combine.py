@@ -1,4 +1,4 @@
-"""What becomes of the experts' outputs: the weighted sum, and what the weights leave over of the input.
+"""The end of a mixture: the weighted sum of the experts' outputs, and what the weights leave over of the input.
 
 Axes: B batch, K experts a sample.
 """
@@ -17,12 +17,12 @@ def combine_outputs(
 
     Experts whose output is like their first input carry their own residual connection: what the weights leave over
     passes x through, which is what an expert with nothing to add would return, and a sample without any expert passes
-    unchanged. Where an expert returns something else, what the weights leave over adds nothing: such a sample gives
-    zeros. It is the last step of the mixture, of `local_mixture` and of the remote one.
+    unchanged. Where an expert returns something else, what the weights leave over adds nothing: a sample without any
+    expert gives zeros.
 
     Args:
       weights: combine weights, 0 where the mask is False; at most 1 in sum.
-      mask: which outputs there are. What stands in the others has no influence.
+      mask: True for each output that there is. The others have no influence.
       outputs: [batch, k, ...], of the experts.
       x: [batch, ...], their first input.
     """

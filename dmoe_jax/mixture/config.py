@@ -8,7 +8,7 @@ from net.wire.compression import Compression
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig:
-    """How a mixture chooses its experts, speaks with them, and waits for them.
+    """Settings by which a mixture chooses its experts, speaks with them, and waits for them.
 
     Raises:
       ValueError: a setting is out of range.
@@ -31,11 +31,11 @@ class MixtureConfig:
     """Most experts of a node that are asked by one request. With 1 each expert is asked by a request of its own, and
     faults that strike requests strike experts one by one."""
     compression: Compression = Compression.NONE
-    """How activations and gradients travel, there and back: float32 ones, with the losses that `net.wire.compression`
-    states; those of other types travel as they are."""
+    """Form of float32 activations and gradients on their way, there and back, with the losses that
+    `net.wire.compression` states; those of other types travel as they are."""
     on_shortfall: str = "skip"
-    """What happens to a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample
-    passes unchanged), "raise" gives the step up with `NoQuorum`."""
+    """Fate of a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample passes
+    unchanged), "raise" gives the step up with `NoQuorum`."""
     max_skipped: float = 1.0
     """Largest share of samples without any expert, over the layer's last 32 calls; beyond it a call raises
     `TooFewExperts`. 1: never, the layer only warns."""

@@ -6,9 +6,7 @@ A block gathers its expert's parameters once and is one call of `apply`: right f
 There are two ways to call the blocks. **All at once**, vmapped: memory holds a copy of the parameters for each block,
 and for the backward pass what the experts compute on the way. **In turns**, a few blocks at a time: memory holds the
 few copies alone, and the backward pass computes the forward pass again. It takes turns where the copies would be large,
-and larger than what goes in and out of the experts. Compiled for CPU, a forward and backward pass of 2,048 rows, each
-to 4 of 64 feed-forward experts of 0.4 MB, has 274 MB of temporary buffers all at once and 33 MB in turns; of 512 rows,
-152 MB and 13 MB.
+and larger than the experts' inputs and outputs.
 
 Axes: P pairs, numbered sample by sample.
 """
@@ -20,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.local_update import WithDeltas, delta_places, num_stacked
@@ -30,19 +28,14 @@ BLOCK_ROWS = 4
 """Pairs that share a copy of their expert's parameters, where experts have that many and rows are small. All at once, a
 block has up to a quarter of an even share: more pad more. In turns it has up to half a share, for copies do not stay,
 and blocks without pairs cost nothing."""
-
 MOST_ROWS_IN_TURNS = 128
-"""Pairs of a block, at most, that has its turn: what the experts compute on the way does not grow with the rows."""
-
+"""Most pairs of a block that has its turn: what the experts compute on the way does not grow with the rows."""
 LARGE_COPIES = 32 << 20
 """Bytes of copies up to which all blocks are called at once."""
-
 COPIES_OVER_ROWS = 8
-"""Inside an expert a row takes about so many times what goes in and out of it. All blocks are called at once, too, if
-the copies are the smaller part; and where a row takes more than the parameters, as a sequence does, blocks have few
-rows, since a row that only pads costs more than a copy. Two rows instead of four took 0.96 of the time of a training
-step with 8 Transformer-XL layers as experts, and with 16 wider ones a single row took half the time (two cores)."""
-
+"""Bytes that a row takes inside an expert over those of its inputs and outputs, about. All blocks are called at once,
+too, if the copies are the smaller part; and where a row takes more than the parameters, as a sequence does, blocks have
+few rows, since a row that only pads costs more than a copy."""
 TURN_BYTES = 8 << 20
 """Bytes of copies in one turn, unless a single one has more."""
 
@@ -51,10 +44,10 @@ Keyed = dict[str, Array]
 
 
 class _Blocks(NamedTuple):
-    """Which pairs go to which block. Blocks without pairs stand behind all others.
+    """The pairs of each block. Blocks without pairs stand behind all others.
 
     Attributes:
-      expert: whose block it is.
+      expert: the expert of the block.
       place: where the gradient of its parameters is added.
       pairs: the numbers of its pairs; P where it is padded.
       row_of: where each pair went, block * rows + row; beyond all rows for a pair without an expert.
@@ -66,13 +59,6 @@ class _Blocks(NamedTuple):
     row_of: Int[Array, " pairs"]
 
 
-class _Plan(NamedTuple):
-    """Rows of a block, and how many blocks have their turn together; 0 for all at once."""
-
-    rows: int
-    turn: int
-
-
 def call_experts(
     expert: Expert,
     params: PyTree,
@@ -82,25 +68,23 @@ def call_experts(
     *,
     likely_calls: int | None = None,
 ) -> Float[Array, "batch k ..."]:
-    """What the chosen experts make of each sample; zeros where none is chosen.
+    """The chosen experts' outputs for each sample; zeros where none is chosen.
 
     It can be differentiated backwards, in turns not forwards.
 
     Args:
-      expert: the network that all experts share.
       params: stacked parameters, [E, ...], or `WithDeltas`.
       chosen: numbers of experts, E for none.
-      inputs: the expert's inputs, batch first.
-      keyed: dropout keys, if there are any.
-      likely_calls: where most slots hold no expert, how many do on average: blocks have their turns, and those without
-        pairs are skipped.
+      inputs, keyed: the expert's inputs and dropout keys, batch first.
+      likely_calls: number of slots with an expert on average, where most hold none: blocks have their turns, and those
+        without pairs are skipped.
 
     Raises:
       ValueError: there are fewer deltas than experts that can be chosen.
     """
     num_experts = num_stacked(params)
     flat = chosen.reshape(-1)
-    plan = _plan(expert, params, flat.size, likely_calls, (*inputs, *keyed.values()))
+    rows, turn = _plan(expert, params, flat.size, likely_calls, (*inputs, *keyed.values()))
     place = jnp.arange(num_experts)
     target, fixed = params, params
     if isinstance(params, WithDeltas):
@@ -110,16 +94,19 @@ def call_experts(
             raise ValueError(f"{flat.size} calls of {num_experts} experts need as many deltas, got {num_deltas}")
         used = jnp.zeros(num_experts, bool).at[flat].set(True, mode="drop")
         place = delta_places(used, num_deltas)
-    blocks = _cut(flat, place, plan)
-    if plan.turn:
-        outputs = _in_turns(expert, plan.turn, target, fixed, blocks, inputs, keyed)
+    blocks = _cut(flat, place, rows, turn)
+    if turn:
+        outputs = _in_turns(expert, turn, target, fixed, blocks, inputs, keyed)
     else:
         own = _gather(target, fixed, blocks) if isinstance(params, WithDeltas) else _of_experts(fixed, blocks)
         outputs = _of_pairs(_apply(expert, own, *_rows_of((inputs, keyed), blocks.pairs, flat.size)), blocks)
     return outputs.reshape(*chosen.shape, *outputs.shape[1:])
 
 
-def _plan(expert: Expert, params: PyTree, num_pairs: int, likely_calls: int | None, samples: Sequence[Array]) -> _Plan:
+def _plan(
+    expert: Expert, params: PyTree, num_pairs: int, likely_calls: int | None, samples: Sequence[Array]
+) -> tuple[int, int]:
+    """(rows of a block, number of blocks that have their turn together; 0 for all at once)."""
     stacked = params.params if isinstance(params, WithDeltas) else params
     num_experts = num_stacked(stacked)
     own_bytes = max(1, sum(leaf.nbytes for leaf in jax.tree.leaves(stacked)) // num_experts)
@@ -138,10 +125,10 @@ def _plan(expert: Expert, params: PyTree, num_pairs: int, likely_calls: int | No
     rows = cheapest(_power_below(num_pairs // (4 * num_experts), least=BLOCK_ROWS))
     is_small = own_bytes * num_blocks(rows) <= max(LARGE_COPIES, row_bytes * num_pairs)
     if is_small and likely_calls is None:
-        return _Plan(rows, 0)
+        return rows, 0
     share = (likely_calls or num_pairs) // (2 * num_experts)
     rows = cheapest(min(_power_below(share, least=BLOCK_ROWS), MOST_ROWS_IN_TURNS))
-    return _Plan(rows, max(1, min(TURN_BYTES // own_bytes, num_blocks(rows))))
+    return rows, max(1, min(TURN_BYTES // own_bytes, num_blocks(rows)))
 
 
 def _power_below(share: int, *, least: int) -> int:
@@ -150,16 +137,16 @@ def _power_below(share: int, *, least: int) -> int:
 
 
 def _num_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
-    """As many as there can be, whatever was chosen."""
+    """The most blocks that there can be, whatever was chosen."""
     return (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
 
 
-def _cut(chosen: Int[Array, " pairs"], place: Int[Array, " num_experts"], plan: _Plan) -> _Blocks:
+def _cut(chosen: Int[Array, " pairs"], place: Int[Array, " num_experts"], rows: int, turn: int) -> _Blocks:
     """Sort the pairs by expert, and cut."""
-    num_pairs, num_experts, rows = chosen.size, place.size, plan.rows
+    num_pairs, num_experts = chosen.size, place.size
     num_blocks = _num_blocks(num_pairs, num_experts, rows)
-    if plan.turn:
-        num_blocks = plan.turn * -(-num_blocks // plan.turn)
+    if turn:
+        num_blocks = turn * -(-num_blocks // turn)
     order = jnp.argsort(chosen, stable=True)
     expert_of_pair = chosen[order]
     counts = jnp.zeros(num_experts, jnp.int32).at[chosen].add(1, mode="drop")
@@ -177,7 +164,7 @@ def _cut(chosen: Int[Array, " pairs"], place: Int[Array, " num_experts"], plan: 
 
 
 def _of_pairs(rows: Float[Array, "blocks rows ..."], blocks: _Blocks) -> Float[Array, "pairs ..."]:
-    """What each pair's row holds; zeros for a pair without an expert."""
+    """Each pair's row; zeros for a pair without an expert."""
     return rows.reshape(-1, *rows.shape[2:]).at[blocks.row_of].get(mode="fill", fill_value=0)
 
 
@@ -232,10 +219,8 @@ def _in_turns(
     inputs: tuple[Array, ...],
     keyed: Keyed,
 ) -> Float[Array, "pairs ..."]:
-    """What the blocks make of their pairs, `turn` blocks at a time; turns without pairs are skipped.
-
-    The gradient of the parameters goes to `target`, at the places of the blocks.
-    """
+    """The blocks' outputs for their pairs, `turn` blocks at a time; turns without pairs are skipped. Parameters have
+    their gradient in `target`, at the places of the blocks."""
     del target
     num_pairs = blocks.row_of.size
 
@@ -250,20 +235,12 @@ def _in_turns(
     return _of_pairs(outputs.reshape(-1, *outputs.shape[2:]), blocks)
 
 
-def _in_turns_forward(
-    expert: Expert,
-    turn: int,
-    target: PyTree,
-    params: PyTree,
-    blocks: _Blocks,
-    inputs: tuple[Array, ...],
-    keyed: Keyed,
-) -> tuple[Array, Any]:
-    return _in_turns(expert, turn, target, params, blocks, inputs, keyed), (target, params, blocks, inputs, keyed)
+def _in_turns_forward(expert: Expert, turn: int, *args: Any) -> tuple[Array, Any]:
+    return _in_turns(expert, turn, *args), args
 
 
 def _in_turns_backward(expert: Expert, turn: int, residual: Any, output_grads: Array) -> tuple[PyTree, ...]:
-    """Computes each turn's forward pass again. Gradients of parameters are added up where they belong, in place."""
+    """Compute each turn's forward pass again, and add gradients of parameters up where they belong, in place."""
     target, params, blocks, inputs, keyed = residual
     num_pairs = blocks.row_of.size
     moving = [jnp.issubdtype(part.dtype, jnp.inexact) for part in inputs]
@@ -307,7 +284,7 @@ def _split(blocks: _Blocks, turn: int) -> _Blocks:
 
 
 def _unless_empty(these: _Blocks, num_pairs: int, call: Any) -> Any:
-    """What the call returns, or zeros where the turn has no pairs."""
+    """The result of the call, or zeros where the turn has no pairs."""
     shapes = jax.eval_shape(call)
-    is_empty: Bool[Array, ""] = these.pairs[0, 0] >= num_pairs
+    is_empty = these.pairs[0, 0] >= num_pairs
     return jax.lax.cond(is_empty, lambda: jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), shapes), call)

@@ -1,8 +1,7 @@
 """The mixture of experts on one machine: stacked parameters, everything inside one `jit`.
 
 It is the fast mode for research on a single device and the oracle for the mixture over the network: with no delay and
-no failures both give the same loss, input gradients and expert updates. In particular an expert's gradient is the
-sum, over the samples that chose it, of the gradient of the loss.
+no failures both give the same loss, input gradients and expert updates.
 
 Experts are *stacked*: each leaf of the parameters has a leading axis of flat expert indices, row-major over the grid.
 Axes: B batch, K experts a sample, E experts in the grid, I dimensions of the grid.
@@ -17,19 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.grouped import call_experts
-from dmoe_jax.mixture.local_update import WithDeltas, init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import WithDeltas
 from dmoe_jax.mixture.parallel import ShardedExperts, parallel_mixture
 from dmoe_jax.routing.base import cell_numbers
 from dmoe_jax.types import PyTree
-
-__all__ = [
-    "combine_outputs",
-    "expert_load",
-    "init_experts",
-    "init_opt_states",
-    "local_mixture",
-    "update_experts",
-]
 
 _DRAWN_AT_ONCE = 1 << 22
 """Numbers of a layer's experts up to which they are drawn by one operation, which compiles faster."""
@@ -58,7 +48,7 @@ def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tupl
 def expert_load(
     indices: Int[Array, "batch k dims"], mask: Bool[Array, "batch k"], grid_size: tuple[int, ...]
 ) -> Int[Array, " num_experts"]:
-    """How many samples each expert serves."""
+    """Number of samples that each expert serves."""
     flat = cell_numbers(indices, grid_size)
     return jnp.zeros(math.prod(grid_size), jnp.int32).at[flat].add(mask.astype(jnp.int32))
 
@@ -75,19 +65,16 @@ def local_mixture(
 ) -> Float[Array, "batch ..."]:
     """sum_k weights[b, k] * f_{indices[b, k]}(inputs[b]), and what the weights leave over of the first input.
 
-    Learning@home section 3.2, where weights sum to 1 and only the f remain. See `combine_outputs` for the rest. What a
-    masked expert would have computed has no influence, on the value or on a gradient.
-
-    The parameters of the chosen experts are gathered, once for every few samples that go to the same one; see
-    `dmoe_jax.mixture.grouped`.
+    Learning@home section 3.2, where weights sum to 1 and only the f remain. See `combine_outputs` for the rest. A
+    masked expert has no influence, on the value or on a gradient.
 
     Args:
       expert: the network that all experts share.
-      params: stacked parameters, [E, ...]; or, in place of them, what says how they are to be differentiated or where
-        they lie: `WithDeltas`, `ShardedExperts`.
+      params: stacked parameters, [E, ...]; or `WithDeltas`, for gradients of the chosen alone, or `ShardedExperts`, on
+        several devices.
       grid_size: extents of the grid, E their product.
       indices: coordinates of the chosen experts; those under a False of the mask must be valid, too.
-      mask: which of the chosen experts take part.
+      mask: True for each of the chosen experts that takes part.
       weights: combine weights, 0 where the mask is False.
       inputs: the expert's inputs, batch first.
       dropout_keys: in training, for experts that take a key: key data for each sample, the same for all of its experts.
@@ -106,7 +93,6 @@ def local_mixture(
 
     cells = cell_numbers(indices, grid_size)
     if isinstance(params, ShardedExperts):
-        mixed, _ = parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
-        return mixed
+        return parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
     outputs = call_experts(expert, params, jnp.where(mask, cells, math.prod(grid_size)), inputs, keyed)
     return combine_outputs(weights, mask, outputs, inputs[0])

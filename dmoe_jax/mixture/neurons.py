@@ -4,11 +4,8 @@
     y = x + sum_h sum_{i in I_h} softmax(q_h^T k_i) gelu(<down_i, x>) up_i
 
 Nothing of the size [batch, experts] exists: `routing.base.best_sums` finds the k best of 320 x 320 experts among
-k + k coordinates, and the chosen experts' two vectors are looked up like rows of an embedding. In the backward pass
-their gradients are added up in arrays of all experts, as an embedding's are.
-
-Over a network the same experts are found by beam search: `score_heads` gives a row of additive scores for each head and
-sample, which `search_beams` and a `RemoteMixture` take as they take those of any batch.
+k + k coordinates, and the chosen experts' two vectors are looked up like rows of an embedding. Over a network the same
+experts are found by beam search: a `RemoteMixture` takes the scores of `score_heads` as those of any batch.
 """
 
 import jax
@@ -63,7 +60,7 @@ def neuron_mixture(
     weights: Float[Array, "batch k"],
     x: Float[Array, "batch d_model"],
 ) -> Float[Array, "batch d_model"]:
-    """What `local_mixture` gives for neurons, by products over looked-up vectors instead of a call for each expert.
+    """`local_mixture` for neurons, by products over looked-up vectors instead of a call for each expert.
 
     Args:
       params: stacked parameters of `dmoe_jax.experts.neuron`.

@@ -1,22 +1,20 @@
 """The local mixture over several devices: the experts of a layer spread over an axis of a mesh (expert parallelism).
 
 With D devices on the axis, each holds E / D experts and B / D of the samples. A device sends each of its samples once
-to every device that has an expert for it (an all-to-all), calls its own experts on what came, and sends back the
-weighted sum of their outputs (a second all-to-all). Nothing else is moved; gradients take the same ways back, and an
-expert's stay on its device.
+to every device that has an expert for it (an all-to-all), calls its own experts on those that came, and sends back the
+weighted sum of their outputs (a second all-to-all). Gradients take the same ways back, and an expert's stay there.
 
-Axes: B samples, K experts a sample, E experts in the grid, D devices, C rows that a device can send to another.
+Axes: B samples, K experts a sample, E experts in the grid, D devices, C = B / D samples of a device.
 """
 
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.combine import add_rest, weighted_sum
@@ -31,8 +29,7 @@ class ShardedExperts:
     """Stacked parameters that are spread over an axis of a mesh; stands in for them in `local_mixture`.
 
     So a model's `local_forward` takes a tuple of these, and its gradient with respect to them is of these, too;
-    `init_opt_states` and `update_experts` take one as it is. Parameters, gradients and moments of an
-    expert stay on its device.
+    `init_opt_states` and `update_experts` take one as it is.
     """
 
     params: PyTree
@@ -64,104 +61,76 @@ def parallel_mixture(
     weights: Float[Array, "batch k"],
     inputs: tuple[Array, ...],
     keyed: Keyed,
-    *,
-    capacity: int | None = None,
-) -> tuple[Float[Array, "batch ..."], Int32[Array, ""]]:
+) -> Float[Array, "batch ..."]:
     """`local_mixture` with the experts on several devices: the same numbers, up to rounding. Under jit or outside.
 
-    Args:
-      expert: the network that all experts share.
-      experts: where their parameters are.
-      grid_size: extents of the grid.
-      cells: flat numbers of the chosen experts.
-      mask, weights: as of `local_mixture`.
-      inputs: the expert's inputs, batch first.
-      keyed: dropout keys, if there are any.
-      capacity: samples that a device can send to each other one. None: as many as it has, so that none is ever lost,
-        for which each device has room for all B samples. Where more should go, the last ones are dropped: their
-        weight passes the first input on, as for an expert that did not answer.
+    Each device has room for all B samples, so that none is ever lost.
 
-    Returns: (the mixture, how many pairs of a sample and an expert were dropped).
+    Args:
+      cells: flat numbers of the chosen experts.
+      mask, weights, inputs: as of `local_mixture`.
+      keyed: dropout keys, if there are any.
 
     Raises:
-      ValueError: samples or experts are no multiple of the devices on the axis, or the capacity is below 1.
+      ValueError: samples or experts are no multiple of the devices on the axis.
     """
     mesh, axis = experts.mesh, experts.axis
-    num_devices, num_experts, batch = _num_devices(mesh, axis), math.prod(grid_size), cells.shape[0]
+    num_devices, num_experts = _num_devices(mesh, axis), math.prod(grid_size)
     _check_divides("experts", num_experts, num_devices, axis)
-    _check_divides("samples", batch, num_devices, axis)
-    if capacity is not None and capacity < 1:
-        raise ValueError(f"capacity is at least 1, got {capacity}")
-    room = min(batch // num_devices, batch if capacity is None else capacity)
-    on_device = functools.partial(_on_device, expert, axis, num_experts // num_devices, room)
+    _check_divides("samples", cells.shape[0], num_devices, axis)
+    on_device = functools.partial(_on_device, expert, axis, num_experts // num_devices)
     spread = PartitionSpec(axis)
     # The check of what varies over devices knows neither `custom_vjp` nor `cond` well enough.
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=spread, out_specs=(spread, PartitionSpec()), check_vma=False)
-    mixed, dropped = run(experts.params, cells, mask, weights, inputs, keyed)
-    return mixed, dropped
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+    mixed: Array = run(experts.params, cells, mask, weights, inputs, keyed)
+    return mixed
 
 
-class _Route(NamedTuple):
-    """Which of a device's samples go where, in which row of what is sent.
-
-    Attributes:
-      sample: [D, C], the number of the sample in a row; the number of all where the row is empty.
-      is_kept: [B, K], which pairs have a row.
-      is_there: [D, C, K], which experts of the sample in a row are on that device.
-    """
-
-    sample: Int[Array, "devices room"]
-    is_kept: Bool[Array, "batch k"]
-    is_there: Bool[Array, "devices room k"]
-
-
-def _route(device: Int[Array, "batch k"], mask: Bool[Array, "batch k"], num_devices: int, room: int) -> _Route:
-    batch = device.shape[0]
-    goes = (device[..., None] == jnp.arange(num_devices)) & mask[..., None]  # [B, K, D]
+def _route(
+    device: Int[Array, "samples k"], mask: Bool[Array, "samples k"], num_devices: int
+) -> tuple[Int[Array, "devices samples"], Bool[Array, "devices samples k"]]:
+    """(the sample of a device in each row of what it sends, the number of all where the row is empty; True for each
+    expert of that sample that is on the device where the row goes)."""
+    count = device.shape[0]
+    goes = (device[..., None] == jnp.arange(num_devices)) & mask[..., None]  # [C, K, D]
     goes_once = goes.any(axis=1)
-    row = jnp.cumsum(goes_once, axis=0) - 1
-    fits = goes_once & (row < room)
-    to = jnp.broadcast_to(jnp.arange(num_devices), row.shape)
-    sample = jnp.full((num_devices, room), batch)
-    sample = sample.at[to, jnp.where(fits, row, room)].set(jnp.arange(batch)[:, None], mode="drop")
-    is_kept = (goes & fits[:, None]).any(axis=-1)
-    is_there = jnp.moveaxis(goes, -1, 0)[jnp.arange(num_devices)[:, None], jnp.minimum(sample, batch - 1)]
-    return _Route(sample, is_kept, is_there & (sample < batch)[..., None])
+    row = jnp.where(goes_once, jnp.cumsum(goes_once, axis=0) - 1, count)
+    to = jnp.arange(num_devices)
+    sample = jnp.full((num_devices, count), count).at[to, row].set(jnp.arange(count)[:, None], mode="drop")
+    is_there = jnp.moveaxis(goes, -1, 0)[to[:, None], jnp.minimum(sample, count - 1)]
+    return sample, is_there & (sample < count)[..., None]
 
 
 def _on_device(
     expert: Expert,
     axis: str,
     own_experts: int,
-    room: int,
     params: PyTree,
-    cells: Int[Array, "batch k"],
-    mask: Bool[Array, "batch k"],
-    weights: Float[Array, "batch k"],
+    cells: Int[Array, "samples k"],
+    mask: Bool[Array, "samples k"],
+    weights: Float[Array, "samples k"],
     inputs: tuple[Array, ...],
     keyed: Keyed,
-) -> tuple[Array, Array]:
+) -> Array:
     """One device's part: of its samples, and of its experts."""
-    num_devices, (batch, k) = jax.lax.axis_size(axis), cells.shape
-    route = _route(cells // own_experts, mask, num_devices, room)
+    num_devices, (count, k) = jax.lax.axis_size(axis), cells.shape
+    sample, is_there = _route(cells // own_experts, mask, num_devices)
 
     def send(part: Array) -> Array:
         """[D, C, ...] by destination -> [D * C, ...] by origin."""
         return jax.lax.all_to_all(part, axis, 0, 0, tiled=True).reshape(-1, *part.shape[2:])
 
     def rows(part: Array) -> Array:
-        return part.at[route.sample].get(mode="fill", fill_value=0)
+        return part.at[sample].get(mode="fill", fill_value=0)
 
-    chosen = send(jnp.where(route.is_there, rows(cells % own_experts), own_experts))
-    weights_there = send(jnp.where(route.is_there, rows(weights), 0))
+    chosen = send(jnp.where(is_there, rows(cells % own_experts), own_experts))
+    weights_there = send(jnp.where(is_there, rows(weights), 0))
     inputs_there, keyed_there = jax.tree.map(lambda part: send(rows(part)), (inputs, keyed))
-    outputs = call_experts(expert, params, chosen, inputs_there, keyed_there, likely_calls=batch * k)
+    outputs = call_experts(expert, params, chosen, inputs_there, keyed_there, likely_calls=count * k)
     sums = weighted_sum(weights_there, chosen < own_experts, outputs)
-    back = send(sums.reshape(num_devices, room, *sums.shape[1:]))
-    mixed = jnp.zeros((batch, *sums.shape[1:]), sums.dtype).at[route.sample.reshape(-1)].add(back, mode="drop")
-    dropped = jnp.sum(mask & ~route.is_kept, dtype=jnp.int32)
-    mixed = add_rest(jnp.where(route.is_kept, weights, 0), mixed, inputs[0])
-    return mixed, jax.lax.psum(dropped, axis)
+    back = send(sums.reshape(num_devices, count, *sums.shape[1:]))
+    mixed = jnp.zeros((count, *sums.shape[1:]), sums.dtype).at[sample.reshape(-1)].add(back, mode="drop")
+    return add_rest(jnp.where(mask, weights, 0), mixed, inputs[0])
 
 
 def _num_devices(mesh: Mesh, axis: str) -> int:

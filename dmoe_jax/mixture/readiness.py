@@ -1,4 +1,4 @@
-"""Are there experts for a layer, and are they of our kind? Asked before a run, so that it does not begin in vain."""
+"""A look before a run that a layer has experts and that they are of our kind, so that it does not begin in vain."""
 
 import logging
 import math
@@ -8,20 +8,11 @@ from typing import Any
 
 import trio
 
-from dmoe_jax.directory import ExpertDirectory
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import (
-    CallFailed,
-    NetError,
-    NoQuorum,
-    PeerUnavailable,
-    RemoteProtocolError,
-    VersionMismatch,
-    seconds_of,
-)
+from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch, seconds_of
 from net.identity import Contact
 from net.meaning import MAX_MEANING_CHARACTERS, contradiction
 from net.rpc.base import Body
@@ -31,11 +22,9 @@ from net.wire.versions import CALLS, versions_differ
 _log = logging.getLogger(__name__)
 
 _ASK_PERIOD_S = 0.5
-"""Between two looks for experts while there are none."""
-
+"""Seconds between two looks for experts while there are none."""
 _INFO_TIMEOUT_S = 3.0
-"""For an expert to say what it is."""
-
+"""Seconds for an expert to say what it is."""
 _MOST_ASKED = 64
 """Most nodes that are asked what their experts are; further ones are taken to be alive and of our kind."""
 
@@ -95,20 +84,16 @@ async def check_experts(
             f"experts of {prefix!r} are announced, but none answered within {seconds_of(timeout_s)}; "
             f"the last one: {failures[-1]}"
         )
-    raise NoQuorum(await _nobody(prefix, caller.directory, timeout_s))
-
-
-async def _nobody(prefix: str, directory: ExpertDirectory, timeout_s: float) -> str:
-    served = await directory.served_prefixes()
+    served = await caller.directory.served_prefixes()
     instead = f"this swarm serves {', '.join(map(repr, served))}" if served else "this swarm lists no experts at all"
-    clocks = f"; {doubts}" if (doubts := directory.clock_doubts()) else ""
-    return f"no expert of {prefix!r} was announced within {seconds_of(timeout_s)}; {instead}{clocks}"
+    clocks = f"; {doubts}" if (doubts := caller.directory.clock_doubts()) else ""
+    raise NoQuorum(f"no expert of {prefix!r} was announced within {seconds_of(timeout_s)}; {instead}{clocks}")
 
 
 async def _ask_nodes(
     expert: Expert, prefix: str, living: Mapping[Coordinates, Contact], caller: ExpertCaller
 ) -> dict[Contact, ExpertMismatch | NetError]:
-    """Ask one expert of each node what it is, and note how many rows each node takes in a call. Returns the nodes that
+    """Ask one expert of each node what it is, and note how many rows each node takes in a call. Return the nodes that
     do not answer, or do not fit, with the reasons."""
     wrong: dict[Contact, ExpertMismatch | NetError] = {}
 
@@ -116,7 +101,7 @@ async def _ask_nodes(
         try:
             reply = await caller.rpc.call(contact, "expert.info", {"uid": uid}, timeout_s=_INFO_TIMEOUT_S)
             _compare(expert, reply.body, f"expert {uid} at {contact}")
-            caller.takes_rows(contact, _MAX_ROWS.of_untrusted(reply.body, "max_rows"))
+            caller.most_rows[contact.peer_id] = _MAX_ROWS.of_untrusted(reply.body, "max_rows")
         except (ExpertMismatch, PeerUnavailable, CallFailed, RemoteProtocolError) as error:
             wrong[contact] = error
 
@@ -152,7 +137,7 @@ def _compare(expert: Expert, info: Body, who: str) -> None:
 
 
 def _described(spec: Any) -> str:
-    """Shape and type of what a stranger sent. Names do not matter: each side may call its inputs what it likes."""
+    """Shape and type of a stranger's specification; names do not matter."""
     if not isinstance(spec, Mapping):
         return repr(spec)[:80]
     rest = "" if spec.get("differentiable") else " (not differentiable)"

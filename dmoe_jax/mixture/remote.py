@@ -11,11 +11,10 @@ One layer of one step:
 
 Learning@home section 3.1 and 3.3; hivemind sends one request per (sample, expert) pair instead. An expert that does
 not answer is masked and the weights renormalised over the others; in the backward pass an expert that is lost is a
-constant: it passes no gradient to its inputs. `combine_outputs` says what a sample without any expert gets; no row is
-ever NaN, and a layer that finds no experts says so.
+constant: it passes no gradient to its inputs. No row is ever NaN.
 
-`RemoteMixture` comes in two forms: called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`,
-`backward`) with arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
+A `RemoteMixture` is called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`, `backward`) with
+arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
 """
 
 import functools
@@ -34,21 +33,13 @@ from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
+from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.config import MixtureConfig
-from dmoe_jax.mixture.coverage import Coverage
 from dmoe_jax.mixture.fan_out import ExpertCaller
-from dmoe_jax.mixture.local import combine_outputs
 from dmoe_jax.mixture.readiness import check_experts
+from dmoe_jax.mixture.statistics import Coverage
 from dmoe_jax.remembered import remembered
-from dmoe_jax.routing.base import (
-    Router,
-    RouterError,
-    Scores,
-    Traffic,
-    check_weights,
-    combine_weights,
-    router_loss,
-)
+from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from net.errors import NoQuorum
@@ -56,12 +47,12 @@ from net.identity import Contact
 from net.types import Array
 
 MAX_WATCHED_CELLS = 4096
-"""The most cells of a grid all of whose experts a balanced router hears of. Looking at a larger one would ask the DHT
-for every row; there all experts count as alike."""
+"""Most cells of a grid all of whose experts a balanced router hears of. To look at a larger one would ask the DHT for
+every row; there all experts count as alike."""
 
 
 class Choice(NamedTuple):
-    """Which experts a batch goes to.
+    """The experts that a batch goes to.
 
     Attributes:
       indices: int32 [batch, slots, dims], coordinates of each sample's experts; of no meaning in empty slots.
@@ -75,13 +66,13 @@ class Choice(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What a backward pass needs of its forward pass.
+    """The part of a forward pass that its backward pass needs.
 
     Attributes:
       inputs: the experts' inputs, each [batch, ...].
-      answered: the calls that were answered, each at the node that did, with what it said of the expert's updates as
-        `seen`. The backward pass goes there and tells it what it said.
-      body: what the requests said beside their parts; the backward pass says the same.
+      answered: the calls that were answered, each at the node that did, with the expert's updates as `seen`. The
+        backward pass goes there and says so.
+      body: the requests' words beside their parts, which the backward pass repeats.
     """
 
     inputs: Sequence[Array]
@@ -94,9 +85,8 @@ class RemoteMixture:
 
     Args:
       expert: specification of the experts; only its input and output shapes are used here.
-      router: scores and combines; see `dmoe_jax.routing.base`.
       caller: finds the living experts and calls them. device: waits for XLA off the event loop.
-      seed: of the dropout in experts that take a key; with the layer's prefix it decides what each call draws.
+      seed: of the dropout in experts that take a key, with the layer's prefix.
     """
 
     def __init__(
@@ -117,7 +107,7 @@ class RemoteMixture:
         self.statistics = caller.statistics
         """Totals of the expert calls of all mixtures that share this one's caller."""
         self._caller = caller
-        self._device = device
+        self.device = device
         self._rng = random.Random(f"{seed} {config.prefix}")
         instead = "pass unchanged" if expert.is_residual else "give zeros"
         self._coverage = Coverage(config.prefix, max_skipped=config.max_skipped, instead=f"such samples {instead}")
@@ -128,16 +118,16 @@ class RemoteMixture:
         Args:
           run: the step's recording.
           scores: the router's, see `dmoe_jax.routing.base.score`, on the tape.
-          inputs: the experts' inputs, each [batch, ...]; the first is what a sample without experts returns.
+          inputs: the experts' inputs, each [batch, ...]; a sample without experts returns the first.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
         Raises:
           NoQuorum: with `on_shortfall="raise"`, when some sample has fewer than `k_min` answers.
           TooFewExperts: too many samples have none at all, see `MixtureConfig.max_skipped`.
           RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
-        choice = await self.choose(await to_host(self._device, jax.tree.map(lambda value: value.value, scores)))
-        layer_call = _LayerCall(self, self._device, choice, self.dropout_seed() if run.differentiates else None)
-        outputs, answered = await run.call(layer_call, *inputs)
+        choice = await self.choose(await to_host(self.device, jax.tree.map(lambda value: value.value, scores)))
+        seed = self.dropout_seed() if run.differentiates else None
+        outputs, answered = await run.call(_LayerCall(self, choice, seed), *inputs)
         return run(self._mix, scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
 
     def dropout_seed(self) -> int | None:
@@ -145,11 +135,11 @@ class RemoteMixture:
         return self._rng.getrandbits(63) if self.expert.takes_key else None
 
     async def living(self) -> dict[Coordinates, Contact]:
-        """The experts of this layer that are alive, and who serves them."""
+        """The experts of this layer that are alive, and the nodes that serve them."""
         return await self._caller.directory.living(self.config.prefix, self.router.grid_size)
 
     async def alive(self) -> Array:
-        """Which experts are alive: bool, of the grid's shape."""
+        """True for each expert that is alive: bool, of the grid's shape."""
         alive = np.zeros(self.router.grid_size, bool)
         for coordinates in await self.living():
             alive[coordinates] = True
@@ -157,10 +147,8 @@ class RemoteMixture:
 
     async def choose(self, scores: Scores) -> Choice:
         """The experts of each sample, by beam search through the directory, or for routers that must see the whole grid
-        by `router.select` over all that are alive.
+        by `router.select` over all that are alive. The scores are arrays on the host.
 
-        Args:
-          scores: the router's, arrays on the host.
         Raises:
           RouterError: as `__call__`.
         """
@@ -168,8 +156,7 @@ class RemoteMixture:
         self.check_scores(scores)
         if self.router.whole_grid:
             alive = await self.alive()
-            chosen = await self._device.run(self._select, scores, alive)
-            indices, mask = await to_host(self._device, chosen)
+            indices, mask = await to_host(self.device, await self.device.run(self._select, scores, alive))
             return await self.choose_selected(indices, mask, alive)
         logits, _, bias = cast(tuple[list[Array], Any, list[Array]], scores)
         if len(bias) == len(logits):  # additive as the scores are
@@ -184,7 +171,7 @@ class RemoteMixture:
         check_finite(self.router, cast(tuple[np.ndarray, ...], (*scores.logits, *scores.bias)), self.config.prefix)
 
     async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Choice:
-        """The experts that `router.select` chose among those of `alive`; who has died since is left out.
+        """The experts that `router.select` chose among those of `alive`; those that have died since are left out.
 
         Raises:
           RouterError: some of them were not alive.
@@ -205,8 +192,7 @@ class RemoteMixture:
             if coordinates in contacts:
                 uid = str(ExpertUid(self.config.prefix, coordinates))
                 rows, slots = np.array(pairs).T
-                call = ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots)
-                calls += [call] if len(pairs) <= self._fitting_rows else self._split(call)
+                calls += self._split(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
         traffic = None
         if self.router.heeds_traffic:
             asked = np.zeros_like(mask)
@@ -215,19 +201,17 @@ class RemoteMixture:
             traffic = cast(Any, Traffic)(asked, await self._capacity())
         return Choice(indices, tuple(calls), traffic)
 
-    @property
-    def _fitting_rows(self) -> int:
-        """Rows of a call that every node takes, as far as is known."""
-        return min(self.config.max_rows, self._caller.least_rows)
-
     def _split(self, call: ExpertCall) -> list[ExpertCall]:
-        """Calls of like size for the rows of one, none of more than its node takes."""
-        count = -(-len(call.rows) // self._caller.most_rows(call.contact, self.config.max_rows))
+        """The call, or several of like size where it has more rows than its node takes in one, as far as is known."""
+        most = min(self.config.max_rows, self._caller.most_rows.get(call.contact.peer_id, self.config.max_rows))
+        if len(call.rows) <= most:
+            return [call]
+        count = -(-len(call.rows) // most)
         pairs = zip(np.array_split(call.rows, count), np.array_split(call.slots, count), strict=True)
         return [replace(call, rows=rows, slots=slots) for rows, slots in pairs]
 
     async def _capacity(self) -> Array | None:
-        """How much each expert can do; None for grids that are too large to be known as a whole."""
+        """Capacity of each expert; None for grids that are too large to be known as a whole."""
         grid_size = self.router.grid_size
         if math.prod(grid_size) > MAX_WATCHED_CELLS:
             return None
@@ -243,11 +227,9 @@ class RemoteMixture:
         """Ask the chosen experts.
 
         Args:
-          choice: from `choose`.
           inputs: the experts' inputs, arrays on the host, [batch, ...].
           dropout_seed: in training, from `dropout_seed`; None: nothing is random.
-        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; what
-          `backward` needs).
+        Returns: (outputs [batch, slots, ...], zeros where nobody answered; answered, bool [batch, slots]; residual).
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
@@ -259,11 +241,10 @@ class RemoteMixture:
             self._caller.fan_out, FORWARD, inputs=inputs, replies=[spec], config=self.config, common=residual.body
         )
         answers = await ask(calls)
-        if self._fitting_rows < self.config.max_rows:
-            # A node that has just said that it takes fewer rows in a call has done nothing, and is asked in parts.
-            in_vain = [self._split(call) for call, each in zip(calls, answers, strict=True) if each is None]
-            if parts := [part for split in in_vain if len(split) > 1 for part in split]:
-                answers = [*answers, *await ask(parts)]
+        # A node that has just said that it takes fewer rows in a call has done nothing, and is asked in parts.
+        in_vain = [self._split(call) for call, each in zip(calls, answers, strict=True) if each is None]
+        if parts := [part for split in in_vain if len(split) > 1 for part in split]:
+            answers += await ask(parts)
         outputs = np.zeros((*choice.indices.shape[:2], *spec.shape), spec.dtype)
         answered = np.zeros(choice.indices.shape[:2], bool)
         for each in answers:
@@ -272,16 +253,12 @@ class RemoteMixture:
                 outputs[call.rows, call.slots] = answer.tensors[0]
                 answered[call.rows, call.slots] = True
                 residual.answered.append(replace(call, seen=answer.updates))
-        found, replied = ({call.uid for call in each} for each in (calls, residual.answered))
-        self._note_answers(answered, found=len(found), replied=len(replied))
+        self._note_answers(answered, calls, residual.answered)
         return outputs, answered, residual
 
     async def backward(self, residual: Residual, output_grads: Array) -> tuple[Array | None, ...]:
-        """Send the outputs' gradients to the experts that answered, which learn from them; sum what comes back.
-
-        An expert that does not answer any more counts as a constant. Returns one array [batch, ...] for each
-        differentiable input, None for the others.
-        """
+        """Send the outputs' gradients to the experts that answered, which learn from them. Return the gradient of each
+        differentiable input, [batch, ...], None for the others; an expert that does not answer counts as a constant."""
         specs, batch = self.expert.inputs, len(output_grads)
         sums = [np.zeros((batch, *spec.shape), spec.dtype) if spec.differentiable else None for spec in specs]
         returned = await self._caller.fan_out(
@@ -303,13 +280,13 @@ class RemoteMixture:
         return tuple(sums)
 
     async def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
-        """Wait until the layer has an expert that answers, and make sure that it is of our kind. An expert of each node
-        is asked: what does not answer, or is of another kind, is not counted, and the log says why.
+        """Wait until the layer has an expert that answers, and make sure that it is of our kind. Return how many are.
+
+        An expert of each node is asked: one that does not answer, or is of another kind, is not counted.
 
         Args:
           timeout_s: longest wait, seconds.
           say: is told once a second what is waited for, and at the end how many experts are alive.
-        Returns: how many experts are alive.
         Raises:
           NoQuorum: there is none; the message says which prefixes this swarm serves.
           ExpertMismatch: its tensors have other shapes or types, or it computes otherwise; a ValueError.
@@ -319,12 +296,13 @@ class RemoteMixture:
             self.expert, self.config.prefix, self.router.grid_size, self._caller, timeout_s=timeout_s, say=say
         )
 
-    def _note_answers(self, answered: Array, *, found: int, replied: int) -> None:
+    def _note_answers(self, answered: Array, asked: Sequence[ExpertCall], replied: Sequence[ExpertCall]) -> None:
         config, answers = self.config, np.count_nonzero(answered, axis=1)
+        num_found, num_replied = (len({call.uid for call in calls}) for calls in (asked, replied))
         skipped = len(answers) - int(np.count_nonzero(answers))
         self.statistics.samples += len(answers)
         self.statistics.skipped_samples += skipped
-        self._coverage.note(skipped, len(answers), found=found, answered=replied)
+        self._coverage.note(skipped, len(answers), found=num_found, answered=num_replied)
         short = np.flatnonzero(answers < config.k_min)
         if short.size and config.on_shortfall == "raise":
             raise NoQuorum(
@@ -343,20 +321,19 @@ class RemoteMixture:
 
 @dataclass(frozen=True, slots=True)
 class _LayerCall:
-    """The remote call of one layer in one step, for the tape: (outputs, which of the experts answered)."""
+    """The remote call of one layer in one step, for the tape: (outputs, True for each expert that answered)."""
 
     mixture: RemoteMixture
-    device: Device
     choice: Choice
     dropout_seed: int | None
 
     async def forward(self, *inputs: Any) -> tuple[tuple[Array, Array], Residual]:
-        host = await to_host(self.device, inputs)
+        host = await to_host(self.mixture.device, inputs)
         outputs, answered, residual = await self.mixture.forward(self.choice, host, self.dropout_seed)
         return (outputs, answered), residual
 
     async def backward(self, residual: Residual, output_grads: tuple[Any, Any]) -> tuple[Any, ...]:
-        return await self.mixture.backward(residual, await to_host(self.device, output_grads[0]))
+        return await self.mixture.backward(residual, await to_host(self.mixture.device, output_grads[0]))
 
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:
@@ -381,10 +358,7 @@ def mix_segment(router: Router) -> Callable[..., tuple[Any, Any]]:
     def mix(
         scores: Scores, indices: Any, answered: Any, outputs: Any, x: Any, traffic: Traffic | None = None
     ) -> tuple[Any, Any]:
-        weights = combine_weights(router, scores, indices, answered)
-        return (
-            combine_outputs(weights, answered, outputs, x),
-            router_loss(router, scores, indices, answered, traffic),
-        )
+        mixed = combine_outputs(combine_weights(router, scores, indices, answered), answered, outputs, x)
+        return mixed, router_loss(router, scores, indices, answered, traffic)
 
     return mix

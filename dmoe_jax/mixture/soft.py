@@ -4,19 +4,13 @@
     D, C = softmax(logits) over the samples, over the slots
     slots = D^T X,   Y = C f(slots)            slot s is served by expert s // slots_per_expert; section 2.1
 
-All experts work in every step, evenly, and the whole is differentiable. It is no `Router`: those choose experts for a
-sample, and here an expert never sees a sample. But its slots are rows like others, each bound for one expert, and
-`slot_router` says so to any mixture. So the same few lines run on one machine, emulated, and over a network, where an
-expert that does not answer adds nothing.
+All experts work in every step, evenly, and the whole is differentiable. It is no `Router`, since an expert never sees a
+sample. But its slots are rows like others, each bound for one expert, and `slot_router` says so to any mixture: the
+same few lines run on one machine, emulated, and over a network, where an expert that does not answer adds nothing.
 
-Where it fits, and where it does not:
-
-- a sample's output depends on all samples that are mixed with it. The paper mixes the patches of one image. The MLP
-  here (`MLPConfig.slots_per_expert`) mixes the images of a batch: it learns, but what it says of an image depends on
-  the images beside it, and alone an image fills every slot by itself;
-- in a language model a slot would mix the words of the future into those before them, so that it is refused there
-  (`make_router("soft_moe")` says why); and routed by sequence, a trainer with one sequence has nothing to mix;
-- the number of calls is that of the slots, whatever the batch: each expert is called in every step.
+A sample's output depends on all samples that are mixed with it. The paper mixes the patches of one image; the MLP here
+(`MLPConfig.slots_per_expert`) mixes the images of a batch. In a language model a slot would mix the words of the future
+into those before them, so that it is refused there (`make_router("soft_moe")` says why).
 
 Our experts carry their own residual connection, whose input is the slot and not the sample. So a sample gets back what
 the experts *add* to their slots, Y = X + C (f(slots) - slots), which is the paper's block, X + C g(slots), for experts
@@ -41,7 +35,7 @@ from dmoe_jax.types import PyTree
 
 
 class Slots(NamedTuple):
-    """What goes to the experts, and how it comes back.
+    """The rows that go to the experts, and the weights by which their outputs come back.
 
     Attributes:
       scores: of `slot_router`, for the rows of `inputs`; a mixture's first argument.
@@ -55,24 +49,17 @@ class Slots(NamedTuple):
 
 
 class SoftSegments(NamedTuple):
-    """The layer but for its experts: pure, stable functions.
-
-    Attributes:
-      dispatch: (params of `init_soft_gate`, x [samples, d_model]) -> `Slots`.
-      spread: (x, slots, outputs [num_slots, ...]) -> [samples, ...].
-    """
+    """The layer but for its experts: pure, stable functions."""
 
     dispatch: Callable[[PyTree, Array], Slots]
+    """(params of `init_soft_gate`, x [samples, d_model]) -> `Slots`."""
     spread: Callable[[Array, Slots, Array], Array]
+    """(x, slots, outputs [num_slots, ...]) -> [samples, ...]."""
 
 
 @router_factory
 def slot_router(grid_size: tuple[int, ...], *, slots_per_expert: int = 1) -> Router:
-    """Sends row s to expert s // slots_per_expert, by flat index, and rows beyond the last expert nowhere.
-
-    Raises:
-      ValueError: if grid_size or slots_per_expert is not positive.
-    """
+    """Sends row s to expert s // slots_per_expert, by flat index, and rows beyond the last expert nowhere."""
     check_positive(slots_per_expert=slots_per_expert)
     num_experts = math.prod(grid_size)
 
@@ -81,7 +68,7 @@ def slot_router(grid_size: tuple[int, ...], *, slots_per_expert: int = 1) -> Rou
         own = jnp.arange(x.shape[0]) // slots_per_expert
         return Scores((jnp.where(jax.nn.one_hot(own, num_experts, dtype=bool), 0.0, -jnp.inf),))
 
-    return top_k_router("slots", grid_size, _no_params, scores, flat=True, combine=uniform_weights)
+    return top_k_router("slots", grid_size, lambda key, d_model: {}, scores, flat=True, combine=uniform_weights)
 
 
 def init_soft_gate(key: PRNGKeyArray, d_model: int, num_slots: int) -> PyTree:
@@ -115,10 +102,6 @@ def soft_segments(expert: Expert, router: Router) -> SoftSegments:
         return x + (slots.combine @ (outputs - slots.inputs)).astype(x.dtype)
 
     return SoftSegments(dispatch, spread)
-
-
-def _no_params(key: PRNGKeyArray, d_model: int) -> PyTree:
-    return {}
 
 
 def _unit(x: Array, axis: int) -> Array:

@@ -1,6 +1,8 @@
-"""What became of one process's expert calls, and why those that failed did."""
+"""Totals of one process's expert calls, reasons of those that failed, and the share of samples that find experts: a
+layer without any would silently be the identity, so it says so."""
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 
 from net.errors import (
@@ -17,12 +19,28 @@ from net.identity import Contact
 
 logger = logging.getLogger(__name__)
 
+WINDOW_CALLS = 32
+"""Calls over which the share of samples without an expert is taken. After so many without a gap the next one is worth a
+warning again."""
+
+OK = "ok"
+"""The outcome of a call that was answered as it should be."""
 LATE = "late"
-"""Given up in the grace time: slow, perhaps not dead."""
-NOT_FINITE = "not finite"
-"""The answer holds NaN or infinity."""
-BAD_ANSWER = "bad answer"
-"""Tensors of another number, shape or type, or bytes that broke the protocol."""
+"""The outcome of a call that was given up in the grace time: slow, perhaps not dead."""
+
+
+class BadAnswer(RemoteProtocolError):
+    """An answer that is none to what was asked, such as tensors of another number, shape or type."""
+
+
+class NotFinite(NetError):
+    """An answer that holds NaN or infinity."""
+
+
+class TooFewExperts(RuntimeError):
+    """More samples of a layer went without any expert than its user allows. No `NetError`, which a trainer would pass
+    over: it would train a model without this layer."""
+
 
 _REASONS: tuple[tuple[type[NetError], str], ...] = (
     (PeerTimeout, "timeout"),
@@ -30,11 +48,12 @@ _REASONS: tuple[tuple[type[NetError], str], ...] = (
     (PeerUnavailable, "unreachable"),
     (PeerBusy, "busy"),
     (CallFailed, "refused"),
-    (RemoteProtocolError, BAD_ANSWER),
+    (RemoteProtocolError, "bad answer"),
     (LocalProtocolError, "not sent"),
+    (NotFinite, "not finite"),
 )
 
-REASONS = (*(reason for _, reason in _REASONS), NOT_FINITE, LATE)
+REASONS = (*(reason for _, reason in _REASONS), LATE)
 """Every reason for which a call may fail, as reports and figures show them."""
 
 _LOG_EVERY = 100
@@ -45,7 +64,7 @@ def reason_of(error: NetError) -> str:
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "unreachable")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CallRecord:
     """One expert call that has ended.
 
@@ -53,7 +72,7 @@ class CallRecord:
       method: such as "expert.forward".
       uid: the expert. contact: the node that it was asked of.
       rows: samples of the call.
-      outcome: "ok", or the reason why it brought nothing; see `REASONS`.
+      outcome: `OK`, or the reason why it brought nothing; see `REASONS`.
       began, ended: trio's clock, seconds.
     """
 
@@ -75,13 +94,13 @@ class CallStatistics:
     failures: dict[str, int] = field(default_factory=dict)
     """Calls that brought nothing, by reason; see `REASONS`."""
     asked_again: int = 0
-    """Times that a busy node asked for a call to come again later, and it did."""
+    """Calls that were made again because a busy node had asked for it."""
     moved: int = 0
-    """Calls that were asked of another node that serves the same expert, because the first one failed, or had."""
+    """Calls that went to another node that serves the same expert, because the first one failed, or had."""
     samples: int = 0
     """Samples that went through a layer, in training or in evaluation; once for each layer."""
     skipped_samples: int = 0
-    """Samples of these for which no expert answered."""
+    """Samples in `samples` for which no expert answered."""
     staleness_total: int = 0
     """Updates that experts took between a forward and its backward, by other trainers, summed over backward calls."""
     staleness_calls: int = 0
@@ -95,7 +114,7 @@ class CallStatistics:
 
     @property
     def failed(self) -> int:
-        """Calls that were refused, lost or timed out, or whose answer was no good."""
+        """Calls that were refused, lost or timed out, or that brought a bad answer."""
         return sum(self.failures.values()) - self.late
 
     @property
@@ -108,3 +127,55 @@ class CallStatistics:
         count = self.failures[reason] = self.failures.get(reason, 0) + 1
         level = logging.WARNING if count == 1 or count % _LOG_EVERY == 0 else logging.DEBUG
         logger.log(level, "expert call failed (%s, number %d): %s", reason, count, text)
+
+
+def check_coverage(statistics: CallStatistics, max_skipped: float) -> None:
+    """Raise TooFewExperts if no expert answered for a larger share of a run's samples than `max_skipped`."""
+    skipped, samples = statistics.skipped_samples, statistics.samples
+    if skipped > max_skipped * samples:
+        raise TooFewExperts(
+            f"no expert answered for {skipped:,} of {samples:,} samples of the run, and max_skipped allows "
+            f"{max_skipped:.0%}: what was trained is little more than the model without its experts"
+        )
+
+
+class Coverage:
+    """Watches the samples of one layer that no expert answered for.
+
+    Args:
+      prefix: of the layer's experts, for messages.
+      max_skipped: the largest share of samples without an expert, over the last `WINDOW_CALLS` calls.
+      instead: what such a sample gets, for the warning.
+    """
+
+    def __init__(self, prefix: str, *, max_skipped: float, instead: str) -> None:
+        self._prefix = prefix
+        self._max_skipped = max_skipped
+        self._instead = instead
+        self._shares: deque[float] = deque(maxlen=WINDOW_CALLS)
+        self._warned = False
+
+    def note(self, skipped: int, samples: int, *, found: int, answered: int) -> None:
+        """Record one call of the layer: of `samples` `skipped` had no expert, of `found` living ones some `answered`.
+
+        Raises:
+          TooFewExperts: the share of samples without an expert exceeds `max_skipped`. Calls that were not made yet
+            count as complete.
+        """
+        self._shares.append(skipped / samples if samples else 0.0)
+        state = f"{found} experts were found alive and asked, {answered} of them answered"
+        if skipped and not self._warned:
+            self._warned = True
+            logger.warning(
+                "layer %r: no expert for %d of %d samples (%s); %s, until experts come back",
+                *(self._prefix, skipped, samples, state, self._instead),
+            )
+        elif self._warned and len(self._shares) == WINDOW_CALLS and not any(self._shares):
+            self._warned = False
+            logger.info("layer %r: every sample of the last %d calls had an expert", self._prefix, WINDOW_CALLS)
+        share = sum(self._shares) / WINDOW_CALLS
+        if share > self._max_skipped:
+            raise TooFewExperts(
+                f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls; "
+                f"max_skipped allows {self._max_skipped:.0%}; in the last call {state}"
+            )

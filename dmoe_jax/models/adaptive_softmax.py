@@ -7,14 +7,13 @@ Transformer-XL's WikiText recipe, every word's output vector is its row of the e
     log p(w) = log p_head(w)                                   for w in the head
     log p(w) = log p_head(cluster i) + log p_i(w | cluster i)  for w in cluster i
 
-This is an exact, normalised distribution, not an approximation; it merely has another shape than one softmax.
+This is an exact, normalised distribution; it merely has another shape than one softmax.
 
-A cluster's large product is made only for the tokens whose target falls into it, which is most of the saving. How many
-they are is known at run time only, while XLA wants static shapes: tokens are ordered by cluster, and the number of rows
-is rounded up to one of a few *buckets*, each a branch of one `lax.switch`. (Measured at 128 tokens, 33,278 words, d =
-128 on two cores against loops over chunks of 16 to 128 rows: half their time, since each cluster's table is read and
-its gradient written once and not once a chunk.) Differentiating a switch would store the intermediate results of every
-branch, used or not, so the derivative is written by hand: it recomputes the chosen branch and differentiates that.
+A cluster's large product is made only for the tokens whose target falls into it. How many they are is known at run time
+only, while XLA wants static shapes: tokens are ordered by cluster, and the number of rows is rounded up to one of a few
+*buckets*, each a branch of one `lax.switch`, in half the time of a loop over chunks. Differentiating a switch would
+store the intermediate results of every branch, used or not, so the derivative is written by hand: it recomputes the
+chosen branch and differentiates that.
 """
 
 import functools
@@ -49,11 +48,10 @@ def unigram_biases(
 ) -> tuple[Float[Array, " vocab"], Float[Array, " n_tail"]]:
     """Biases (bias, cluster_b) under which a model that knows nothing else predicts word frequencies.
 
-    With hidden states of zero, `adaptive_softmax_loss` of word w is then -log((counts[w] + 1) / sum(counts + 1)). A
-    model that starts there does not spend its first updates on learning how often words occur.
+    With hidden states of zero, `adaptive_softmax_loss` of word w is then -log((counts[w] + 1) / sum(counts + 1)).
 
     Args:
-      counts: how often each word occurs in the training text.
+      counts: number of each word in the training text.
       cutoffs: first word of each tail cluster, ascending.
     """
     edges = (0, *check_cutoffs(cutoffs, counts.shape[0]), counts.shape[0])
@@ -80,10 +78,8 @@ def adaptive_softmax_loss(
     Reverse-mode differentiable in everything but the targets.
 
     Args:
-      table: the embedding table; row w is the output vector of word w.
-      bias: output bias of each word.
-      cluster_w: output vectors of the cluster tokens, one for each cutoff.
-      cluster_b: output biases of the cluster tokens.
+      table: the embedding table; row w is the output vector of word w. bias: of each word.
+      cluster_w, cluster_b: output vectors and biases of the cluster tokens, one for each cutoff.
       hidden: final hidden states.
       targets: words, each in 0..vocab-1 (not checked: they are data).
       cutoffs: first word of each tail cluster, ascending; () for a plain softmax over the vocabulary.

@@ -28,8 +28,8 @@ class TransformerXLConfig:
     k_best: int = 0
     """Experts that each sequence, or token, goes to; 4 in the paper, 0 for a dense model."""
     route: Route = "sequence"
-    """What has experts of its own in a mixture: a whole sequence, or each token. All positions are routed, also those
-    whose targets do not count; there are such only in the padding of an evaluation."""
+    """Unit that has experts of its own in a mixture: a whole sequence, or each token. All positions are routed, also
+    those of an evaluation's padding."""
     cutoffs: tuple[int, ...] = ()
     """First word of each tail cluster of the adaptive softmax; () for a plain softmax."""
     embedding_dropout: float = 0.0
@@ -61,16 +61,16 @@ class TransformerXLConfig:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether its layers are mixtures of experts."""
+        """True if its layers are mixtures of experts."""
         return bool(self.grid_size)
 
     @property
     def routes_tokens(self) -> bool:
-        """Whether each token has experts of its own, and not each sequence."""
+        """True if each token has experts of its own, and not each sequence."""
         return self.route == "token"
 
     def samples(self, sequences: int) -> int:
-        """How many samples so many sequences of a training batch are to a mixture."""
+        """Number of samples that so many sequences of a training batch are to a mixture."""
         return sequences * (self.seq_len if self.routes_tokens else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""What the models share: DMoE layers in one jit, and what is reported of them."""
+"""Parts of all models: DMoE layers in one jit, what is reported of them, and mixtures by layer."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
 
 @runtime_checkable
 class MixtureMaker(Protocol):
-    """What makes remote mixtures: `dmoe_jax.Swarm`."""
+    """A maker of remote mixtures: `dmoe_jax.Swarm`."""
 
     def mixture(self, *args: Any, **options: Any) -> Any:
         """A `Mixture` from (prefix, expert, router) and settings; see `Swarm.mixture`."""
@@ -27,7 +27,7 @@ class MixtureMaker(Protocol):
 
 
 class LayerAux(NamedTuple):
-    """What one DMoE layer did.
+    """A DMoE layer's choices and their weights.
 
     Attributes:
       indices: int32 [batch, slots, dims], the chosen experts.
@@ -45,7 +45,7 @@ class LayerAux(NamedTuple):
 
 
 class ForwardAux(NamedTuple):
-    """What a forward pass did beside its loss.
+    """Results of a forward pass beside its loss.
 
     Attributes:
       nll: mean negative log-likelihood, nats; the loss without auxiliary losses.
@@ -64,7 +64,7 @@ class Segments(NamedTuple):
     """The functions of a model's trunk between its mixtures: pure, stable objects, jitted one by one.
 
     Attributes:
-      embed: parameters and what a batch has to read -> hidden states.
+      embed: parameters and a batch's inputs -> hidden states.
       gate: parameters, hidden states and what else is routed by -> a router's scores.
       loss_head: parameters, the last hidden states and targets -> mean loss, nats (and metrics, if there are any).
     """
@@ -86,11 +86,8 @@ def dmoe_layer(
     """Select, call and mix the experts of one layer, on this machine.
 
     Args:
-      expert: the network that all experts share.
-      params: stacked expert parameters.
-      router: whose select and combine are used.
-      k_best: experts for each sample.
-      scores: the router's scores of each sample.
+      expert: the network that all experts share. params: its stacked parameters.
+      router: selects and combines. k_best: experts for each sample. scores: the router's, of each sample.
       alive: bool of the grid's shape, or None for all.
       inputs: the expert's inputs.
     """

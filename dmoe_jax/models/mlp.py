@@ -1,7 +1,6 @@
 """The feed-forward classifier of Learning@home (section 4.2): Dense, DMoE layers, LayerNorm, Dense.
 
-The counterpart of `models.transformer_xl` for feed-forward experts, cut in the same places; every row is routed by
-itself.
+It is cut as `models.transformer_xl` is; every row is routed by itself.
 
     hidden = embed(trunk["embed"], x)
     for each layer:
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from dmoe_jax.arrays import wide
 from dmoe_jax.autodiff import Recording
@@ -66,18 +65,13 @@ class MLPConfig:
     """Hidden width of an expert as a multiple of d_model."""
     slots_per_expert: int = 0
     """0: samples are routed. Else the layers are Soft MoE, whose router is `soft_router` and which mixes the samples of
-    a batch; see `dmoe_jax.mixture.soft`, also for when not to use it."""
+    a batch; see `dmoe_jax.mixture.soft`."""
     dtype: str = "float32"
-    """Of all parameters and activations: "float32", or "float64" where JAX has it enabled, for what must not depend on
-    rounding. Samples should be of it, too."""
+    """Type of parameters, activations and samples: "float32", or "float64" where JAX has it enabled."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            input_dim=self.input_dim,
-            num_classes=self.num_classes,
-            num_layers=self.num_layers,
-            k_best=self.k_best,
-        )
+        check_positive(input_dim=self.input_dim, num_classes=self.num_classes)
+        check_positive(num_layers=self.num_layers, k_best=self.k_best)
         object.__setattr__(self, "grid_size", check_grid_size(self.grid_size))
         if self.k_best > math.prod(self.grid_size):
             raise ValueError(f"k_best is at most the number of cells of grid {self.grid_size}, got {self.k_best}")
@@ -95,13 +89,12 @@ class MLPConfig:
     def check(self, router: Router) -> None:
         """Raise ValueError unless this router fits the model."""
         check_router(router, self.grid_size)
-        if (router.name == "slots") != bool(self.slots_per_expert) or (
-            self.slots_per_expert and router is not self.soft_router()
-        ):
+        is_soft = self.slots_per_expert > 0
+        fits = router is self.soft_router() if is_soft else router.name != "slots"
+        if not fits:
+            needed = "the router config.soft_router()" if is_soft else "a router that chooses"
             raise ValueError(
-                f"a model with slots_per_expert {self.slots_per_expert} needs "
-                f"{'the router config.soft_router()' if self.slots_per_expert else 'a router that chooses'}, "
-                f"got {router.name!r}"
+                f"a model with slots_per_expert {self.slots_per_expert} needs {needed}, got {router.name!r}"
             )
 
     def expert(self) -> Expert:
@@ -184,39 +177,22 @@ def segments(config: MLPConfig, router: Router) -> Segments:
 
 
 def local_forward(
-    trunk: PyTree,
-    experts: Sequence[PyTree],
-    config: MLPConfig,
-    router: Router,
-    batch: Batch,
-    *,
-    alive: Bool[Array, "..."] | None = None,
+    trunk: PyTree, experts: Sequence[PyTree], config: MLPConfig, router: Router, batch: Batch
 ) -> tuple[Float[Array, ""], ForwardAux]:
-    """The whole model on one machine, in evaluation: pure, to be jitted and differentiated by the caller.
-
-    Args:
-      trunk: what `init_trunk` made.
-      experts: what `init_experts` made.
-      config: sizes; static under jit, as is the router that every layer has.
-      batch: samples and labels.
-      alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
-
-    Returns: (loss in nats, aux).
-    """
-    parts = segments(config, router)
-    expert = config.expert()
+    """(loss in nats, aux) of the whole model on one machine, in evaluation: pure, to be jitted by the caller, where the
+    configuration and the router are static, and differentiated."""
+    parts, expert = segments(config, router), config.expert()
+    soft = soft_segments(expert, router)
     hidden = parts.embed(trunk["embed"], batch.x)
     layers = []
-    soft = soft_segments(expert, router)
-    for i in range(config.num_layers):
-        layer_alive = None if alive is None else alive[i]
-        mix = functools.partial(dmoe_layer, expert, experts[i], router, config.k_best)
+    for params, gate in zip(experts, trunk["gates"], strict=True):
+        mix = functools.partial(dmoe_layer, expert, params, router, config.k_best)
         if config.slots_per_expert:
-            slots = soft.dispatch(trunk["gates"][i], hidden)
-            outputs, aux = mix(slots.scores, layer_alive, slots.inputs)
+            slots = soft.dispatch(gate, hidden)
+            outputs, aux = mix(slots.scores, None, slots.inputs)
             hidden = soft.spread(hidden, slots, outputs)
         else:
-            hidden, aux = mix(parts.gate(trunk["gates"][i], hidden), layer_alive, hidden)
+            hidden, aux = mix(parts.gate(gate, hidden), None, hidden)
         layers.append(aux)
     nll, _ = parts.loss_head(trunk["head"], hidden, batch.labels)
     return total_loss(nll, [layer.aux_loss for layer in layers]), ForwardAux(nll, tuple(layers))
@@ -226,8 +202,6 @@ class MLP(Model):
     """The classifier with remote mixtures, one a layer, as a trainer takes it. Batches are `Batch`es.
 
     Args:
-      config: sizes of the model.
-      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, hidden) -> (hidden, auxiliary loss)`.
 
     Raises:
@@ -248,12 +222,8 @@ class MLP(Model):
 
     @classmethod
     def on(cls, swarm: MixtureMaker, config: MLPConfig, router: Router, **options: Any) -> "MLP":
-        """The model over the experts `layer0...`, `layer1...` of a swarm.
-
-        Args:
-          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
-        """
+        """The model over the experts `layer0...`, `layer1...` of a swarm; for options such as `k_min` see
+        `Swarm.mixture`."""
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures)
 

@@ -1,8 +1,7 @@
 """Transformer-XL whose layers are mixtures of experts (Learning@home, section 4.3), cut where the network cuts it.
 
-Each layer is a DMoE layer; each expert is a whole Transformer-XL layer, so that routing is per sequence. What stays
-with the trainer is the *trunk*: the tied embedding, a gate for each layer, and the head. A step is a chain of pure
-functions, the *segments*, joined by calls to experts that may live elsewhere:
+Each expert is a whole Transformer-XL layer, so that routing is per sequence. The trainer keeps the *trunk*. A step is a
+chain of pure functions, the *segments*, joined by calls to experts that may live elsewhere:
 
     hidden = embed(trunk["embed"], tokens, key)
     for each layer:
@@ -12,10 +11,9 @@ functions, the *segments*, joined by calls to experts that may live elsewhere:
         hidden = the mixture
     loss = loss_head(trunk["embed"], trunk["head"], hidden, targets, mask, key)
 
-`segments` makes them; `local_forward` is the same model in one jit. Shapes: tokens, targets and mask [batch, seq],
-hidden [batch, seq, d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts: the trunk
-has none. Each `key` is key data of the step (see `models.trunk`), or None in evaluation. `ids` are the words at the
-first positions: what a sequence *is* to a router that hashes.
+`local_forward` is the same model in one jit. Shapes: tokens, targets and mask [batch, seq], hidden [batch, seq,
+d_model], memory [batch, mem, d_model]. Positions are relative and live in the experts. Each `key` is key data of the
+step (see `models.trunk`), or None in evaluation. `ids`, for a router that hashes, are the words at the first positions.
 
 With `route="token"` the attention of each layer belongs to the trunk and the experts are feed-forward networks, as in
 GShard and Switch. Hidden states are then rows, [batch * seq, d_model], and a layer begins with one more segment:
@@ -23,8 +21,8 @@ GShard and Switch. Hidden states are then rows, [batch * seq, d_model], and a la
         hidden = attend(trunk["attention"][layer], hidden, memory[layer], key)
         scores = gate(trunk["gates"][layer], hidden, memory[layer], ids, key)    a token's own state; ids are all words
 
-What a position attends to are earlier ones, and the router sees each row by itself: nothing that comes later reaches a
-prediction. (A router that compares the samples of a batch, such as expert choice, is refused.)
+The router sees each row by itself: nothing that comes later reaches a prediction. (A router that compares the samples
+of a batch, such as expert choice, is refused.)
 """
 
 import dataclasses
@@ -60,6 +58,9 @@ from dmoe_jax.routing.base import Router, Scores, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree
 
+Hidden = Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]
+"""Hidden states by sequence, or where tokens are routed in rows of all positions."""
+
 
 def init_trunk(
     key: PRNGKeyArray,
@@ -68,14 +69,11 @@ def init_trunk(
     *,
     word_counts: Num[np.ndarray, " vocab"] | None = None,
 ) -> dict[str, PyTree]:
-    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}.
-
-    Where tokens are routed there is also "attention", for each layer. Gates are the router's business; for the others
-    and `word_counts` see `init_embed_and_head`.
+    """Parameters of everything but the experts: {"embed": ..., "gates": [one for each layer], "head": ...}, and where
+    tokens are routed also "attention", for each layer. For `word_counts` see `init_embed_and_head`.
 
     Raises:
-      ValueError: if the router is for another grid, or not for what is routed, or word_counts has not one number for
-        each word.
+      ValueError: the router is for another grid, or not for what is routed, or word_counts is of another vocabulary.
     """
     check_router(router, config.grid_size, config.d_model, in_order=config.routes_tokens)
     embed_key, head_key, gate_key = jax.random.split(key, 3)
@@ -101,12 +99,10 @@ def routing_features(
     memory: Float[Array, "batch mem d_model"],
     memory_mask: Bool[Array, "batch mem"],
 ) -> Float[Array, "batch d_model"]:
-    """What a sequence is routed by: the mean of its filled memory slots and its FIRST position. Causal.
+    """The mean of a sequence's filled memory slots and its FIRST position, by which it is routed. Causal.
 
-    A sequence has one set of mixture weights for all its positions. A mean over the whole segment would therefore let
-    the words to be predicted reach their own prediction through the weights, and perplexity would look better than
-    the model is. The first position and the past are all that every position may know. No gradient flows into the
-    memory.
+    A sequence has one set of mixture weights for all its positions. A mean over the whole segment would let the words
+    to be predicted reach their own prediction through the weights. No gradient flows into the memory.
     """
     past = jnp.where(memory_mask[..., None], jax.lax.stop_gradient(memory), 0)
     total = jnp.sum(past, axis=1) + hidden[:, 0]
@@ -118,15 +114,13 @@ def routing_features(
 def segments(config: TransformerXLConfig, router: Router) -> Segments:
     """The trunk's functions for this configuration and router; equal arguments return the same objects."""
 
-    def embed(
-        params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None
-    ) -> Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]:
+    def embed(params: PyTree, tokens: Int[Array, "batch seq"], key: KeyData | None = None) -> Hidden:
         hidden = trunk_parts.embed(params, tokens, config, key)
         return hidden.reshape(-1, config.d_model) if config.routes_tokens else hidden
 
     def gate(
         params: PyTree,
-        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
+        hidden: Hidden,
         memory: LayerMemory,
         ids: Int[Array, " samples"] | None = None,
         key: KeyData | None = None,
@@ -137,7 +131,7 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
     def loss_head(
         embed_params: PyTree,
         head_params: PyTree,
-        hidden: Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"],
+        hidden: Hidden,
         targets: Int[Array, "batch seq"],
         mask: Bool[Array, "batch seq"],
         key: KeyData | None = None,
@@ -150,10 +144,8 @@ def segments(config: TransformerXLConfig, router: Router) -> Segments:
 
 @remembered(16)
 def attention_segment(config: TransformerXLConfig) -> Callable[..., Float[Array, "rows d_model"]]:
-    """The segment that a layer begins with where tokens are routed: (params, hidden, memory, key) -> hidden.
-
-    Hidden states are rows; `key` has key data for each sequence.
-    """
+    """The segment with which a layer begins where tokens are routed: (params, hidden rows, memory, key) -> hidden rows;
+    `key` has key data for each sequence."""
     layer = TransformerXLAttention(config.layer)
 
     def attend(params: PyTree, hidden: Array, memory: LayerMemory, key: RowKeys | None = None) -> Array:
@@ -172,7 +164,7 @@ def by_sequence(hidden: Float[Array, "... d_model"], batch: int) -> Float[Array,
 def router_ids(
     config: TransformerXLConfig, tokens: Int[Array, "batch seq"] | Int[np.ndarray, "batch seq"]
 ) -> Int[Array, " samples"] | Int[np.ndarray, " samples"]:
-    """What the samples of a mixture are to a router that hashes: a token its word, a sequence its first one."""
+    """Ids of a mixture's samples, for a router that hashes: a token's word, a sequence's first one."""
     return tokens.reshape(-1) if config.routes_tokens else tokens[:, 0]
 
 
@@ -187,11 +179,10 @@ def expert_inputs(
     """The inputs of a layer's experts, as many as `config.expert().inputs`.
 
     Args:
-      config: says whether its experts drop anything, and so have a key among their inputs.
+      config: if its experts drop anything, they have a key among their inputs.
       hidden: [batch, seq, d_model], an array or a value on the tape; rows [batch * seq, d_model] of tokens.
       memory: this layer's.
-      dropout_key: key data of each sequence, which its tokens share: what is dropped of one is dropped of all, as
-        within a layer. None in evaluation.
+      dropout_key: key data of each sequence, which its tokens share; None in evaluation.
     """
     inputs = (hidden,) if config.routes_tokens else (hidden, memory.states, memory.mask)
     if not config.layer.drops:
@@ -215,12 +206,10 @@ def local_forward(
     """The whole model on one machine: pure, to be jitted and differentiated by the caller.
 
     Args:
-      trunk: what `init_trunk` made.
-      experts: what `init_experts` made.
+      trunk, experts: of `init_trunk` and `init_experts`.
       config: sizes; static under jit, as is the router that every layer has. Its lengths need not be those of training.
-      batch: tokens, targets and which of them count.
-      memory: what `empty_memory` or the previous step gave.
-      alive: bool [num_layers, *grid_size], which experts may be chosen; None for all.
+      memory: of `empty_memory` or the previous step.
+      alive: bool [num_layers, *grid_size], True for each expert that may be chosen; None for all.
       keys: chance of this step, see `step_keys`; None: evaluation.
 
     Returns: (loss in nats, aux); aux.memory is the memory for the next segment.
@@ -250,11 +239,9 @@ class TransformerXL(Model):
     """The language model with remote mixtures, one a layer, as a trainer takes it. Batches are `SegmentStream`'s.
 
     Args:
-      config: sizes of the model, a mixture.
-      router: chooses the experts in every layer.
       mixtures: one for each layer: `await mixture(run, scores, *inputs) -> (hidden, auxiliary loss)`.
-      word_counts: how often each word occurs in training, for the initial output biases; None: they are zeros.
-      words: what its words are, as `Vocabulary.meaning` says; "": as for all others who average with this model.
+      word_counts: number of each word in training, for the initial output biases; None: they are zeros.
+      words: meaning of its words, see `Vocabulary.meaning`; "": as for all others who average with this model.
 
     Raises:
       ValueError: there are not as many mixtures as layers, or the router is for another grid.
@@ -278,15 +265,10 @@ class TransformerXL(Model):
         self.config = config
         self.router = router
         self.mixtures = tuple(mixtures)
-        # What two models of equal shapes may differ in: rows, clusters, gates and heads then stand for other things.
-        self.meaning = "\n".join(
-            (
-                *filter(None, [words]),
-                f"cutoffs: {', '.join(map(str, config.cutoffs)) or 'none'}",
-                f"router: {router.name}",
-                f"heads: {config.layer.num_heads}",
-            )
-        )
+        # Models of equal shapes may differ in these: rows, clusters, gates and heads then stand for other things.
+        cutoffs = ", ".join(map(str, config.cutoffs)) or "none"
+        facts = [words, f"cutoffs: {cutoffs}", f"router: {router.name}", f"heads: {config.layer.num_heads}"]
+        self.meaning = "\n".join(filter(None, facts))
         self._segments = segments(config, router)
         self._word_counts = word_counts
 
@@ -300,12 +282,8 @@ class TransformerXL(Model):
         word_counts: Num[np.ndarray, " vocab"] | None = None,
         **options: Any,
     ) -> "TransformerXL":
-        """The model over the experts `layer0...`, `layer1...` of a swarm.
-
-        Args:
-          swarm: makes the mixtures, a `dmoe_jax.Swarm`.
-          options: settings of each mixture, such as `k_min`; see `Swarm.mixture`.
-        """
+        """The model over the experts `layer0...`, `layer1...` of a swarm; for options such as `k_min` see
+        `Swarm.mixture`."""
         mixtures = layer_mixtures(swarm, config.expert(), router, config.num_layers, k_best=config.k_best, **options)
         return cls(config, router, mixtures, word_counts=word_counts)
 
@@ -316,10 +294,8 @@ class TransformerXL(Model):
         return trunk_parts.empty_memory(self.config, batch.tokens.shape[0])
 
     def keys(self, batch: Batch, *, seed: int, trainer: int, step: int) -> StepKeys:
-        rows = batch.tokens.shape[0]
-        return trunk_parts.step_keys(
-            num_layers=self.config.num_layers, batch=rows, seed=seed, trainer=trainer, step=step
-        )
+        layers, rows = self.config.num_layers, batch.tokens.shape[0]
+        return trunk_parts.step_keys(num_layers=layers, batch=rows, seed=seed, trainer=trainer, step=step)
 
     async def forward(
         self, run: Recording, params: PyTree, batch: Batch, state: Memory, keys: StepKeys | None

@@ -1,8 +1,7 @@
-"""What the Transformer-XL models share around their layers: embedding, memory, head, and the keys of a step.
+"""The parts of Transformer-XL models around their layers: embedding, memory, head, and the keys of a step.
 
 A step's chance is drawn on the host (`step_keys`) and handed in as raw key data: the same function then serves training
-and evaluation (None: nothing is dropped), and a segment under `jax.checkpoint` can be computed again in the backward
-pass.
+and evaluation (None: nothing is dropped).
 """
 
 import math
@@ -25,7 +24,7 @@ _FINAL, _OUTPUT = 0, 1
 
 
 class LayerMemory(NamedTuple):
-    """What one layer remembers of earlier segments.
+    """A layer's memory of earlier segments.
 
     Attributes:
       states: [batch, mem, d_model], hidden states that entered the layer, newest last.
@@ -44,10 +43,9 @@ class StepKeys(NamedTuple):
     """All chance of one training step: raw threefry key data, uint32.
 
     Attributes:
-      embed: [2], for the dropouts before the first layer.
+      embed, head: [2], for the dropouts before the first layer and behind the last.
       gates: [layers, 2], for the routers.
       experts: [layers, batch, 2], a `dropout_key` for each sample in each layer.
-      head: [2], for the dropouts behind the last layer.
     """
 
     embed: UInt32[np.ndarray, "2"]
@@ -60,11 +58,8 @@ def step_keys(*, num_layers: int, batch: int, seed: int, trainer: int, step: int
     """The keys of one step of one trainer, the same on every machine. None is zero: that would mean evaluation.
 
     Args:
-      num_layers: layers of the model.
-      batch: samples.
-      seed: the run's; not negative, nor are the next two.
-      trainer: which of the run's trainers steps.
-      step: which of its steps this is.
+      num_layers: layers of the model. batch: samples.
+      seed, trainer, step: the run's, the trainer's number and its step's; none is negative.
     """
     count = 2 + num_layers + num_layers * batch
     # The spawn key keeps (seed, trainer, step) apart whatever their size; a list of the three would not.
@@ -88,8 +83,8 @@ def init_embed_and_head(
 ) -> tuple[PyTree, PyTree]:
     """Parameters of the tied embedding, {"table"}, and of the head, {"bias", "cluster_w", "cluster_b"}.
 
-    Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or, given `word_counts` (of the
-    training text), those of a unigram model: see `unigram_biases`.
+    Weights are N(0, 0.02), the authors' recipe. Output biases are 0 as theirs, or with `word_counts` of the training
+    text those of a unigram model: see `unigram_biases`.
 
     Raises:
       ValueError: if word_counts has not one number for each word.
@@ -138,7 +133,6 @@ def embed(
 
     Args:
       params: {"table"}.
-      tokens: the words.
       config: its rates of embedding and input dropout count here. The first word of a segment keeps its embedding.
       key: the step's; None: nothing is dropped.
     """
@@ -167,9 +161,8 @@ def token_nll(
     """Negative log-probability of each target, nats.
 
     Args:
-      embed_params: {"table"}, tied to the softmax.
-      head_params: {"bias", "cluster_w", "cluster_b"}.
-      hidden: what left the last layer.
+      embed_params, head_params: of `init_embed_and_head`.
+      hidden: the last layer's output.
       targets: the words to predict.
       config: its cutoffs, output dropout and the layers' dropout count here.
       key: the step's; None: nothing is dropped.

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.emulator import Data, Emulator, EventOrder, OrderRecorder
+from dmoe_jax.emulator import Data, Emulator, EventOrder
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import ExpertUid, all_uids
 from dmoe_jax.node.backend import ExpertBackend
@@ -28,6 +28,7 @@ from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from experiments.emulation.problems import Problem, keys_of
+from experiments.emulation.recording import OrderRecorder
 from experiments.simulated_swarm import start_simulated_nodes
 from net.rpc.faults import Fault, FaultPlan
 from net.transport.sim import run, simulate
@@ -110,6 +111,8 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
     def note(step: StepRecord) -> None:
         nonlocal began
         records.append(step)
+        if recorder is not None:
+            recorder.on_step(step)
         if len(records) == first_timed:
             began = time.perf_counter()
 
@@ -122,13 +125,13 @@ async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Set
                 # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
                 options = {"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1}
                 model = problem.make_model(swarm, **options)
-                own_trunk = trunk
-                if recorder is not None:
-                    model = recorder.model(model, trainer=index)
-                    own_trunk = recorder.trunk(trunk, trainer=index)
                 steps = jax.tree.leaves(data.batches)[0].shape[1]
-                own = (jax.tree.map(lambda leaf, step=step: leaf[index, step], data.batches) for step in range(steps))
-                await Trainer(index, model, own_trunk, own, seed=seed).run(num_updates, note)
+                own: Iterator[Any] = (
+                    jax.tree.map(lambda leaf, step=step: leaf[index, step], data.batches) for step in range(steps)
+                )
+                if recorder is not None:
+                    own = recorder.batches(own, trainer=index)
+                await Trainer(index, model, trunk, own, seed=seed).run(num_updates, note)
                 working.discard(index)
                 if not working:
                     all_done.set()

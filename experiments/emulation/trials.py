@@ -14,19 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.emulator import (
-    Data,
-    DenseEmulator,
-    Emulator,
-    draw_order,
-    draw_turns,
-    exponential_delays,
-    with_fresh_experts,
-)
-from dmoe_jax.emulator.state import SwarmState
+from dmoe_jax.emulator import Data, Emulator, EventOrder, SwarmState, draw_order, exponential_delays
+from dmoe_jax.emulator.events import Events
+from dmoe_jax.emulator.order import STAGE, num_stages
 from dmoe_jax.freed_memory import give_back
 from dmoe_jax.types import PyTree
 from experiments.emulation.dense import DenseProblem, dense_mnist
+from experiments.emulation.dense_emulator import DenseEmulator, draw_turns
 from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl
 from experiments.emulation.released_gate import released_gate
 from experiments.emulation.swarm import train_swarm
@@ -182,6 +176,27 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     }
     _LEFTOVERS.end(trial, state)
     return answer
+
+
+def with_fresh_experts(order: EventOrder) -> EventOrder:
+    """The same steps of the same trainers, but all their calls are computed at once, when the step ends.
+
+    Then no update of an expert comes between a call's forward and its backward: only the trunk is stale.
+    """
+    last = STAGE + num_stages(order.num_layers) - 1
+    place = np.arange(len(order.kind))
+    when = np.full(len(order.kind), -1)
+    for trainer in range(order.num_trainers):
+        own = np.flatnonzero(order.trainer == trainer)
+        ends = own[order.kind[own] == last]
+        step = np.searchsorted(ends, own)  # which of them ends the step of each event
+        ended = step < len(ends)
+        when[own[ended]] = ends[step[ended]]
+    reads = order.kind == STAGE
+    when[reads] = place[reads]
+    kept = np.flatnonzero(when >= 0)
+    kept = kept[np.lexsort((kept, when[kept]))]
+    return dataclasses.replace(order, **{name: getattr(order, name)[kept] for name in Events._fields})
 
 
 def _run_swarm(trial: Trial, problem: Problem, emulator: Emulator) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.expert_calls import Answer
-from dmoe_jax.mixture.quorum import Quorum
+from dmoe_jax.mixture.fan_out import Quorum
 from dmoe_jax.node.job import Job, RememberedJobs
 from dmoe_jax.node.queue import BatchQueue, QueueFull
 

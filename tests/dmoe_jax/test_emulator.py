@@ -13,18 +13,18 @@ import pytest
 
 import dmoe_jax.emulator.emulator as emulator_module
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.emulator import Data, Emulator, OrderRecorder, draw_order, exponential_delays, stack_seeds, take_batches
+from dmoe_jax.emulator import Data, Emulator, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
-from dmoe_jax.emulator.trust import keeps_what_is_infinite
 from dmoe_jax.layer_config import LayerConfig, Route
-from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
 from experiments.emulation.problems import Optimizers, Problem, keys_of, mnist
+from experiments.emulation.recording import OrderRecorder
 from experiments.emulation.swarm import SwarmRun, train_swarm
 from tests.dmoe_jax.small_swarm import close
 
@@ -96,16 +96,10 @@ def three_trainers() -> Emulator:
     return make_emulator(NUM_TRAINERS)
 
 
-def drawn(updates: int, *, num_trainers: int = NUM_TRAINERS, failure_rate: float = 0.0) -> EventOrder:
-    """An order of events for these models."""
-    return draw_order(
-        num_updates=updates,
-        num_trainers=num_trainers,
-        num_layers=2,
-        num_pairs=BATCH * CONFIG.k_best,
-        delay=exponential_delays(0.1),
-        failure_rate=failure_rate,
-    )
+def drawn(updates: int, *, num_trainers: int = NUM_TRAINERS, num_layers: int = 2, **options: Any) -> EventOrder:
+    """An order of events, for these models unless told otherwise."""
+    options = {"num_pairs": BATCH * CONFIG.k_best, "delay": exponential_delays(0.1), **options}
+    return draw_order(num_updates=updates, num_trainers=num_trainers, num_layers=num_layers, **options)
 
 
 def in_both(problem: Problem, emulator: Emulator, *, seed: int = 0) -> tuple[SwarmState, SwarmRun]:
@@ -178,36 +172,10 @@ def test_equals_the_swarm_in_float64() -> None:
 
 
 def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that looks for infinities once, at its end, is the one that looks at every update, where there are some."""
+    """Pieces that look for infinities once, at their end, give what a run gives that looks at every update. A piece that
+    has some is run again from its beginning, although copies of the pieces before it lay in the same memory."""
     monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
-    emulator, updates = three_trainers(), 12
-    order = drawn(updates, failure_rate=0.1)
-    data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
-    data.batches.x[0, 0] = np.inf
-
-    def run() -> SwarmState:
-        return emulator.run(emulator.init(*keys_of(3), data, num_updates=NUM_UPDATES), order, data)
-
-    assert emulator._trusting is not None
-    trusting = run()
-    monkeypatch.setitem(emulator.__dict__, "_trusting", None)
-    careful = run()
-    assert int(trusting.rejected) > 0
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((trusting.params, trusting.expert_params)))
-    close(trusting, careful)
-
-
-def test_what_is_run_again_begins_where_its_piece_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies of the pieces before it lay in the same memory."""
-    monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
-    emulator = three_trainers()
-    order = draw_order(
-        num_updates=12,
-        num_trainers=NUM_TRAINERS,
-        num_layers=2,
-        num_pairs=BATCH * CONFIG.k_best,
-        delay=exponential_delays(0.1),
-    )
+    emulator, order = three_trainers(), drawn(12, failure_rate=0.1)
     data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
     data.batches.x[0, 2] = np.inf
 
@@ -220,9 +188,11 @@ def test_what_is_run_again_begins_where_its_piece_began(monkeypatch: pytest.Monk
 
     assert emulator._trusting is not None
     third = len(order.kind) // 3
-    (in_one, _), (in_pieces, rejected) = run(), run(third // 2, third, 2 * third)
+    trusting, rejected = run(third // 2, third, 2 * third)
     assert rejected[1] == 0 < rejected[-1]  # two pieces were sound, and copied, before one was not
-    close(in_pieces, in_one)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((trusting.params, trusting.expert_params)))
+    monkeypatch.setitem(emulator.__dict__, "_trusting", None)
+    close(trusting, run()[0])
 
 
 @pytest.mark.slow
@@ -265,9 +235,7 @@ def test_one_trainer_is_one_jit() -> None:
     """Where nothing is asynchronous and nobody fails, a run is that of the whole model in one jit."""
     emulator, steps = make_emulator(1), 4
     data = make_data(num_trainers=1, steps=steps)
-    order = draw_order(
-        num_updates=steps, num_trainers=1, num_layers=2, num_pairs=BATCH * CONFIG.k_best, delay=exponential_delays(0.1)
-    )
+    order = drawn(steps, num_trainers=1)
     state = emulator.init(jax.random.key(3), jax.random.key(5), data, num_updates=steps)
     state = emulator.run(state, order, data)
 
@@ -313,21 +281,14 @@ def test_one_trainer_is_one_jit() -> None:
 )
 def test_who_forgets_infinities_is_not_trusted(optimizer: Any, expected: bool) -> None:
     """A schedule's step size is written anew by each update."""
-    assert keeps_what_is_infinite(make_emulator(1).expert, optimizer) == expected
+    assert emulator_module.keeps_what_is_infinite(make_emulator(1).expert, optimizer) == expected
 
 
 @pytest.mark.slow
 def test_seeds_side_by_side() -> None:
     """Several seeds of one order give what each gives alone, and evaluations are those of the model in one jit."""
     emulator, updates = make_emulator(2), 6
-    order = draw_order(
-        num_updates=updates,
-        num_trainers=2,
-        num_layers=2,
-        num_pairs=BATCH * CONFIG.k_best,
-        delay=exponential_delays(0.1),
-        failure_rate=0.2,
-    )
+    order = drawn(updates, num_trainers=2, failure_rate=0.2)
     each = [make_data(num_trainers=2, steps=updates, seed=seed) for seed in range(2)]
     keys = [keys_of(seed) for seed in range(2)]
     both = stack_seeds(each)
@@ -356,15 +317,7 @@ def test_seeds_side_by_side() -> None:
 
 def test_orders_are_those_of_the_protocol() -> None:
     """Every step has its stages in order and its calls between them; failures are as many as asked for."""
-    order = draw_order(
-        num_updates=200,
-        num_trainers=8,
-        num_layers=2,
-        num_pairs=6,
-        delay=exponential_delays(0.1),
-        failure_rate=0.25,
-        seed=3,
-    )
+    order = drawn(200, num_trainers=8, num_pairs=6, failure_rate=0.25, seed=3)
     assert len(order.updates) == 200
     assert order.updates[-1] == len(order.kind) - 1
     for trainer in range(8):
@@ -376,22 +329,13 @@ def test_orders_are_those_of_the_protocol() -> None:
     calls = order.kind < STAGE
     assert abs(1 - order.answered[calls].mean() - 0.25) < 0.02
     with pytest.raises(ValueError, match="failure_rate must be from 0 to below 1, got 1"):
-        draw_order(
-            num_updates=1, num_trainers=1, num_layers=1, num_pairs=1, delay=exponential_delays(1.0), failure_rate=1.0
-        )
+        drawn(1, failure_rate=1.0)
 
 
 @pytest.mark.parametrize(("concurrency", "at_work"), [(1, 1), (3, 3), (None, 5), (9, 5)])
 def test_trainers_take_turns(concurrency: int | None, at_work: int) -> None:
     """No more than that are between their first and their last stage at once, and all get as many turns."""
-    order = draw_order(
-        num_updates=60,
-        num_trainers=5,
-        num_layers=1,
-        num_pairs=2,
-        delay=exponential_delays(0.1),
-        concurrency=concurrency,
-    )
+    order = drawn(60, num_trainers=5, num_layers=1, num_pairs=2, concurrency=concurrency)
     stages = order.kind >= STAGE
     busy, most = set(), 0
     for kind, trainer in zip(order.kind[stages], order.trainer[stages], strict=True):
@@ -405,21 +349,19 @@ def test_trainers_take_turns(concurrency: int | None, at_work: int) -> None:
         assert order.trainer[order.updates].tolist() == [0, 1, 2, 3, 4] * 12
     assert updates.min() >= 7
     with pytest.raises(ValueError, match="concurrency must be a positive integer, got 0"):
-        draw_order(
-            num_updates=1, num_trainers=1, num_layers=1, num_pairs=1, delay=exponential_delays(1.0), concurrency=0
-        )
+        drawn(1, concurrency=0)
 
 
 def test_what_cannot_be_emulated_is_refused() -> None:
     emulator = make_emulator(2)
     data = make_data(num_trainers=2, steps=2)
     state = emulator.init(jax.random.key(0), jax.random.key(0), data, num_updates=1)
-    order = draw_order(num_updates=1, num_trainers=3, num_layers=2, num_pairs=8, delay=exponential_delays(1.0))
+    order = drawn(1)
     with pytest.raises(
         ValueError, match=r"expected an order of \(trainers, layers, pairs\) \(2, 2, 8\), got \(3, 2, 8\)"
     ):
         emulator.run(state, order, data)
-    longer = draw_order(num_updates=9, num_trainers=2, num_layers=2, num_pairs=8, delay=exponential_delays(1.0))
+    longer = drawn(9, num_trainers=2)
     with pytest.raises(ValueError, match=r"expected at least \d+ batches for each trainer, one a step, got 2"):
         emulator.run(state, longer, data)
 

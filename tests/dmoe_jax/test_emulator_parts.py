@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dmoe_jax.emulator import draw_order, exponential_delays
+from dmoe_jax.emulator.events import cut_into_waves
 from dmoe_jax.emulator.order import STAGE
-from dmoe_jax.emulator.reading import used_leaves, vjp_of_used
-from dmoe_jax.emulator.waves import cut_into_waves
+from dmoe_jax.emulator.trainer_side import used_leaves, vjp_of_used
 
 CELLS = 5
 

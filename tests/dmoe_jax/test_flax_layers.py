@@ -23,9 +23,10 @@ import trio
 from flax import linen as nn
 from flax import nnx
 
+from dmoe_jax import flax_layers
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.flax_layers import AuxiliaryLoss, BlockingMixture, CallSlots, host_call
+from dmoe_jax.flax_layers import AuxiliaryLoss, BlockingMixture
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
 from dmoe_jax.routing.base import Router, score
@@ -77,10 +78,10 @@ class SwarmThread:
         self._token.run_sync_soon(self._over.set)
         self._thread.join()
 
-    def mixture(self, router: Router = ROUTER, prefix: str = "ffn", slots: CallSlots | None = None, **kw: Any) -> Any:
-        """A blocking mixture over all four experts unless told otherwise, with a count of its own."""
+    def mixture(self, router: Router = ROUTER, prefix: str = "ffn", **kw: Any) -> Any:
+        """A blocking mixture over all four experts unless told otherwise."""
         mixture = self.swarm.mixture(EXPERT, router, prefix, k_best=kw.pop("k_best", 2), **kw)
-        return BlockingMixture(mixture, self, slots=slots or CallSlots(MAX_WAITING_CALLS))
+        return BlockingMixture(mixture, self)
 
     @contextmanager
     def held_up(self) -> Iterator[threading.Event]:
@@ -292,7 +293,7 @@ from dmoe_jax.experts.feedforward import feedforward
 here.D_MODEL, here.ROWS = 128, 128
 here.EXPERT = feedforward(d_model=128)
 with here.SwarmThread() as thread:
-    layer = here.BlockingMixture(thread.mixture(timeout_s=200.0, grace_s=200.0).remote, thread)
+    layer = thread.mixture(timeout_s=200.0, grace_s=200.0)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(functools.partial(here.train, layer, 3), range(8)))
     assert thread.swarm.statistics.failures == {}
@@ -328,7 +329,7 @@ def test_the_seventeenth_waiting_call_is_an_error(thread: SwarmThread) -> None:
 
 def test_a_forward_pass_has_one_backward_pass(thread: SwarmThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one finds nothing, nor does one that comes after too many others: both say so."""
-    monkeypatch.setattr(host_call, "MAX_RESIDUALS", 3)
+    monkeypatch.setattr(flax_layers, "MAX_RESIDUALS", 3)
     blocking = thread.mixture()
     layer = blocking.linen()
     params = layer.init(jax.random.key(1), X)
@@ -394,8 +395,8 @@ def test_without_room_large_arrays_come_in_pieces(thread: SwarmThread, monkeypat
     layer = thread.mixture().linen()
     params = layer.init(jax.random.key(1), X)
     whole = jax.jit(layer.apply)(params, X)
-    monkeypatch.setattr(host_call, "make_room", lambda: False)
-    monkeypatch.setattr(host_call, "_PIECE_BYTES", 12)
+    monkeypatch.setattr(flax_layers, "make_room", lambda: False)
+    monkeypatch.setattr(flax_layers, "_PIECE_BYTES", 12)
     close(jax.jit(lambda params: layer.apply(params, X))(params), whole)
     assert np.isfinite(jax.jit(jax.grad(lambda params: layer.apply(params, X).sum()))(params)["params"]["anchor"])
 

@@ -12,13 +12,8 @@ from dmoe_jax.experts import Expert, TensorSpec, feedforward, transformer_xl_lay
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture import local
-from dmoe_jax.mixture.local import (
-    expert_load,
-    init_experts,
-    init_opt_states,
-    local_mixture,
-    update_experts,
-)
+from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.routing import gather_logits, product_key
 from dmoe_jax.routing.base import cell_numbers
 

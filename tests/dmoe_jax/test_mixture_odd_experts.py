@@ -16,10 +16,9 @@ import trio
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.mixture.coverage import WINDOW_CALLS, Coverage, TooFewExperts
 from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.readiness import ExpertMismatch
-from dmoe_jax.mixture.statistics import REASONS, CallStatistics, reason_of
+from dmoe_jax.mixture.statistics import REASONS, WINDOW_CALLS, CallStatistics, Coverage, TooFewExperts, reason_of
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
 from net.errors import (

@@ -14,15 +14,14 @@ import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
+from dmoe_jax.mixture.local import local_mixture
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
-from net.errors import CallRefused, ConnectionLost, NoQuorum
-from net.identity import Address
+from net.errors import CallRefused, NoQuorum
 from net.rpc.base import Reply, Request
 from net.wire.compression import Compression
-from net.wire.tensors import Outgoing, Tensor, plain
 from tests.dmoe_jax.small_swarm import SmallSwarm, avoided, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
@@ -225,37 +224,6 @@ async def test_one_request_per_node_not_per_sample(
         assert swarm.statistics.ok == 12
 
 
-class LosesReplies:
-    """A caller whose connection breaks after the first backward call was carried out, before its reply arrives."""
-
-    def __init__(self, caller: DirectCaller) -> None:
-        self._caller = caller
-        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
-        self.moved_bytes = caller.moved_bytes
-        self.bulk = caller.bulk
-        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
-        self.lost = 0
-        """Parts whose answer was lost."""
-
-    async def call(self, address: Address, method: str, body: Any, tensors: Any = (), **options: Any) -> Reply:
-        options["on_partial"] = None  # nothing comes ahead of what is lost
-        reply = await self._caller.call(address, method, body, tensors, **options)
-        if method == "expert.backward" and not self.lost:
-            self.lost = len(body["parts"])
-            raise ConnectionLost("the connection broke")
-        return reply
-
-
-async def test_a_lost_reply_is_asked_for_again_and_trains_once(autojump_clock: trio.testing.MockClock) -> None:
-    """The retry carries the same request id: the gradients arrive and no expert has stepped twice."""
-    *nodes, trainer = direct_callers(DirectNetwork(latency_s=0.1), 3)
-    flaky = LosesReplies(trainer)
-    async with open_small_swarm([*nodes, flaky], EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
-        await check_equals_local(swarm)
-        assert flaky.lost > 0
-        assert sum(node.status()["replayed"] for node in swarm.nodes) == flaky.lost
-
-
 # Of each value: the documented bounds, for blocks in units of the tensor's root mean square, of which the largest of
 # the few dozen values of a block here is at most four times.
 LOSSES = {
@@ -321,72 +289,3 @@ async def test_compression_costs_little_accuracy_and_takes_fewer_bytes(
         for method in ("expert.forward", "expert.backward"):
             # The index and the gaps between tensors stay.
             assert lossily[method] < share * plainly[method] + 4 * pairs + 3 * 64 * 4
-
-
-class Eavesdropper:
-    """A caller that notes what it is asked to send to experts, and what came back."""
-
-    def __init__(self, caller: DirectCaller) -> None:
-        self._caller = caller
-        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
-        self.moved_bytes = caller.moved_bytes
-        self.bulk = caller.bulk
-        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
-        self.sent: list[tuple[str, dict[str, Any], list[Outgoing]]] = []
-        self.received: list[Tensor] = []
-
-    async def call(self, target: Any, method: str, body: Any, tensors: Any = (), **options: Any) -> Reply:
-        options["on_partial"] = None  # all comes in the reply
-        reply = await self._caller.call(target, method, body, tensors, **options)
-        if method.startswith("expert."):
-            self.sent.append((method, dict(body), list(tensors)))
-            self.received.extend(map(plain, reply.tensors))
-        return reply
-
-
-async def test_the_wish_for_compression_travels_with_each_call(autojump_clock: trio.testing.MockClock) -> None:
-    """Every float32 tensor is sent compressed and comes back so, by name in the body; without the wish nothing is."""
-    *nodes, trainer = direct_callers(DirectNetwork(latency_s=0.1), 3)
-    spy = Eavesdropper(trainer)
-
-    def fits_bfloat16(tensor: Tensor) -> bool:
-        return bool((np.ascontiguousarray(tensor).view(np.uint32) & 0xFFFF == 0).all())
-
-    async with open_small_swarm([*nodes, spy], EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm:
-        await steps_with_and_without(swarm, Compression.BFLOAT16)
-        half = len(spy.sent) // 2
-        assert [method for method, _, _ in spy.sent[:half]] == [method for method, _, _ in spy.sent[half:]]
-        assert {method for method, _, _ in spy.sent} == {"expert.forward", "expert.backward"}
-        for _, body, tensors in spy.sent[:half]:
-            assert "compression" not in body
-            assert all(isinstance(tensor, np.ndarray) for tensor in tensors)
-        for _, body, tensors in spy.sent[half:]:
-            assert body["compression"] == "bfloat16"
-            assert type(body["compression"]) is str
-            assert tensors[0].dtype == np.int32  # the index travels as it is
-            assert [tensor.compression for tensor in tensors[1:]] == [Compression.BFLOAT16] * (len(tensors) - 1)
-        num_tensors = len(spy.received) // 2
-        assert not any(fits_bfloat16(tensor) for tensor in spy.received[:num_tensors])
-        assert all(fits_bfloat16(tensor) for tensor in spy.received[num_tensors:])
-
-
-async def test_compression_over_tcp() -> None:
-    """The same bounds where the tensors really are bytes in between."""
-    async with (
-        tcp_callers(3) as callers,
-        open_small_swarm(callers, EXPERT, None, prefixes=["ffn"], grid_size=GRID, node_config=LASTING) as swarm,
-    ):
-        for compression in LOSSES:
-            exact, lossy = await steps_with_and_without(swarm, compression)
-            check_loss_of_compression(exact, lossy, compression)
-        assert swarm.statistics.failed == swarm.statistics.late == 0
-
-
-async def test_learning_goes_on_with_compressed_calls(autojump_clock: trio.testing.MockClock) -> None:
-    """Experts step once a call, and the loss falls."""
-    async with direct_swarm() as (swarm, _, _):
-        params, targets, _ = make_problem()
-        step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6, compression="blockwise8"))
-        losses = [float((await step(params, targets))[0]) for _ in range(4)]
-        assert losses[-1] < losses[0]
-        assert {backend.update_count for backend in swarm.backends.values()} == {4}

@@ -5,10 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from dmoe_jax.mixture.local import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.routing import ROUTERS, gather_logits, product_key
 
@@ -82,51 +80,6 @@ def test_float64(name):
 def test_types_that_it_cannot_have(dtype, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, dtype=dtype)
-
-
-def test_training_reduces_the_loss():
-    """Twelve samples are learnt by heart, with one optimiser for each expert."""
-    (trunk, experts), batch = make_params(), make_batch()
-    optimizer = optax.adam(1e-2)
-    trunk_state, states = optimizer.init(trunk), [init_opt_states(optimizer, layer) for layer in experts]
-
-    @jax.jit
-    def step(trunk, trunk_state, experts, states):
-        run = jax.value_and_grad(mlp.local_forward, argnums=(0, 1), has_aux=True)
-        (loss, aux), (trunk_grads, expert_grads) = run(trunk, experts, CONFIG, ROUTER, batch)
-        updates, trunk_state = optimizer.update(trunk_grads, trunk_state)
-        updated = [
-            update_experts(optimizer, params, state, grads, layer.load > 0)
-            for params, state, grads, layer in zip(experts, states, expert_grads, aux.layers, strict=True)
-        ]
-        return (
-            optax.apply_updates(trunk, updates),
-            trunk_state,
-            tuple(new[0] for new in updated),
-            [new[1] for new in updated],
-            loss,
-        )
-
-    losses = []
-    for _ in range(40):
-        trunk, trunk_state, experts, states, loss = step(trunk, trunk_state, experts, states)
-        losses.append(float(loss))
-    assert losses[0] > 0.8  # about log 3 = 1.1 for a guess
-    assert losses[-1] < 0.1
-
-
-def test_all_experts_dead_leaves_the_trunk():
-    """Without experts the model is embed and head; nothing is NaN and the gates learn nothing."""
-    trunk, experts = make_params()
-    batch = make_batch()
-    dead = jnp.zeros((2, 2, 3), bool)
-    run = jax.jit(jax.value_and_grad(lambda t: mlp.local_forward(t, experts, CONFIG, ROUTER, batch, alive=dead)[0]))
-    loss, grads = run(trunk)
-    parts = mlp.segments(CONFIG, ROUTER)
-    expected, _ = parts.loss_head(trunk["head"], parts.embed(trunk["embed"], batch.x), batch.labels)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    for leaf in jax.tree.leaves(grads["gates"]):
-        np.testing.assert_array_equal(leaf, 0)
 
 
 def test_segments_are_stable_objects():

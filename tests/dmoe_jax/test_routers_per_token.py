@@ -12,7 +12,8 @@ import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.mixture.local import init_opt_states, local_mixture, update_experts
+from dmoe_jax.mixture.local import local_mixture
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.routing.base import Router, gather_logits, score
 from dmoe_jax.routing.combinators import add_noise, chain, drop_experts, with_balancing_loss
 from dmoe_jax.routing.product_key import product_key

@@ -16,7 +16,7 @@ from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.device import InlineDevice, ThreadDevice
 from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.mixture.local import init_opt_states, update_experts
+from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig

@@ -129,22 +129,6 @@ def test_dropout_before_the_softmax(rate, constant):
     assert (gone == gone[:, :1]).all() == constant
 
 
-def test_without_a_key_nothing_is_dropped():
-    """Evaluation ignores the rates, under jit as well, where None is simply absent."""
-    params, head = make_params()
-    config = CONFIG.replace(embedding_dropout=0.5, input_dropout=0.5, output_dropout=0.5, dropout=0.5)
-    tokens = words((2, 4))
-
-    @jax.jit
-    def run(key):
-        hidden = trunk.embed(params, tokens, config, key)
-        return trunk.token_nll(params, head, hidden, tokens, config, key)
-
-    plain = trunk.token_nll(params, head, trunk.embed(params, tokens, CONFIG), tokens, CONFIG)
-    np.testing.assert_allclose(run(None), plain, rtol=1e-5)
-    assert not np.allclose(run(KEY), plain, rtol=0.01)
-
-
 def test_next_memory_keeps_the_newest_states():
     """Three slots, two new states: the last old one, then the new; the mask moves along; no gradient flows."""
     memory = LayerMemory(jnp.array([[[1.0], [2.0], [3.0]]]), jnp.array([[False, False, True]]))

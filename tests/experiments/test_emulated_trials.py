@@ -15,15 +15,16 @@ import optax
 import pytest
 from rich.console import Console
 
-from dmoe_jax.emulator import Data, DenseEmulator, draw_order, draw_turns, exponential_delays, with_fresh_experts
+from dmoe_jax.emulator import Data, draw_order, exponential_delays
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.emulation import measurement as emulation
 from experiments.emulation.__main__ import main as emulation_main
+from experiments.emulation.dense_emulator import DenseEmulator, draw_turns
 from experiments.emulation.released_gate import released_gate
 from experiments.emulation.settings import EmulationSettings
-from experiments.emulation.trials import Trial, next_of
+from experiments.emulation.trials import Trial, next_of, with_fresh_experts
 from experiments.mnist_convergence import measurement as convergence
 from experiments.mnist_convergence.__main__ import main as convergence_main
 from experiments.mnist_convergence.curves import _WIDTHS, AUTHORS, FRESH, NETWORKS, label_of

@@ -16,9 +16,8 @@ from jaxtyping import Float, Int, Int32
 
 from dmoe_jax.arrays import as_params, copied
 from dmoe_jax.checks import check_positive
-from dmoe_jax.emulator.data import Data
 from dmoe_jax.emulator.order import DelayOf
-from dmoe_jax.emulator.state import at, is_finite, put
+from dmoe_jax.emulator.state import Data, at, is_finite, put
 from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree
 

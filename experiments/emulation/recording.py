@@ -4,40 +4,35 @@ A recorder stands between trainers, nodes and their network, all in one process,
 which it happens: a trainer reads the trunk, an expert has computed a call, a trainer has an answer, the trunk was
 updated. `OrderRecorder.order` makes an `EventOrder` of it, from which the emulator computes what the swarm did.
 
-    recorder = OrderRecorder(num_layers=2)
+    recorder = OrderRecorder(["layer0", "layer1"], grid_size=(4, 4))
     node = open_swarm(..., testing=Seams(caller=recorder.caller(rpc)))
     place = open_swarm(..., testing=Seams(caller=recorder.caller(rpc, trainer=0)))
-    trainer = Trainer(0, recorder.model(model, trainer=0), recorder.trunk(trunk, trainer=0), batches)
+    await Trainer(0, model, trunk, recorder.batches(batches, trainer=0)).run(num_steps, recorder.on_step)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import trio
-from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.autodiff import Recording
-from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
+from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages, order_of
 from dmoe_jax.expert_calls import BACKWARD as BACKWARD_CALL
 from dmoe_jax.expert_calls import FORWARD as FORWARD_CALL
 from dmoe_jax.grid import parse_uid
-from dmoe_jax.model import Model, Outcome
-from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
+from dmoe_jax.trainer import StepRecord
 from net.identity import Address, Contact, PeerId
-from net.peer_health import PeerHealth
 from net.rpc.base import Body, Caller, Handler, Reply, Request
-from net.rpc.bulk import BulkTraffic
-from net.wire.tensors import Outgoing, Tensor
+from net.wire.tensors import Outgoing
 
 _METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
 
 
-@dataclass
-class _Noted:
+class _Noted(NamedTuple):
     """One thing that happened."""
 
     kind: int
@@ -59,45 +54,39 @@ class OrderRecorder:
     grid_size: tuple[int, ...]
     _noted: list[_Noted] = field(default_factory=list)
     _step_of: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # (trainer, its step), of each request
-    _steps: dict[int, int] = field(default_factory=dict)  # steps that each trainer has begun
+    _steps: Counter[int] = field(default_factory=Counter)  # steps that each trainer has begun
     _too_late: list[str] = field(default_factory=list)
     _answered: set[bytes] = field(default_factory=set)
 
     def caller(self, caller: Caller, *, trainer: int | None = None) -> Caller:
-        """What a node, or the trainer of this number, is to call and serve through."""
+        """The caller through which a node, or the trainer of this number, is to call and to serve."""
         return cast(Caller, _RecordedCaller(self, caller, trainer))
 
-    def model(self, model: Model, *, trainer: int) -> Model:
-        """What this trainer is to train."""
-        return _RecordedModel(self, model, trainer)
+    def batches(self, batches: Iterable[Any], *, trainer: int) -> Iterator[Any]:
+        """The batches that this trainer is to read: as it takes one, it reads the trunk."""
+        for batch in batches:
+            self._steps[trainer] += 1
+            self._noted.append(_Noted(STAGE, trainer))
+            yield batch
 
-    def trunk(self, trunk: SharedTrunk, *, trainer: int) -> SharedTrunk:
-        """What this trainer is to read and to update."""
-        return _RecordedTrunk(self, trunk, trainer)
-
-    def note_start(self, trainer: int) -> None:
-        """The trainer has read the trunk."""
-        self._steps[trainer] = self._steps.get(trainer, 0) + 1
-        self._noted.append(_Noted(STAGE, trainer))
-
-    def note_update(self, trainer: int) -> None:
-        """The trainer's gradients were applied."""
-        self._noted.append(_Noted(STAGE + num_stages(len(self.prefixes)) - 1, trainer))
+    def on_step(self, record: StepRecord) -> None:
+        """Note that a trainer's gradients were applied."""
+        self._noted.append(_Noted(STAGE + num_stages(len(self.prefixes)) - 1, record.trainer))
 
     def note_placed(self, trainer: int, request_id: bytes) -> None:
-        """The trainer calls an expert."""
-        self._step_of[request_id] = trainer, self._steps.get(trainer, 0)
+        """Note that a trainer calls an expert."""
+        self._step_of[request_id] = trainer, self._steps[trainer]
 
     def note_computed(self, kind: int, uid: str, request_id: bytes) -> None:
-        """An expert has computed a call."""
+        """Note that an expert has computed a call."""
         trainer, step = self._step_of[request_id]
-        if step == self._steps.get(trainer, 0):
+        if step == self._steps[trainer]:
             self._noted.append(_Noted(kind, trainer, uid, request_id))
         elif kind == BACKWARD:  # a forward call that nobody waits for any more changes nothing
             self._too_late.append(f"expert {uid} learnt of trainer {trainer}'s step {step} after the end of that step")
 
     def note_answered(self, request_id: bytes) -> None:
-        """The trainer has the answer."""
+        """Note that a trainer has an answer."""
         self._answered.add(request_id)
 
     def order(self, *, num_trainers: int, num_pairs: int) -> EventOrder:
@@ -116,38 +105,23 @@ class OrderRecorder:
         updates = [place for place, what in enumerate(self._noted) if what.kind == STAGE + last]
         if not updates:
             raise ValueError("the recorder has seen no update of a trunk")
-        noted = self._noted[: updates[-1] + 1]
-        rows: list[tuple[int, int, int, int, int, bool, bool]] = []
+        rows: list[tuple[int, ...]] = []
         done: dict[int, int] = {}  # the last stage of each trainer
-        for what in noted:
+        for kind, trainer, name, request_id in self._noted[: updates[-1] + 1]:
             layer = cell = 0
-            if what.kind >= STAGE:
-                wanted = what.kind - STAGE
+            if kind >= STAGE:
+                wanted = kind - STAGE
             else:
-                uid = parse_uid(what.uid)
+                uid = parse_uid(name)
                 layer = self.prefixes.index(uid.prefix)
-                cell = layer * int(np.prod(self.grid_size)) + int(np.ravel_multi_index(uid.coordinates, self.grid_size))
-                wanted = layer if what.kind == FORWARD else last - 1 - layer
-            first = 0 if wanted == 0 and what.kind >= STAGE else done.get(what.trainer, -1) + 1
-            for stage in range(first, wanted + 1):
-                rows.append((STAGE + stage, what.trainer, 0, 0, -1, True, True))
-            done[what.trainer] = max(wanted, done.get(what.trainer, -1)) if first else wanted
-            if what.kind < STAGE:
-                answered = what.request_id in self._answered
-                rows.append((what.kind, what.trainer, layer, 0, cell, answered, True))
-        kind, trainer, layers, pair, expert, answers, computed = map(np.array, zip(*rows, strict=True))
-        return EventOrder(
-            kind=kind.astype(np.int32),
-            trainer=trainer.astype(np.int32),
-            layer=layers.astype(np.int32),
-            pair=pair.astype(np.int32),
-            expert=expert.astype(np.int32),
-            answered=answers,
-            computed=computed,
-            num_trainers=num_trainers,
-            num_layers=len(self.prefixes),
-            num_pairs=num_pairs,
-        )
+                cell = layer * math.prod(self.grid_size) + int(np.ravel_multi_index(uid.coordinates, self.grid_size))
+                wanted = layer if kind == FORWARD else last - 1 - layer
+            first = 0 if kind == STAGE else done.get(trainer, -1) + 1
+            rows += [(STAGE + stage, trainer, 0, 0, -1, 1, 1) for stage in range(first, wanted + 1)]
+            done[trainer] = max(wanted, done.get(trainer, -1)) if first else wanted
+            if kind < STAGE:
+                rows.append((kind, trainer, layer, 0, cell, request_id in self._answered, 1))
+        return order_of(np.array(rows), num_trainers=num_trainers, num_layers=len(self.prefixes), num_pairs=num_pairs)
 
 
 class _RecordedCaller:
@@ -159,29 +133,9 @@ class _RecordedCaller:
     def __init__(self, recorder: OrderRecorder, caller: Caller, trainer: int | None) -> None:
         self._recorder, self._caller, self._trainer = recorder, caller, trainer
         self._turns: dict[str, trio.Lock] = {}
-
-    # All that a `Caller` has, by name: what only `__getattr__` knows is no member to Python 3.12's look at a protocol.
-    @property
-    def peer_id(self) -> PeerId:
-        return self._caller.peer_id
-
-    @property
-    def address(self) -> Address | None:
-        return self._caller.address
-
-    @property
-    def bulk(self) -> BulkTraffic:
-        return self._caller.bulk
-
-    @property
-    def health(self) -> PeerHealth:
-        return self._caller.health
-
-    def moved_bytes(self, peer_id: PeerId) -> int:
-        return self._caller.moved_bytes(peer_id)
-
-    def remove_handler(self, method: str) -> None:
-        self._caller.remove_handler(method)
+        self.peer_id, self.address = caller.peer_id, caller.address
+        self.bulk, self.health = caller.bulk, caller.health
+        self.moved_bytes, self.remove_handler = caller.moved_bytes, caller.remove_handler
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """As `Caller.add_handler`."""
@@ -218,13 +172,10 @@ class _RecordedCaller:
         body: Body,
         tensors: Sequence[Outgoing] = (),
         *,
-        timeout_s: float,
-        bulk_bytes: int = 0,
         on_partial: Callable[[Reply], None] | None = None,
-        into: Tensor | None = None,
+        **options: Any,
     ) -> Reply:
         """As `Caller.call`."""
-        options: dict[str, Any] = {"timeout_s": timeout_s, "bulk_bytes": bulk_bytes, "into": into}
         if method not in _METHODS or self._trainer is None:
             return await self._caller.call(target, method, body, tensors, on_partial=on_partial, **options)
         parts = body["parts"]
@@ -248,64 +199,5 @@ class _RecordedCaller:
 
 
 def _computed(parts: Sequence[Mapping[str, Any]], answer: Reply) -> list[Mapping[str, Any]]:
-    """Those of a request's parts that this answer says were computed."""
+    """The parts of a request that this answer says were computed."""
     return [parts[said["part"]] for said in answer.body["answers"] if "error" not in said]
-
-
-class _RecordedModel(Model):
-    def __init__(self, recorder: OrderRecorder, model: Model, trainer: int) -> None:
-        self._recorder, self._model, self._trainer = recorder, model, trainer
-        self.name, self.unit = model.name, model.unit
-
-    def init(self, key: PRNGKeyArray) -> PyTree:
-        return self._model.init(key)
-
-    def initial_state(self, batch: Any) -> PyTree:
-        return self._model.initial_state(batch)
-
-    def keys(self, batch: Any, *, seed: int, trainer: int, step: int) -> Any:
-        return self._model.keys(batch, seed=seed, trainer=trainer, step=step)
-
-    async def forward(self, run: Recording, params: PyTree, batch: Any, state: PyTree, keys: Any) -> Outcome:
-        if run.differentiates:
-            self._recorder.note_start(self._trainer)
-        return await self._model.forward(run, params, batch, state, keys)
-
-
-class _RecordedTrunk(SharedTrunk):
-    """What a trainer sees of a trunk, with its updates noted. It has no state of its own."""
-
-    def __init__(self, recorder: OrderRecorder, trunk: SharedTrunk, trainer: int) -> None:
-        self._recorder, self._trunk, self._trainer = recorder, trunk, trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trunk, name)
-
-    # What a `Trunk` has, by name, for the reason above.
-    @property
-    def step(self) -> int:
-        return self._trunk.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._trunk.step = value
-
-    @property
-    def params(self) -> PyTree:
-        return self._trunk.params
-
-    @params.setter
-    def params(self, value: PyTree) -> None:
-        self._trunk.params = value
-
-    def claim(self, num_steps: int) -> bool:
-        return self._trunk.claim(num_steps)
-
-    def release(self) -> None:
-        self._trunk.release()
-
-    async def apply(self, grads: PyTree, **options: Any) -> int:
-        """As `SharedTrunk.apply`."""
-        step = await self._trunk.apply(grads, **options)
-        self._recorder.note_update(self._trainer)
-        return step

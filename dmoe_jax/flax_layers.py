@@ -1,38 +1,41 @@
-"""A remote mixture as one differentiable function of arrays, for code that lives under `jit`.
+"""Remote mixtures as layers of ordinary Flax models, under `jit` and `grad`.
+
+    with connect("PEER") as swarm:
+        layer = swarm.mixture("ffn", expert, router)          # a BlockingMixture
+        y = layer.linen()(x)                                  # one line in a Linen module
+        self.experts = layer.nnx(rngs=rngs)                   # one line in an NNX module; then self.experts(x)
 
 Theory of operation. Scores and mixing are ordinary JAX. Between them stands one host callback, which chooses the
 experts, calls them all at once over the network and returns their outputs; its `custom_vjp` has one more, which sends
-the gradients. (Callbacks of one program run one after the other, so one for each expert would add up their waits.)
-XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs less and lets one thread run many trainers.
+the gradients. XLA waits while the network does: the asynchronous `dmoe_jax.autodiff` costs less.
 
 - The callbacks are `io_callback`, which XLA never drops; a `pure_callback` whose result is not used vanishes, and with
   it the experts' learning. JAX asks for a backward pass only where something that is differentiated comes in. `anchor`
-  is that something, a scalar parameter of gradient zero: experts that are fed with plain data learn, too, and so do
-  those of a router without parameters.
+  is that something, a scalar parameter of gradient zero, so that experts learn which are fed with plain data.
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
-- A callback may wait on one of the few threads with which XLA's CPU client computes, by default as many as there are
-  cores, and so may another callback on each of the others. So nothing that a callback waits for needs them: experts of
-  this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces that JAX hands over
-  without a thread, where `make_room` could not give the client threads to spare.
-- What the backward pass needs stays on the host, under a ticket that travels through the graph. The backward pass takes
-  it away; of forward passes that are never followed by one the oldest are forgotten. Evaluation keeps nothing.
+- Callbacks may wait on all of the few threads with which XLA's CPU client computes. So nothing that they wait for needs
+  these: experts of this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces
+  that JAX hands over without a thread, where `make_room` could not give the client threads to spare.
+- The residual of a forward pass stays on the host, under a ticket that travels through the graph, until its backward
+  pass takes it; of forward passes that are never followed by one the oldest are forgotten.
 
 Errors inside a callback come out of the compiled program as `jax.errors.JaxRuntimeError`, with their message in it.
 `vmap` is refused with a sentence. `jax.checkpoint` (remat) around the layer is refused by JAX itself ("Effects not
 supported"): put it around the parts beside it. Forward-mode differentiation does not exist for a `custom_vjp`.
 """
 
-import contextlib
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+from flax import nnx
 from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -50,6 +53,9 @@ _PIECE_BYTES = 64 << 10
 MAX_RESIDUALS = 64
 """Forward passes of one layer whose backward pass may be outstanding."""
 
+_free_slots = threading.Semaphore(MAX_WAITING_CALLS)
+"""Places for callbacks that wait, of all layers: XLA's threads are the process's."""
+
 
 @runtime_checkable
 class Portal(Protocol):
@@ -60,54 +66,17 @@ class Portal(Protocol):
         ...
 
 
-class CallSlots:
-    """Bounds how many callbacks wait at once.
-
-    Args:
-      limit: how many.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._free = threading.Semaphore(limit)
-
-    @contextlib.contextmanager
-    def take(self, what: str) -> Iterator[None]:
-        """Hold a slot while the block lasts.
-
-        Raises:
-          RuntimeError: all are taken. To wait for one would hold another of XLA's threads.
-        """
-        if not self._free.acquire(blocking=False):
-            raise RuntimeError(
-                f"{what}: {self._limit} calls of remote layers are waiting in this process already, and one more could "
-                "stop XLA for good; run fewer training loops at once, or asynchronous ones (dmoe_jax.autodiff)"
-            )
-        try:
-            yield
-        finally:
-            self._free.release()
-
-
-@functools.cache
-def process_slots() -> CallSlots:
-    """The slots of this process: the bound is the process's, so its count is, too."""
-    return CallSlots(MAX_WAITING_CALLS)
-
-
 class HostCall:
     """One remote mixture, callable with arrays or tracers.
 
     Args:
       mixture: does the work, in the portal's thread.
       portal: leads there.
-      slots: bounds how many calls wait at once; None: those of the process.
     """
 
-    def __init__(self, mixture: RemoteMixture, portal: Portal, *, slots: CallSlots | None = None) -> None:
+    def __init__(self, mixture: RemoteMixture, portal: Portal) -> None:
         self.mixture = mixture
         self._portal = portal
-        self._slots = process_slots() if slots is None else slots
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0
@@ -128,7 +97,7 @@ class HostCall:
         Args:
           gate: the router's parameters.
           anchor: a scalar that is differentiated whenever the experts shall learn; its gradient is zero.
-          features: what the router looks at.
+          features: [batch, ...], for the router.
           inputs: the experts' inputs, [batch, ...].
           key, ids: see `dmoe_jax.routing.base.Router`.
         Returns: (mixed [batch, ...], the router's auxiliary loss, a scalar).
@@ -146,7 +115,7 @@ class HostCall:
         return mix_segment(router)(scores, indices, answered, outputs, inputs[0], Traffic(*told) if told else None)
 
     def without_network(self, *inputs: Array) -> Array:
-        """What the layer returns if no expert answers, for a model that is being initialised: nobody is called."""
+        """The layer's output if no expert answers, for a model that is being initialised: nobody is called."""
         self._check(inputs)
         spec, batch = self.mixture.expert.output, inputs[0].shape[0]
         return inputs[0] if self.mixture.expert.is_residual else jnp.zeros((batch, *spec.shape), spec.dtype)
@@ -174,33 +143,36 @@ class HostCall:
         return None, None, tuple(next(found) if spec.differentiable else None for spec in specs)
 
     def _ask(self, keep: bool, chosen: Any, inputs: Any) -> Any:
+        """(ticket, outputs, answered, indices and, for a router that heeds it, traffic); see `_forward`."""
         scores, selected = chosen
-        expert, dims = self.mixture.expert, len(self.mixture.router.grid_size)
-        batch = scores.logits[0].shape[0]
-        slots = selected[0].shape[1] if selected else self.mixture.config.k_best
-        router = self.mixture.router
-        shapes: tuple[jax.ShapeDtypeStruct, ...] = (
+        spec, router = self.mixture.expert.output, self.mixture.router
+        pairs = scores.logits[0].shape[0], selected[0].shape[1] if selected else self.mixture.config.k_best
+        shapes = [
             jax.ShapeDtypeStruct((), np.uint32),
-            jax.ShapeDtypeStruct((batch, slots, *expert.output.shape), expert.output.dtype),
-            jax.ShapeDtypeStruct((batch, slots), np.bool_),
-            jax.ShapeDtypeStruct((batch, slots, dims), np.int32),
-        )
+            jax.ShapeDtypeStruct((*pairs, *spec.shape), spec.dtype),
+            jax.ShapeDtypeStruct(pairs, np.bool_),
+            jax.ShapeDtypeStruct((*pairs, len(router.grid_size)), np.int32),
+        ]
         if router.heeds_traffic:
-            shapes += (
-                jax.ShapeDtypeStruct((batch, slots), np.bool_),
-                jax.ShapeDtypeStruct(router.grid_size, np.float32),
-            )
+            shapes += [jax.ShapeDtypeStruct(pairs, np.bool_), jax.ShapeDtypeStruct(router.grid_size, np.float32)]
         return self._on_host(functools.partial(self._forward, keep), shapes, chosen, inputs)
 
     def _on_host(self, function: Callable[..., Awaitable[Any]], shapes: Any, *args: Any) -> Any:
-        """What the function returns in the portal's thread. `vmap` is refused: it would call the experts once for each
+        """The function's result in the portal's thread. `vmap` is refused: it would call the experts once for each
         element, one after the other."""
-
         like = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), args)
 
         def in_callback(*pieces: Any) -> Any:
-            with self._slots.take(self._name):
+            if not _free_slots.acquire(blocking=False):  # to wait for one would hold another of XLA's threads
+                raise RuntimeError(
+                    f"{self._name}: {MAX_WAITING_CALLS} calls of remote layers are waiting in this process already, "
+                    "and one more could stop XLA for good; run fewer training loops at once, or asynchronous ones "
+                    "(dmoe_jax.autodiff)"
+                )
+            try:
                 return self._portal.run(function, *_joined(like, pieces))
+            finally:
+                _free_slots.release()
 
         guarded = custom_vmap(lambda *args: io_callback(in_callback, shapes, *_in_pieces(args)))
 
@@ -272,3 +244,115 @@ def _joined(like: Any, pieces: Sequence[Any]) -> Any:
         return found[0] if len(found) == 1 else np.concatenate(found).reshape(array.shape)
 
     return jax.tree.map(join, like)
+
+
+class LinenMixture(nn.Module):
+    """A layer of remote experts for Linen. Made by `BlockingMixture.linen`.
+
+    A router that draws takes its noise from the rng stream "router"; without one nothing is random. The router's
+    auxiliary loss is sown into the collection "losses":
+
+        y, sown = model.apply({"params": params}, x, mutable=["losses"])
+        loss = ... + sum(jax.tree.leaves(sown["losses"]))
+
+    Attributes:
+      call: the mixture.
+    """
+
+    call: HostCall
+
+    @nn.compact
+    def __call__(self, *inputs: Array, features: Features | None = None, ids: Ids | None = None) -> Array:
+        """Mix the experts' outputs for a batch of samples; no expert is called while the model is initialised.
+
+        Args:
+          inputs: the experts' inputs, [batch, ...].
+          features: for the router; None: the first input.
+          ids: of each sample, for routers that hash.
+        """
+        features = inputs[0] if features is None else features
+        gate = self.param("gate", self.call.mixture.router.init, features.shape[-1])
+        anchor = self.param("anchor", nn.initializers.zeros, ())
+        if self.is_initializing():
+            return self.call.without_network(*inputs)
+        key = self.make_rng("router") if self.has_rng("router") else None
+        mixed, penalty = self.call(gate, anchor, features, *inputs, key=key, ids=ids)
+        self.sow("losses", "aux_loss", penalty)
+        return mixed
+
+
+class AuxiliaryLoss(nnx.Variable):
+    """The router's auxiliary loss in a layer's last call, a scalar."""
+
+
+class NnxMixture(nnx.Module):
+    """A layer of remote experts for NNX. Made by `BlockingMixture.nnx`.
+
+    A router that draws takes its noise from `rngs.router`, if the layer was made with that stream and is in training,
+    as `nnx.Dropout` does. The router's auxiliary loss of the last call is `layer.aux_loss`, for a loss function to add:
+
+        loss = ... + model.experts.aux_loss[...]
+        loss = ... + sum(jax.tree.leaves(nnx.state(model, AuxiliaryLoss)))      # of all layers
+
+    Args:
+      call: the mixture.
+      features: width of the router's input.
+      rngs: for the router's parameters, and for its noise.
+    """
+
+    def __init__(self, call: HostCall, features: int, *, rngs: nnx.Rngs) -> None:
+        self.call = call
+        self.gate = nnx.data(jax.tree.map(nnx.Param, call.mixture.router.init(rngs.params(), features)))
+        self.anchor = nnx.Param(jnp.zeros(()))
+        self.aux_loss = AuxiliaryLoss(jnp.zeros(()))
+        self.rngs = rngs.fork() if "router" in rngs else None
+        self.deterministic = False
+        """True if the router draws nothing; set by `eval()` and `train()` of the module and of those that hold it."""
+
+    def __call__(self, *inputs: Array, features: Features | None = None, ids: Ids | None = None) -> Array:
+        """Mix the experts' outputs for a batch of samples; arguments as of `LinenMixture`."""
+        gate = jax.tree.map(lambda leaf: leaf[...], self.gate, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        key = None if self.rngs is None or self.deterministic else self.rngs.router()
+        features = inputs[0] if features is None else features
+        mixed, penalty = self.call(gate, self.anchor[...], features, *inputs, key=key, ids=ids)
+        self.aux_loss[...] = penalty
+        return mixed
+
+
+class BlockingMixture:
+    """A remote mixture for programs without trio, and the portal into the thread where it lives.
+
+    Args:
+      mixture: the mixture. portal: leads into the thread of its swarm.
+    """
+
+    def __init__(self, mixture: RemoteMixture, portal: Portal) -> None:
+        self.remote = mixture
+        """The mixture, whose functions must be awaited in the portal's thread."""
+        self.call = HostCall(mixture, portal)
+        """The layer as a plain function of arrays, for models without Flax."""
+        self._portal = portal
+
+    def check(self, *, timeout_s: float = 60.0, say: Callable[[str], None] = lambda _: None) -> int:
+        """Wait until the layer has an expert that answers; see `RemoteMixture.check`."""
+        return self._portal.run(functools.partial(self.remote.check, timeout_s=timeout_s, say=say))
+
+    def linen(self, *, name: str | None = None) -> LinenMixture:
+        """The mixture as a layer for a Linen module: `y = mixture.linen()(x)` in a compact `__call__`."""
+        return LinenMixture(self.call, name=name)
+
+    def nnx(self, *, rngs: nnx.Rngs, features: int | None = None) -> NnxMixture:
+        """The mixture as a layer for an NNX module: `self.experts = mixture.nnx(rngs=rngs)` in its `__init__`.
+
+        Args:
+          rngs: for the router's parameters, and for its noise.
+          features: width of the router's input; None: that of the experts' first input.
+        Raises:
+          ValueError: without `features`, where the first input is no vector.
+        """
+        first = self.remote.expert.inputs[0]
+        if features is None and len(first.shape) != 1:
+            raise ValueError(
+                f"the router's width must be given as features: input {first.name} has shape {first.shape}"
+            )
+        return NnxMixture(self.call, first.shape[0] if features is None else features, rngs=rngs)
