@@ -32,7 +32,7 @@ ANY_PORT = Address("127.0.0.1", 0)
 
 
 async def page() -> Answer:
-    return Answer(body=b"hello\n")
+    return Answer(b"hello\n")
 
 
 async def broken() -> Answer:
