@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dmoe_jax.runs.balance_panels import balance_lines
-from dmoe_jax.runs.figure import Metrics, columns, new_calls
+from dmoe_jax.runs.figure import Metrics, balance_lines, columns, new_calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

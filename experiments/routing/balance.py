@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
-from dmoe_jax.runs.balance_panels import balance_lines
-from dmoe_jax.runs.figure import Metrics
+from dmoe_jax.runs.figure import Metrics, balance_lines
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.runs.style import FAINT, GREY, dress, end_labels, series_style
