@@ -1,6 +1,10 @@
-"""The pictures of `dmoe inspect`. Drawn without `pyplot`, so nothing global is touched and no display is needed."""
+"""The pictures of `dmoe inspect`: from a reading to the words that each layer's experts are chosen for.
+
+Drawn without `pyplot`, so nothing global is touched and no display is needed.
+"""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,12 +12,21 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from dmoe_jax.inspection.panels import Panel
-from dmoe_jax.inspection.statistics import Lift
+from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.inspection.reading import Reading
+from dmoe_jax.inspection.statistics import Lift, lift, one_hot
+from dmoe_jax.inspection.word_classes import bands, kinds, places_in_article, present
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 
+_FIRST, _BEFORE = "first word", "the word before"
+_TITLES = {False: ("words of the segment", _FIRST), True: ("the word itself", _BEFORE)}
+"""Titles of the panels of words, where segments are routed and where single words are."""
+
+_MAX_NAMED = 6
+"""Number of a panel's cells that the figures name."""
+
 MAX_ROWS, MAX_LAYERS = 32, 6
-"""Experts in a picture, those that are asked most; and layers that have one, evenly spaced."""
+"""Number of experts in a picture, those that are asked most; and of layers that have one, evenly spaced."""
 
 _LIMIT = 2.0
 """Binary logarithm of the lifts that have colours of their own, from a quarter to four."""
@@ -23,22 +36,75 @@ _LARGEST_ERROR = 1 / 3
 
 _LIFTS = LinearSegmentedColormap.from_list("lift", [KILLED, "#ffffff", VALID])
 _NOTHING = "#d9d9d9"
-"""Where there is nothing to compare."""
+"""Colour of cells where there is nothing to compare."""
+
+
+class Panel(NamedTuple):
+    """Lifts of the experts (rows) and classes (columns) of something.
+
+    Attributes:
+      title: names the thing that has the classes.
+      breaks: columns before which another partition begins.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    lift: Lift
+    breaks: tuple[int, ...] = ()
+
+    def strongest(self, places: Sequence[str]) -> list[dict[str, Any]]:
+        """The cells that are furthest from a lift of 1, of those told apart from it; `places` names the experts."""
+        value, error, is_apart = self.lift
+        cells = [(int(expert), int(number)) for expert, number in np.argwhere(is_apart)]
+        cells = sorted(cells, key=lambda cell: -abs(np.log2(max(float(value[cell]), 2.0**-10))))[:_MAX_NAMED]
+        return [
+            {
+                "expert": places[cell[0]],
+                "class": self.names[cell[1]],
+                "lift": float(value[cell]),
+                "error": float(error[cell]),
+            }
+            for cell in cells
+        ]
+
+
+def panels(
+    reading: Reading, layer: int, *, num_experts: int, vocabulary: Vocabulary, article_starts: np.ndarray
+) -> list[Panel]:
+    """Panels of a layer: two of classes of words, and one of places in the article if there are `article_starts`."""
+    members = np.asarray(one_hot(reading.chosen[layer], num_experts).any(axis=2))
+    partitions = [
+        present(each._replace(of=np.where(reading.words >= 0, each.of[reading.words], -1)))
+        for each in (kinds(vocabulary), bands(len(vocabulary)))
+    ]
+    names = tuple(name for each in partitions for name in each.names)
+    found = []
+    for title in _TITLES[reading.routes_words]:
+        lifts = [lift(members, one_hot(_part(title, each.of), len(each.names)).sum(axis=2)) for each in partitions]
+        joined = Lift(*(np.concatenate(parts, axis=1) for parts in zip(*lifts, strict=True)))
+        found.append(Panel(title, names, joined, breaks=(len(partitions[0].names),)))
+    begins = np.where(reading.words[..., 0] >= 0, reading.places, -1)
+    places = present(places_in_article(begins, article_starts, reading.seq_len))
+    if places.names:
+        found.append(Panel("place in the article", places.names, lift(members, one_hot(places.of, len(places.names)))))
+    return found
+
+
+def _part(title: str, of: np.ndarray) -> np.ndarray:
+    if title == _FIRST:
+        return of[..., :1]
+    if title == _BEFORE:
+        return np.concatenate([np.full_like(of[:, :1], -1), of[:, :-1]], axis=1)
+    return of
 
 
 def shown_layers(count: int) -> list[int]:
-    """The layers that are drawn, of so many."""
+    """Numbers of the layers that are drawn."""
     return sorted({int(layer) for layer in np.linspace(0, count - 1, min(count, MAX_LAYERS)).round()})
 
 
 def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], shares: np.ndarray) -> Figure:
-    """A row for each expert of a layer, a column for each class.
-
-    Args:
-      panels: two over the same classes, and perhaps a third.
-      places: of each expert in the grid.
-      shares: of the calls, of each expert.
-    """
+    """The panels of a layer, two over the same classes and perhaps a third, and each expert's share of the calls."""
     rows = np.sort(np.argsort(-shares, kind="stable")[:MAX_ROWS])
     cut = f" (the {len(rows)} most asked of {len(shares)})" if len(rows) < len(shares) else ""
     figure = Figure(figsize=(10.5, 3.0 + 0.5 * len(rows)), dpi=130, layout="constrained", facecolor="white")

@@ -7,8 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.inspection.panels import panels
-from dmoe_jax.inspection.pictures import shown_layers, words_picture
+from dmoe_jax.inspection.pictures import panels, shown_layers, words_picture
 from dmoe_jax.inspection.reading import Reading
 from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.inspection.saved_run import SavedRun
@@ -18,7 +17,7 @@ from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, RunFolder, plain, replaced_file
 
 _Drawn = tuple[str, Figure, str]
-"""A picture: the name of its file, itself, and the paragraph on it."""
+"""File name of a picture, the picture, and the paragraph on it."""
 
 _NAME = "words_"
 """Beginning of the pictures' names, which end with the layer's."""
@@ -27,9 +26,7 @@ _NAME = "words_"
 def write_inspection(
     run: SavedRun, model: SavedModel, reading: Reading, corpus: Corpus, *, split: str
 ) -> dict[str, Any]:
-    """Draw what was found in a run, by a reading of this part of its text, into its folder, with a report.
-
-    Returns: the figures, as JSON can hold them.
+    """Draw the findings of a reading of a run's text into its folder, with a report; return them as JSON can say them.
 
     Raises:
       OSError: the folder cannot be written.

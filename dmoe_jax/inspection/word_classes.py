@@ -8,11 +8,10 @@ from jaxtyping import Int
 from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
 
 FREQUENT = 100
-"""Lower-case words among so many most frequent ones are a kind of their own: mostly articles, prepositions, and the
-like."""
+"""Number of most frequent words of which the lower-case ones are a kind of their own: articles, prepositions, ..."""
 
 _HEADING = "="
-"""What WikiText sets around a heading: one for an article's title, more for its sections."""
+"""WikiText sets one of it around an article's title, more around those of sections."""
 
 _SIGNS = {EOS: "end of line", UNK: UNK, _HEADING: "heading sign ="}
 _ENDINGS = {ending: f"word in -{ending}" for ending in ("ing", "ed", "ly", "s")}
@@ -61,14 +60,9 @@ def bands(vocab_size: int) -> Classes:
 
 
 def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " articles"], seq_len: int) -> Classes:
-    """Classes of segments by their number in their article.
+    """Classes of segments of `seq_len` words by their number in their article; -1 before the first article.
 
-    Args:
-      places: where in the text the segments begin.
-      starts: where the articles begin, see `article_starts`.
-      seq_len: words of a segment.
-
-    Returns: the first, the second, the third to fourth ...; -1 before the first article.
+    `places` are the beginnings of the segments in the text, and `starts` those of the articles.
     """
     before = np.searchsorted(starts, places, side="right") - 1
     distance = places - starts[np.maximum(before, 0)] if starts.size else np.zeros_like(places)

@@ -1,7 +1,4 @@
-"""How our figures look: few lines, text beside what it names, colours that survive colour blindness.
-
-Colours are from Okabe and Ito's palette (2008), which stays apart under the common kinds of colour blindness.
-"""
+"""The look of our figures: few lines, text beside what it names, colours of Okabe and Ito (2008)."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ TRAIN = "#E69F00"
 KILLED = "#D55E00"
 """Vermilion: what was lost."""
 SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
-"""Colours of things side by side. Yellow, the palette's eighth, is hard to see on white."""
+"""Colours of things side by side."""
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 """Once the colours are used up they come again in these dashes."""
 

@@ -12,7 +12,7 @@ from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
 from dmoe_jax.inspection import pictures
-from dmoe_jax.inspection.panels import Panel
+from dmoe_jax.inspection.pictures import Panel
 from dmoe_jax.inspection.statistics import lift, load_over_training, one_hot, turnover
 from dmoe_jax.inspection.word_classes import Classes, article_starts, bands, kinds, places_in_article, present
 from dmoe_jax.runs.run_folder import RunFolder
