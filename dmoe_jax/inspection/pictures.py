@@ -4,7 +4,7 @@ Drawn without `pyplot`, so nothing global is touched and no display is needed.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,15 +15,12 @@ from matplotlib.figure import Figure
 from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.inspection.reading import Reading
 from dmoe_jax.inspection.statistics import Lift, lift, one_hot
-from dmoe_jax.inspection.word_classes import bands, kinds, places_in_article, present
+from dmoe_jax.inspection.word_classes import kinds, places_in_article, present
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 
 _FIRST, _BEFORE = "first word", "the word before"
 _TITLES = {False: ("words of the segment", _FIRST), True: ("the word itself", _BEFORE)}
 """Titles of the panels of words, where segments are routed and where single words are."""
-
-_MAX_NAMED = 6
-"""Number of a panel's cells that the figures name."""
 
 MAX_ROWS, MAX_LAYERS = 32, 6
 """Number of experts in a picture, those that are asked most; and of layers that have one, evenly spaced."""
@@ -40,49 +37,24 @@ _NOTHING = "#d9d9d9"
 
 
 class Panel(NamedTuple):
-    """Lifts of the experts (rows) and classes (columns) of something.
-
-    Attributes:
-      title: names the thing that has the classes.
-      breaks: columns before which another partition begins.
-    """
+    """Lifts of the experts (rows) and classes (columns) of something, which `title` names."""
 
     title: str
     names: tuple[str, ...]
     lift: Lift
-    breaks: tuple[int, ...] = ()
-
-    def strongest(self, places: Sequence[str]) -> list[dict[str, Any]]:
-        """The cells that are furthest from a lift of 1, of those told apart from it; `places` names the experts."""
-        value, error, is_apart = self.lift
-        cells = [(int(expert), int(number)) for expert, number in np.argwhere(is_apart)]
-        cells = sorted(cells, key=lambda cell: -abs(np.log2(max(float(value[cell]), 2.0**-10))))[:_MAX_NAMED]
-        return [
-            {
-                "expert": places[cell[0]],
-                "class": self.names[cell[1]],
-                "lift": float(value[cell]),
-                "error": float(error[cell]),
-            }
-            for cell in cells
-        ]
 
 
 def panels(
     reading: Reading, layer: int, *, num_experts: int, vocabulary: Vocabulary, article_starts: np.ndarray
 ) -> list[Panel]:
-    """Panels of a layer: two of classes of words, and one of places in the article if there are `article_starts`."""
+    """Panels of a layer: two of kinds of words, and one of places in the article if there are `article_starts`."""
     members = np.asarray(one_hot(reading.chosen[layer], num_experts).any(axis=2))
-    partitions = [
-        present(each._replace(of=np.where(reading.words >= 0, each.of[reading.words], -1)))
-        for each in (kinds(vocabulary), bands(len(vocabulary)))
-    ]
-    names = tuple(name for each in partitions for name in each.names)
+    every = kinds(vocabulary)
+    words = present(every._replace(of=np.where(reading.words >= 0, every.of[reading.words], -1)))
     found = []
     for title in _TITLES[reading.routes_words]:
-        lifts = [lift(members, one_hot(_part(title, each.of), len(each.names)).sum(axis=2)) for each in partitions]
-        joined = Lift(*(np.concatenate(parts, axis=1) for parts in zip(*lifts, strict=True)))
-        found.append(Panel(title, names, joined, breaks=(len(partitions[0].names),)))
+        counts = one_hot(_part(title, words.of), len(words.names)).sum(axis=2)
+        found.append(Panel(title, words.names, lift(members, counts)))
     begins = np.where(reading.words[..., 0] >= 0, reading.places, -1)
     places = present(places_in_article(begins, article_starts, reading.seq_len))
     if places.names:
@@ -123,7 +95,7 @@ def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], sh
     corner.set_visible(len(panels) > 2)
     for drawn, panel in zip((axes, below, corner), panels, strict=False):
         dress(drawn, panel.title, "")
-        _draw_lift(drawn, Lift(*(part[rows] for part in panel.lift)), panel.names, panel.breaks)
+        _draw_lift(drawn, Lift(*(part[rows] for part in panel.lift)), panel.names)
     axes.set_xticklabels([])
     for drawn in grid.flat:
         drawn.set_yticks(range(len(rows)), [places[row] for row in rows], fontsize=8)
@@ -137,7 +109,7 @@ def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], sh
     return figure
 
 
-def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str], breaks: Sequence[int]) -> None:
+def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str]) -> None:
     """Colours for the lifts that are known well enough, numbers for those that are told apart from 1."""
     with np.errstate(divide="ignore"):
         drawn = np.clip(np.log2(lifted.value), -_LIMIT, _LIMIT)
@@ -148,8 +120,6 @@ def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str], breaks: Sequence[
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-    for column in breaks:
-        axes.axvline(column - 0.5, color=GREY, linewidth=1.2)
     for row, column in np.argwhere(lifted.is_apart):
         value = lifted.value[row, column]
         colour = "white" if abs(drawn[row, column]) > 1.2 else INK

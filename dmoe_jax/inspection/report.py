@@ -16,8 +16,14 @@ from dmoe_jax.inspection.word_classes import article_starts
 from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, RunFolder, plain, replaced_file
 
-_Drawn = tuple[str, Figure, str]
-"""File name of a picture, the picture, and the paragraph on it."""
+_Drawn = tuple[str, Figure]
+"""File name of a picture, and the picture."""
+
+_ON_WORDS = (
+    "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
+    "relative to how often they are chosen for all; a number stands where this is told apart from 1, by "
+    f"{APART_ERRORS:g} standard errors over the places that were read."
+)
 
 _NAME = "words_"
 """Beginning of the pictures' names, which end with the layer's."""
@@ -54,7 +60,7 @@ def write_inspection(
     if not figures["load"]:
         figures["left_out"].append("the load over the training: the run has no records of it (kind `balance`)")
     drawn = _words(figures, model, reading, corpus, split)
-    for name, figure, _ in drawn:
+    for name, figure in drawn:
         figures["pictures"].append(name)
         with replaced_file(folder / name) as temporary:
             figure.savefig(temporary)
@@ -77,15 +83,13 @@ def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus:
         name, calls = model.layers[layer], np.bincount(chosen[chosen >= 0], minlength=model.num_experts)
         shares = calls / max(1, calls.sum())
         found = panels(reading, layer, num_experts=model.num_experts, vocabulary=vocabulary, article_starts=starts)
-        strongest = {panel.title: panel.strongest(model.places) for panel in found}
         figures["layers"][name] = {
             "shares": dict(zip(model.places, shares.tolist(), strict=True)),
             "told_apart": {panel.title: int(panel.lift.is_apart.sum()) for panel in found},
-            "strongest": strongest,
         }
         if layer in shown_layers(len(reading.chosen)):
             figure = words_picture(name, found, model.places, shares)
-            drawn.append((f"{_NAME}{name}.png", figure, _sentence_on_words(strongest)))
+            drawn.append((f"{_NAME}{name}.png", figure))
     if missing := model.layers[len(reading.chosen) :]:
         names = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
         figures["left_out"].append(
@@ -94,22 +98,6 @@ def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus:
             "is alive"
         )
     return drawn
-
-
-def _sentence_on_words(strongest: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    text = (
-        "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
-        "relative to how often they are chosen for all; a number stands where this "
-        f"is told apart from 1, by {APART_ERRORS:g} standard errors over the places that were read."
-    )
-    furthest = [
-        f"{cell['expert']} for “{cell['class']}” ({title}), {cell['lift']:.2g} ± {cell['error']:.1g} times"
-        for title, found in strongest.items()
-        for cell in found[:1]
-    ]
-    if not furthest:
-        return f"{text} No expert is told apart from the others."
-    return f"{text} Furthest from 1: {'; '.join(furthest)}."
 
 
 def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) -> str:
@@ -122,9 +110,9 @@ def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) 
     if not run.is_complete:
         read += " The run is unfinished."
     parts = ["# What the router learnt", read]
-    for name, figure, text in drawn:
+    for name, figure in drawn:
         title = figure.get_suptitle()
-        parts.append(f"## {title}\n\n![{title}]({name})\n\n{text}")
+        parts.append(f"## {title}\n\n![{title}]({name})\n\n{_ON_WORDS}")
     if figures["load"]:
         rows = [(layer, *each.values()) for layer, each in figures["load"].items()]
         head = ("layer", "windows", "experts in use at the end", "came into use", "fell idle")

@@ -72,18 +72,19 @@ def training_figure(metrics: Metrics, path: Path, *, title: str | None = None) -
 def draw_run(metrics: Metrics, title: str | None = None) -> Figure:
     """The figure that `training_figure` saves."""
     kills = [record for record in metrics if record["kind"] == "event" and record.get("name") == "node_killed"]
-    loads, lines = load_rows(metrics), balance_lines(metrics)
+    loads = load_rows(metrics)
+    windows, entropies = columns(metrics, "balance", "step", "entropy")
     load_height = max(1.5, 0.27 * len(loads.labels) + 0.5)
-    heights = [3.2, load_height, *([1.2] if lines.layers else []), 2.1]
-    size = (10, 7.5 + max(1.7, load_height) + 1.8 * bool(lines.layers))
+    heights = [3.2, load_height, *([1.2] if windows.size else []), 2.1]
+    size = (10, 7.5 + max(1.7, load_height) + 1.8 * bool(windows.size))
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.10)
     figure = Figure(figsize=size, dpi=130, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     _learning(figure.add_subplot(grid[0, :]), metrics, kills)
     _load(figure.add_subplot(grid[1, :]), loads)
-    if lines.layers:
-        _balance(figure.add_subplot(grid[2, :]), lines)
+    if windows.size:
+        _balance(figure.add_subplot(grid[2, :]), windows, entropies)
     last = max((record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0)
     unit, seconds = ("minutes", 60.0) if last > 180 else ("seconds", 1.0)
     _throughput(figure.add_subplot(grid[-1, 0]), metrics, kills, unit, seconds)
@@ -111,48 +112,6 @@ def new_calls(metrics: Metrics) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     times, ok, failed = (np.concatenate([[0.0], values[order]]) for values in (times, ok, failed))
     # A count that falls means that a run was resumed; that interval counts for nothing.
     return times, np.maximum(np.diff(ok), 0), np.maximum(np.diff(failed), 0)
-
-
-class BalanceLines(NamedTuple):
-    """Balance over steps.
-
-    Attributes:
-      layers: names, in order.
-      steps: [windows], trunk updates at the end of each window.
-      cv, entropy: [layer, window]; NaN where a layer has no figure.
-      dead, experts: of all layers, those without a sample in their layer's last window, and all.
-    """
-
-    layers: tuple[str, ...]
-    steps: np.ndarray
-    cv: np.ndarray
-    entropy: np.ndarray
-    dead: int
-    experts: int
-
-
-def balance_lines(metrics: Metrics) -> BalanceLines:
-    """The "balance" records of a run; without layers if it has none. Of two for a layer and step the last counts."""
-    table: dict[str, dict[float, Mapping[str, Any]]] = {}
-    for record in metrics:
-        if record["kind"] == "balance" and isinstance(record.get("step"), int | float) and record.get("layer"):
-            table.setdefault(str(record["layer"]), {})[record["step"]] = record
-    layers = tuple(sorted(table, key=natural_order))
-    steps = sorted({step for windows in table.values() for step in windows})
-    last = [windows[max(windows)] for windows in table.values()]
-
-    def figures(field: str) -> np.ndarray:
-        values = [[table[layer].get(step, {}).get(field) for step in steps] for layer in layers]
-        return np.array(values, dtype=np.float64).reshape(len(layers), len(steps))  # None becomes NaN
-
-    return BalanceLines(
-        layers=layers,
-        steps=np.array(steps, dtype=np.float64),
-        cv=figures("cv"),
-        entropy=figures("entropy"),
-        dead=sum(record.get("dead") or 0 for record in last),
-        experts=sum(len(record.get("histogram") or ()) for record in last),
-    )
 
 
 class LoadRows(NamedTuple):
@@ -304,19 +263,18 @@ def _load(axes: Axes, loads: LoadRows) -> None:
         axes.set_title(text, loc="right", fontsize=9, color=KILLED, pad=16)
 
 
-def _balance(axes: Axes, lines: BalanceLines) -> None:
-    dress(axes, "Entropy of the load (1: even), mean over layers", "trunk updates")
-    text = f"{lines.dead:,} of {lines.experts:,} experts idle"
-    axes.set_title(text, loc="right", fontsize=9, color=GREY, pad=16)
-    axes.set_xlim(0, 1.01 * max(*lines.steps, 1.0))
+def _balance(axes: Axes, steps: np.ndarray, entropies: np.ndarray) -> None:
+    """A dot for each layer and window, a line through their means."""
+    dress(axes, "Entropy of the load (1: even)", "trunk updates")
+    axes.set_xlim(0, 1.01 * max(steps.max(), 1.0))
     axes.set_ylim(0, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    is_known = ~np.isnan(lines.entropy).all(axis=0)
-    if is_known.any():
-        mean = np.nanmean(lines.entropy[:, is_known], axis=0)
-        axes.plot(lines.steps[is_known], mean, color=VALID, linewidth=2.2, marker="o", markersize=3)
-        end_labels(axes, [(float(mean[-1]), f"{mean[-1]:.2f}", VALID)])
+    ends, window = np.unique(steps, return_inverse=True)
+    means = np.bincount(window, entropies) / np.bincount(window)
+    axes.plot(steps, entropies, ".", color=VALID, alpha=0.35)
+    axes.plot(ends, means, color=VALID, linewidth=2.2)
+    end_labels(axes, [(float(means[-1]), f"mean {means[-1]:.2f}", VALID)])
 
 
 def _throughput(axes: Axes, metrics: Metrics, kills: Metrics, unit: str, seconds: float) -> None:

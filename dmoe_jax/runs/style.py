@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -16,10 +15,6 @@ TRAIN = "#E69F00"
 """Orange: training."""
 KILLED = "#D55E00"
 """Vermilion: what was lost."""
-SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
-"""Colours of things side by side."""
-DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-"""Once the colours are used up they come again in these dashes."""
 
 Label = tuple[float, str, str]
 """Text beside an axes: the value that it names, the text, its colour."""
@@ -56,11 +51,6 @@ def end_labels(axes: Axes, labels: Sequence[Label], *, gap: float = LABEL_GAP) -
     heights = [float(to_axes.transform((0.0, value))[1]) for value, _, _ in ordered]
     for height, (_, text, colour) in zip(spread(heights, gap, 0.0, 1.0), ordered, strict=True):
         axes.text(1.012, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
-
-
-def series_style(index: int) -> tuple[str, Any]:
-    """Colour and dashes of the line with this number, different for the first 28."""
-    return SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
 
 
 def baseline(axes: Axes, value: float, name: str) -> Label:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.comparison import comparison_table
-from experiments.run_summary import deviation, perplexity_curve, summarise_run
+from experiments.run_summary import balance_lines, deviation, perplexity_curve, summarise_run
 
 Record = dict[str, Any]
 
@@ -78,3 +78,20 @@ def test_table_by_hand() -> None:
     assert list(table.rows[1]) == ["small", 1, "512.3", *[None] * 9]
     assert list(table.rows[2]) == ["none", 1, None, *[None] * 9]
     assert comparison_table({"small": [dense]}).head == ("", "runs", "validation perplexity")
+
+
+def test_balance_lines_by_hand() -> None:
+    """In the order of layers and steps, the last record of a step counts, and what is not known is NaN."""
+    metrics: list[Record] = [
+        {"kind": "balance", "step": 20, "layer": "layer10", "cv": 1.0, "entropy": 0.5, "dead": 1, "histogram": [0, 2]},
+        {"kind": "balance", "step": 10, "layer": "layer9", "cv": None, "entropy": None, "dead": 2, "histogram": [0, 0]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.7, "entropy": 0.6, "dead": 2, "histogram": [0, 1]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.8, "entropy": 0.9, "dead": 0, "histogram": [1, 3]},
+    ]
+    lines = balance_lines(metrics)
+    assert lines.layers == ("layer9", "layer10")
+    np.testing.assert_array_equal(lines.steps, [10, 20])
+    np.testing.assert_array_equal(lines.cv, [[np.nan, 0.8], [np.nan, 1.0]])
+    np.testing.assert_array_equal(lines.entropy, [[np.nan, 0.9], [np.nan, 0.5]])
+    assert (lines.dead, lines.experts) == (1, 4)
+    assert balance_lines([]).layers == ()
