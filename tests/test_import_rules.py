@@ -57,7 +57,7 @@ SHELLS = {
     "net.averaging.reduction.chunk_exchange",
     "net.averaging.state.download",
     "net.averaging.state.sharing",
-    "dmoe_jax.data.corpora",
+    "dmoe_jax.data.files",
     "dmoe_jax.data.mnist",
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.emulator.recording",

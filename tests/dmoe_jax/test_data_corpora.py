@@ -182,18 +182,6 @@ def test_cache_that_cannot_be_written_costs_no_run(network: Callable[[Opener], N
 
 
 @pytest.mark.usefixtures("tiny_facts")
-def test_relative_cache_home_is_ignored(
-    network: Callable[[Opener], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the XDG specification asks: the cache is then ~/.cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/cache")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    network(serving(TINY))
-    load_corpus()
-    assert (tmp_path / "home" / ".cache" / "dmoe_jax" / "wikitext-2" / "train.txt.gz").is_file()
-
-
-@pytest.mark.usefixtures("tiny_facts")
 def test_downloads_are_checked_byte_for_byte(
     network: Callable[[Opener], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -245,14 +233,6 @@ def test_asking_for_wikitext_never_gives_another_text(network: Callable[[Opener]
     network(unreachable)
     with pytest.raises(DataError, match=r"no route to host.*Set DMOE_DATA to a folder"):
         load_corpus(source="wikitext-2")
-
-
-def test_asking_for_the_embedded_corpus_ignores_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even a broken DMOE_DATA does not matter then."""
-    monkeypatch.setenv("DMOE_DATA", "/nowhere")
-    corpus = load_corpus(source="embedded")
-    assert corpus.name == "embedded"
-    assert "because it was asked for" in corpus.description
 
 
 def test_embedded_corpus_is_a_text_to_learn_from() -> None:

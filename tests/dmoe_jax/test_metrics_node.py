@@ -102,17 +102,6 @@ async def test_what_each_expert_has_done_is_shown(autojump_clock: trio.testing.M
     assert found["dmoe_node_expert_sent_bytes_total"] == {forward: 3 * 16, backward: 4 * 16}
 
 
-async def test_a_node_counts_staleness(autojump_clock: trio.testing.MockClock) -> None:
-    """Of two gradients that saw the expert's first state, the second comes one update late."""
-    async with open_rig() as rig:
-        for index in range(2):
-            body = {"uid": "ffn.0.1", "id": bytes([index]), "seen": 0}
-            await rig.call("expert.backward", body, rows(2), rows(2, seed=1))
-        staleness = rig.node.recorder.staleness
-        assert staleness.cumulative[:2] == [(0.0, 1), (1.0, 2)]
-        assert (staleness.count, staleness.total) == (2, 1.0)
-
-
 async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockClock) -> None:
     """Refused for its shape, refused for what it would do to the expert, turned away, and given up by its caller."""
     backends = {"ffn.0.1": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)))}

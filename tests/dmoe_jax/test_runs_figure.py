@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.figure import columns, draw_run, load_rows, new_calls, training_figure
+from dmoe_jax.runs.figure import draw_run, load_rows, new_calls, training_figure
 from dmoe_jax.runs.style import spread
 from dmoe_jax.training.balance import balance
 from dmoe_jax.training.engine import Totals
@@ -147,20 +147,6 @@ def test_figure_is_a_png(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["figure.png"]
 
 
-def test_nulls_are_left_out() -> None:
-    """A loss that was not a number is null in the file and no point in the figure."""
-    metrics: list[Record] = [
-        {"kind": "train", "step": 1, "loss": 2.0},
-        {"kind": "train", "step": 2, "loss": None},
-        {"kind": "train", "step": 3},
-        {"kind": "eval", "step": 4, "loss": 1.0},
-    ]
-    steps, losses = columns(metrics, "train", "step", "loss")
-    np.testing.assert_array_equal(steps, [1])
-    np.testing.assert_array_equal(losses, [2.0])
-    assert [column.size for column in columns(metrics, "calls", "ok", "failed")] == [0, 0]
-
-
 def test_load_is_split_at_the_kill() -> None:
     """Counts are cumulative: after = last - at the kill; the record before tells whose experts are lost."""
     metrics: list[Record] = [
@@ -177,18 +163,6 @@ def test_load_is_split_at_the_kill() -> None:
     assert whole.labels == ("a",)
     np.testing.assert_array_equal(whole.counts, [[10, 1, 4]])
     assert not whole.killed.any()
-
-
-def test_load_of_layers_with_different_experts() -> None:
-    """An expert that a layer does not have is not a number; a node is found by the event's detail too."""
-    metrics: list[Record] = [
-        {"kind": "event", "name": "node_killed", "step": 1, "detail": "node1 at p:1"},
-        {"kind": "experts", "step": 2, "load": {"layer10.0": 1, "layer9.1": 2}, "peer": {"layer10.0": "p:1"}},
-    ]
-    loads = load_rows(metrics)
-    assert loads.labels == ("layer9", "layer10")
-    np.testing.assert_array_equal(loads.counts, [[np.nan, 2], [1, np.nan]])
-    np.testing.assert_array_equal(loads.killed, [[False, False], [True, False]])
 
 
 def test_labels_are_spread() -> None:
