@@ -1,7 +1,6 @@
-"""Where the text comes from: WikiText-2 from a folder, cache or download, or a corpus that needs no network.
+"""Texts in three parts: WikiText-2, a corpus that needs no network, or one of a user's own.
 
-A run must say which text it was trained on and why that one: perplexities of different texts cannot be compared. So
-every corpus carries a sentence about its origin, and a folder that the user named is never passed over in silence.
+Perplexities of different texts cannot be compared, so every corpus carries a sentence about its origin.
 """
 
 import platform

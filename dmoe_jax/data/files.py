@@ -41,7 +41,7 @@ def find_data(name: str, read: Callable[[Path], T], download: Callable[[Path], N
       read: reads the files of a folder. Raises DataError.
       download: writes the files of the public copy at `url` into a folder. Raises DataError.
 
-    Returns: what was read, and its origin for people.
+    Returns: the data, and their origin for people.
 
     Raises:
       NotAtHand: nothing has it. DataError: `$DMOE_DATA` is set, but what it names is missing or damaged.

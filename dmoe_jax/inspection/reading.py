@@ -39,7 +39,7 @@ class Reading:
     Attributes:
       words: int32 [blocks, samples, words of a sample]; -1 beyond the end of a block.
       places: [blocks, samples], places in the text where the samples begin.
-      chosen: of each layer that could be followed, int32 [blocks, samples, slots]: numbers of the experts, -1 for none.
+      chosen: numbers of the experts, -1 for none: int32 [blocks, samples, slots] of each layer that could be followed.
       experts: says from which experts the layers could choose.
     """
 

@@ -1,6 +1,6 @@
 """RUN/inspection: the pictures, and a report.md with a sentence on each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,6 @@ from dmoe_jax.inspection.statistics import APART_ERRORS, load_over_training, tur
 from dmoe_jax.inspection.word_classes import article_starts
 from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, RunFolder, plain, replaced_file
-
-_Drawn = tuple[str, Figure]
-"""File name of a picture, and the picture."""
 
 _ON_WORDS = (
     "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
@@ -54,18 +51,17 @@ def write_inspection(
             for layer, shares in load_over_training(RunFolder(run.path).metrics()).items()
             if shares.shape[1] == model.num_experts
         },
-        "pictures": [],
         "left_out": [],
     }
     if not figures["load"]:
         figures["left_out"].append("the load over the training: the run has no records of it (kind `balance`)")
     drawn = _words(figures, model, reading, corpus, split)
-    for name, figure in drawn:
-        figures["pictures"].append(name)
+    figures["pictures"] = list(drawn)
+    for name, figure in drawn.items():
         with replaced_file(folder / name) as temporary:
             figure.savefig(temporary)
     for old in folder.glob(f"{_NAME}*.png"):
-        if old.name not in figures["pictures"]:
+        if old.name not in drawn:
             old.unlink()  # of an inspection that saw more
     figures = plain(figures)
     with replaced_file(folder / REPORT) as temporary:
@@ -73,12 +69,15 @@ def write_inspection(
     return figures
 
 
-def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus: Corpus, split: str) -> list[_Drawn]:
+def _words(
+    figures: dict[str, Any], model: SavedModel, reading: Reading, corpus: Corpus, split: str
+) -> dict[str, Figure]:
+    """Pictures of the layers by their file names; notes their figures, and what is left out."""
     vocabulary = corpus.vocabulary
     starts = article_starts(getattr(corpus, split), vocabulary)
     if not starts.size:
         figures["left_out"].append("the place in the article: the text has no headings in WikiText's form, `= Title =`")
-    drawn = []
+    drawn = {}
     for layer, chosen in enumerate(reading.chosen):
         name, calls = model.layers[layer], np.bincount(chosen[chosen >= 0], minlength=model.num_experts)
         shares = calls / max(1, calls.sum())
@@ -88,8 +87,7 @@ def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus:
             "told_apart": {panel.title: int(panel.lift.is_apart.sum()) for panel in found},
         }
         if layer in shown_layers(len(reading.chosen)):
-            figure = words_picture(name, found, model.places, shares)
-            drawn.append((f"{_NAME}{name}.png", figure))
+            drawn[f"{_NAME}{name}.png"] = words_picture(name, found, model.places, shares)
     if missing := model.layers[len(reading.chosen) :]:
         names = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
         figures["left_out"].append(
@@ -100,7 +98,7 @@ def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus:
     return drawn
 
 
-def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) -> str:
+def _report(figures: Mapping[str, Any], drawn: Mapping[str, Figure], run: SavedRun) -> str:
     read = (
         f"The model of step {figures['step']:,} of `{run.path}` (router {figures['router']}) read "
         f"{figures['words']:,} words of {figures['text']} from evenly spaced places, and routed "
@@ -110,7 +108,7 @@ def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) 
     if not run.is_complete:
         read += " The run is unfinished."
     parts = ["# What the router learnt", read]
-    for name, figure in drawn:
+    for name, figure in drawn.items():
         title = figure.get_suptitle()
         parts.append(f"## {title}\n\n![{title}]({name})\n\n{_ON_WORDS}")
     if figures["load"]:

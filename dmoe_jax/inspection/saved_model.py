@@ -39,7 +39,7 @@ class SavedModel:
     Attributes:
       step: number of trunk updates that it has taken.
       trunk: parameters of everything but the experts.
-      experts: of each layer, stacked; zeros for experts that were not saved.
+      experts: parameters of each layer's experts, stacked; zeros for those that were not saved.
       known: bool [layers, *grid], true for experts that were saved.
     """
 

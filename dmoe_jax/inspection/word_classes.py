@@ -1,4 +1,4 @@
-"""Classes of words that the vocabulary alone decides, and where the articles of a text begin."""
+"""Classes of words that the vocabulary alone decides, and of places in the articles of a text."""
 
 from typing import NamedTuple
 
@@ -22,12 +22,7 @@ _PLACES = (1, 2, 4, 8, 16)
 
 
 class Classes(NamedTuple):
-    """A partition of the words, or of the places in a text.
-
-    Attributes:
-      names: of the classes, in the order of their numbers.
-      of: number of the class of each word by its id, or of each place; -1 for none.
-    """
+    """A partition of words or of places: the names of the classes, and the number of each one's class, -1 for none."""
 
     names: tuple[str, ...]
     of: Int[np.ndarray, "..."]

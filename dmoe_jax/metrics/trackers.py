@@ -1,4 +1,4 @@
-"""What goes to a run's metrics.jsonl goes to an experiment tracker, too: Weights & Biases, Trackio or TensorBoard.
+"""Experiment trackers, which get a run's records beside metrics.jsonl: Weights & Biases, Trackio and TensorBoard.
 
 A tracker is somebody else's code, which talks to a server or a disk. So it has a thread of its own, and training hands
 records over and never waits: at most `MAX_WAITING` wait, further ones are dropped. Errors of the tracker are counted,

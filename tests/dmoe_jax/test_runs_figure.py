@@ -70,18 +70,13 @@ def many_layers() -> list[Record]:
 
 CASES = {
     "whole": run_metrics(),
-    "no kill": run_metrics(kill_step=None),
-    "kill at once": run_metrics(kill_step=3),
     "kill at the end": run_metrics(kill_step=198),
     "no evaluation": without(run_metrics(), "eval", "baseline"),
-    "no calls": without(run_metrics(), "calls", "experts"),
     "only evaluations": without(run_metrics(), "train", "calls", "experts"),
     "one step": run_metrics(num_steps=1),
     "wide grid": run_metrics(grid=9),
-    "flat": [{"kind": "eval", "step": step, "perplexity": 500.0 + step, "split": "valid"} for step in range(9)],
     "balance of two layers": run_metrics(kill_step=None) + balance_metrics(layers=2),
     "balance of many layers": many_layers() + balance_metrics(layers=16, experts=64),
-    "balance of one window": run_metrics(num_steps=1) + balance_metrics(layers=3, windows=1),
     "balance without load": [{"kind": "balance", "step": 5, "layer": "layer0", "cv": None, "entropy": None}],
     "empty": [],
 }
