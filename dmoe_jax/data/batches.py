@@ -115,9 +115,7 @@ class SegmentStream:
         return batch
 
 
-def evaluation_segments(
-    ids: Int[np.ndarray, " tokens"], *, batch_size: int, seq_len: int, max_tokens: int | None = None
-) -> Iterator[Batch]:
+def evaluation_segments(ids: Int[np.ndarray, " tokens"], *, batch_size: int, seq_len: int) -> Iterator[Batch]:
     """Batches that hold every target of a text exactly once, under a mask.
 
     The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch has the
@@ -126,7 +124,6 @@ def evaluation_segments(
     Args:
       ids: [tokens], the text.
       batch_size, seq_len: rows, and tokens in a row of one batch.
-      max_tokens: evaluate only the first so many targets of the text; None for all.
 
     Returns: batches; `is_first` is true for all rows of the first one and for no other.
 
@@ -135,8 +132,8 @@ def evaluation_segments(
     """
     if ids.size < 2:
         raise ValueError(f"a text to evaluate must have at least 2 tokens, got {ids.size}")
-    check_positive(batch_size=batch_size, seq_len=seq_len, max_tokens=ids.size if max_tokens is None else max_tokens)
-    num_targets = ids.size - 1 if max_tokens is None else min(ids.size - 1, max_tokens)
+    check_positive(batch_size=batch_size, seq_len=seq_len)
+    num_targets = ids.size - 1
     row_len = -(-num_targets // batch_size)
     starts = np.arange(batch_size, dtype=np.int64)[:, None] * row_len
 

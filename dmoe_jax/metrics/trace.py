@@ -16,27 +16,17 @@ from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.trainer import StepSpan
 
 MAX_EVENTS = 100_000
-"""Number of events that a trace keeps by default, the latest ones: 20 MB of memory, and as large a file."""
+"""Number of events that a trace keeps, the latest ones: 20 MB of memory, and as large a file."""
 
 _TRAINERS = "trainers"
 
 
 class Trace:
-    """Events of one run, as they end; written at its end.
+    """Events of one run, as they end; written at its end. It begins at `began` of trio's clock."""
 
-    Args:
-      began: trio's clock at the trace's 0.
-      max_events: number of events that are kept.
-
-    Raises:
-      ValueError: none may be kept.
-    """
-
-    def __init__(self, began: float, *, max_events: int = MAX_EVENTS) -> None:
-        if max_events < 1:
-            raise ValueError(f"a trace keeps at least one event, got max_events={max_events}")
+    def __init__(self, began: float) -> None:
         self._began = began
-        self._records: deque[CallRecord | StepSpan] = deque(maxlen=max_events)
+        self._records: deque[CallRecord | StepSpan] = deque(maxlen=MAX_EVENTS)
         self.dropped = 0
         """Number of events that made room for later ones."""
 
