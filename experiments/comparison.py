@@ -25,9 +25,9 @@ from dmoe_jax.runs.style import (
     end_labels,
     plain_log_ticks,
     say_empty,
-    series_style,
     short,
 )
+from experiments.panels import series_style
 from experiments.run_summary import (
     FIGURES,
     RunSummary,

@@ -2,12 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress, end_labels
+from dmoe_jax.runs.style import GREY, INK, KILLED, TRAIN, VALID, dress, end_labels
 from experiments.results import Bar
+
+SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
+"""Colours of things side by side."""
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+"""Once the colours are used up they come again in these dashes."""
+
+
+def series_style(index: int) -> tuple[str, Any]:
+    """Colour and dashes of the line with this number, different for the first 28."""
+    return SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
 
 
 def ratio_figure(

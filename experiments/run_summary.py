@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dmoe_jax.runs.balance_panels import balance_lines
 from dmoe_jax.runs.figure import Metrics, columns, new_calls
+from dmoe_jax.runs.style import natural_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,48 @@ def summarise_run(metrics: Metrics) -> RunSummary:
         virtual_s=_last(metrics, "virtual_s"),
         wall_s=wall_s,
         tokens_per_s=tokens_per_s,
+    )
+
+
+class BalanceLines(NamedTuple):
+    """Balance over steps.
+
+    Attributes:
+      layers: names, in order.
+      steps: [windows], trunk updates at the end of each window.
+      cv, entropy: [layer, window]; NaN where a layer has no figure.
+      dead, experts: of all layers, those without a sample in their layer's last window, and all.
+    """
+
+    layers: tuple[str, ...]
+    steps: np.ndarray
+    cv: np.ndarray
+    entropy: np.ndarray
+    dead: int
+    experts: int
+
+
+def balance_lines(metrics: Metrics) -> BalanceLines:
+    """The "balance" records of a run; without layers if it has none. Of two for a layer and step the last counts."""
+    table: dict[str, dict[float, Mapping[str, Any]]] = {}
+    for record in metrics:
+        if record["kind"] == "balance" and isinstance(record.get("step"), int | float) and record.get("layer"):
+            table.setdefault(str(record["layer"]), {})[record["step"]] = record
+    layers = tuple(sorted(table, key=natural_order))
+    steps = sorted({step for windows in table.values() for step in windows})
+    last = [windows[max(windows)] for windows in table.values()]
+
+    def figures(field: str) -> np.ndarray:
+        values = [[table[layer].get(step, {}).get(field) for step in steps] for layer in layers]
+        return np.array(values, dtype=np.float64).reshape(len(layers), len(steps))  # None becomes NaN
+
+    return BalanceLines(
+        layers=layers,
+        steps=np.array(steps, dtype=np.float64),
+        cv=figures("cv"),
+        entropy=figures("entropy"),
+        dead=sum(record.get("dead") or 0 for record in last),
+        experts=sum(len(record.get("histogram") or ()) for record in last),
     )
 
 

@@ -56,7 +56,7 @@ SHELLS = {
     "net.averaging.window",
     "net.averaging.state.download",
     "net.averaging.state.sharing",
-    "dmoe_jax.data.corpora",
+    "dmoe_jax.data.files",
     "dmoe_jax.data.mnist",
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.runs.command_line",

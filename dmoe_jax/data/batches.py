@@ -1,14 +1,9 @@
 """A long text cut into batches of short segments, in reading order.
 
-Theory of operation. A language model with memory (Transformer-XL, Dai et al. 2019) reads a few places of the text
-side by side: row r of batch k+1 continues row r of batch k, so that the model's memory of the row is what came just
-before. The text of n tokens is cut into (n - 1) // seq_len whole segments, laid on a circle. Rows start evenly spaced
-on it, the rows of all trainers together, and every row walks the circle for ever. Hence
-
-- trainers read disjoint parts until a row has walked as far as its neighbour's start, and every trainer sees
-  the whole text in time (a trunk that only ever saw 1/num_shards of it would overfit that part);
-- no segment straddles the end of the text: a row restarts exactly at a batch's start, and `is_first` says so;
-- the state of a stream is one integer, the number of batches read.
+Row r of batch k+1 continues row r of batch k, so that a model's memory of the row is what came just before
+(Transformer-XL, Dai et al. 2019). The text's whole segments are laid on a circle, on which the rows of all trainers
+start evenly spaced and walk for ever. Hence trainers read disjoint parts, until a row comes to its neighbour's start,
+and each of them sees the whole text in time; and the state of a stream is the number of batches read.
 """
 
 import random
@@ -40,8 +35,7 @@ class Batch(NamedTuple):
 class SegmentStream:
     """Training batches of one trainer, without end. Iterate, or read any batch by its number with `at`.
 
-    The same arguments give the same batches. To resume, save `position` and pass it back; a model that comes back
-    without its memory must drop the memory of every row itself, since `is_first` speaks of the text alone.
+    The same arguments give the same batches. To resume, save `position` and pass it back.
     """
 
     def __init__(
@@ -55,13 +49,13 @@ class SegmentStream:
         seed: int | None = None,
         position: int = 0,
     ) -> None:
-        """Lay the rows of `shard` on the text; nothing is copied before a batch is read.
+        """Lay the rows of a trainer on the text.
 
         Args:
           ids: the training text.
           batch_size, seq_len: rows of this trainer, and tokens in a row of one batch.
           shard: number of this trainer, from 0.
-          num_shards: trainers that share the text; all must use the same batch_size, seq_len and seed.
+          num_shards: number of trainers that share the text, all with the same batch_size, seq_len and seed.
           seed: turns the circle by a random number of segments; None starts row 0 at the beginning of the text.
           position: number of batches already read.
 
@@ -90,7 +84,7 @@ class SegmentStream:
 
     @property
     def position(self) -> int:
-        """Number of batches read so far: all there is to save."""
+        """Number of batches read so far."""
         return self._position
 
     def seek(self, position: int) -> None:
@@ -100,7 +94,7 @@ class SegmentStream:
         self._position = position
 
     def at(self, position: int) -> Batch:
-        """Batch number `position`, from 0. Reads nothing else and changes nothing."""
+        """Return batch number `position`, from 0, whatever was read so far."""
         if position < 0:
             raise ValueError(f"position must not be negative, got {position}")
         segments = (self._starts + position) % self._num_segments
@@ -121,19 +115,15 @@ class SegmentStream:
         return batch
 
 
-def evaluation_segments(
-    ids: Int[np.ndarray, " tokens"], *, batch_size: int, seq_len: int, max_tokens: int | None = None
-) -> Iterator[Batch]:
+def evaluation_segments(ids: Int[np.ndarray, " tokens"], *, batch_size: int, seq_len: int) -> Iterator[Batch]:
     """Batches that hold every target of a text exactly once, under a mask.
 
     The targets ids[1:] are cut into `batch_size` equal rows, read side by side as in training. Every batch has the
-    same shape, so that one compiled program evaluates them all; places past a row's end repeat its last word and are
-    masked. The mean of the loss over `mask` in all batches together is the text's loss.
+    same shape; places past a row's end repeat its last word and are masked.
 
     Args:
       ids: [tokens], the text.
       batch_size, seq_len: rows, and tokens in a row of one batch.
-      max_tokens: evaluate only the first so many targets of the text; None for all.
 
     Returns: batches; `is_first` is true for all rows of the first one and for no other.
 
@@ -142,8 +132,8 @@ def evaluation_segments(
     """
     if ids.size < 2:
         raise ValueError(f"a text to evaluate must have at least 2 tokens, got {ids.size}")
-    check_positive(batch_size=batch_size, seq_len=seq_len, max_tokens=ids.size if max_tokens is None else max_tokens)
-    num_targets = ids.size - 1 if max_tokens is None else min(ids.size - 1, max_tokens)
+    check_positive(batch_size=batch_size, seq_len=seq_len)
+    num_targets = ids.size - 1
     row_len = -(-num_targets // batch_size)
     starts = np.arange(batch_size, dtype=np.int64)[:, None] * row_len
 

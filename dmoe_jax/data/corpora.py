@@ -1,10 +1,9 @@
-"""Where the text comes from: WikiText-2 from a folder, cache or download, or a corpus that needs no network.
+"""Texts in three parts: WikiText-2, a corpus that needs no network, or one of a user's own.
 
-A run must say which text it was trained on and why that one: perplexities of different texts cannot be compared. So
-every corpus carries a sentence about its origin, and a folder that the user named is never passed over in silence.
+Perplexities of different texts cannot be compared, so every corpus carries a sentence about its origin.
 """
 
-import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import SOURCES, DataError, check_source, raw_text, wikitext2
+from dmoe_jax.data.files import NotAtHand, find_data
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
 
 _MANY_UNKNOWN = 0.1
@@ -39,11 +38,10 @@ class Corpus:
 
 
 def load_corpus(*, source: str = "auto") -> Corpus:
-    """Load a corpus. Blocks for about a second; for a download, at most about `wikitext2.TOTAL_TIMEOUT_S`.
+    """Load a corpus. Blocks for about a second; for a download, at most about `files.TOTAL_TIMEOUT_S`.
 
-    WikiText-2 is looked for in the folder `wikitext-2` of `$DMOE_DATA`, then in `dmoe_jax/wikitext-2` of the user's
-    cache directory (`$XDG_CACHE_HOME`, or `~/.cache`), then on the network; with `source="auto"` the embedded corpus
-    is the last resort. A download is kept in the cache, where a damaged copy is replaced.
+    WikiText-2 is looked for as `find_data` says, in a folder `wikitext-2`; with `source="auto"` the embedded corpus is
+    the last resort.
 
     Args:
       source: one of `SOURCES`, or the path of a text of one's own; see `raw_text`.
@@ -56,63 +54,23 @@ def load_corpus(*, source: str = "auto") -> Corpus:
         return _own_corpus(Path(source))
     if source == "embedded":
         return _embedded_corpus("it was asked for")
-    folder = os.environ.get("DMOE_DATA")
-    if folder:
-        texts = wikitext2.read_folder(os.path.join(folder, "wikitext-2"))
-        return _wikitext_corpus(texts, f"DMOE_DATA={folder}")
-    tried = ["DMOE_DATA is not set"]
-    caches = cache_folder()
-    cache = None if caches is None else str(caches / "wikitext-2")
-    if cache is None:
-        tried.append("no home directory for a cache")
-    else:
-        try:
-            return _wikitext_corpus(wikitext2.read_folder(cache), f"the cache {cache}")
-        except DataError as error:
-            tried.append(f"cache: {error}" if os.path.isdir(cache) else f"nothing in the cache {cache}")
     try:
-        texts = wikitext2.download()
-    except DataError as error:
-        tried.append(f"download: {error}")
-    else:
-        kept = _keep_in_cache(texts, cache)
-        return _wikitext_corpus(texts, f"a download from {wikitext2.BASE_URL} ({kept})")
-    if source == "wikitext-2":
+        words, origin = find_data("wikitext-2", wikitext2.read_folder, wikitext2.download, wikitext2.BASE_URL)
+    except NotAtHand as error:
+        if source == "auto":
+            return _embedded_corpus(str(error))
         raise DataError(
-            f"WikiText-2 cannot be had: {'; '.join(tried)}. Set DMOE_DATA to a folder that holds "
+            f"WikiText-2 cannot be had: {error}. Set DMOE_DATA to a folder that holds "
             "wikitext-2/train.txt.gz, valid.txt.gz and test.txt.gz"
-        )
-    return _embedded_corpus("; ".join(tried))
-
-
-def _keep_in_cache(texts: wikitext2.Texts, cache: str | None) -> str:
-    """Write the texts to the cache; one that cannot be written costs the next run a download, no more."""
-    if cache is None:
-        return "not kept: there is no home directory"
-    try:
-        wikitext2.write_folder(texts, cache)
-    except OSError as error:
-        return f"not kept: {error}"
-    return f"kept in {cache}"
-
-
-def _wikitext_corpus(texts: wikitext2.Texts, origin: str) -> Corpus:
-    """Encode WikiText-2. Its vocabulary is that of train: valid and test add no word to the 33,278."""
-    train, valid, test = (wikitext2.split_words(texts[split]) for split in wikitext2.SPLITS)
-    vocabulary = Vocabulary.build(train)
-    if len(vocabulary) != wikitext2.VOCAB_SIZE:
-        raise DataError(
-            f"WikiText-2 from {origin}: expected {wikitext2.VOCAB_SIZE:,} different words in train, "
-            f"got {len(vocabulary):,}"
-        )
-    return _encode("wikitext-2", f"WikiText-2 from {origin}", vocabulary, train, valid, test)
+        ) from error
+    return _encode("wikitext-2", f"WikiText-2 from {origin}", Vocabulary.build(words[0]), *words)
 
 
 def _embedded_corpus(why: str) -> Corpus:
     train, valid, test = raw_text.read_embedded()
     vocabulary = Vocabulary.build(train, min_count=raw_text.MIN_COUNT)
-    origin = f"embedded corpus ({raw_text.describe_embedded()}), because {why}"
-    return _encode("embedded", origin, vocabulary, train, valid, test)
+    text = f"pydoc_data.topics of {platform.python_implementation()} {platform.python_version()}"
+    return _encode("embedded", f"embedded corpus ({text}), because {why}", vocabulary, train, valid, test)
 
 
 def _own_corpus(path: Path) -> Corpus:

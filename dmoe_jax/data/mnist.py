@@ -1,12 +1,8 @@
 """MNIST (LeCun et al. 1998): its four files in IDX format, gzip, as they have always been published."""
 
-import gzip
 import hashlib
 import logging
-import os
-import shutil
 import struct
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError
-from dmoe_jax.data.wikitext2 import TOTAL_TIMEOUT_S, fetch, read_gzip
+from dmoe_jax.data.files import TOTAL_TIMEOUT_S, NotAtHand, fetch, find_data, read_gzip
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +43,11 @@ NUM_CLASSES = 10
 _UNSIGNED_BYTES = 8
 """IDX's code of the element type."""
 
+_WHAT = "a file of MNIST, gzip of IDX"
+
 
 class Images(NamedTuple):
-    """Pictures of digits.
-
-    Attributes:
-      pixels: [images, 784], 0 to 255, row by row.
-      labels: [images], the digits.
-    """
+    """Pictures of digits, 784 pixels row by row, from 0 to 255."""
 
     pixels: UInt8[np.ndarray, "images pixels"]
     labels: Int32[np.ndarray, " images"]
@@ -83,45 +75,24 @@ def load_mnist() -> Mnist:
       DataError: `$DMOE_DATA` is set but its MNIST is missing or damaged; or it cannot be had. The message says what was
         tried.
     """
-    if named := os.environ.get("DMOE_DATA"):
-        return read_mnist(Path(named) / "mnist")
-    caches = cache_folder()
-    cache = None if caches is None else caches / "mnist"
-    tried = ["DMOE_DATA is not set", f"the cache {cache}: no such folder" if cache else "no home directory for a cache"]
-    if cache is not None and cache.is_dir():
-        try:
-            return read_mnist(cache)
-        except DataError as error:
-            tried[-1] = f"the cache: {error}"
     try:
-        return _download(cache)
-    except (DataError, OSError) as error:
-        tried.append(f"download: {error}")
-    raise DataError(
-        f"MNIST cannot be had: {'; '.join(tried)}. Set DMOE_DATA to a folder that holds mnist/"
-        f"{', '.join(name + '-ubyte.gz' for name in SHA256)}"
-    )
+        data, origin = find_data("mnist", read_mnist, _download, BASE_URL)
+    except NotAtHand as error:
+        files = ", ".join(f"{name}-ubyte.gz" for name in SHA256)
+        raise DataError(f"MNIST cannot be had: {error}. Set DMOE_DATA to a folder that holds mnist/{files}") from error
+    return replace(data, origin=origin)
 
 
-def _download(cache: Path | None) -> Mnist:
-    """Fetch the four files, each of them byte for byte what is known once it is unpacked, and keep them if possible."""
+def _download(folder: Path) -> None:
+    """Fetch the four files, each of them byte for byte what is known once it is unpacked."""
     _log.warning("downloading MNIST from %s", BASE_URL)
     deadline = time.monotonic() + TOTAL_TIMEOUT_S
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, digest in SHA256.items():
-            url, path = f"{BASE_URL}{name}-ubyte.gz", Path(temporary, f"{name}-ubyte.gz")
-            path.write_bytes(fetch(url, deadline))
-            with gzip.open(path) as file:
-                found = hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()
-            if found != digest:
-                raise DataError(f"{url}: expected the known bytes with SHA-256 {digest}, got {found}")
-        data = read_mnist(Path(temporary))
-        if cache is not None:
-            try:
-                shutil.copytree(temporary, cache, dirs_exist_ok=True)
-            except OSError as error:
-                _log.warning("MNIST will be downloaded again next time: it cannot be kept in %s: %s", cache, error)
-    return replace(data, origin=f"a download from {BASE_URL}")
+    for name, digest in SHA256.items():
+        url, path = f"{BASE_URL}{name}-ubyte.gz", folder / f"{name}-ubyte.gz"
+        path.write_bytes(fetch(url, deadline))
+        found = hashlib.sha256(read_gzip(path, _MOST_BYTES, _WHAT)).hexdigest()
+        if found != digest:
+            raise DataError(f"{url}: expected the known bytes with SHA-256 {digest}, got {found}")
 
 
 def read_mnist(folder: Path) -> Mnist:
@@ -145,7 +116,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes in a file: two zeros, the element type, the number of axes, their lengths, then the elements."""
     header = struct.pack(f">BBBB{len(shape)}I", 0, 0, _UNSIGNED_BYTES, len(shape), *shape)
     size = len(header) + int(np.prod(shape))
-    data = read_gzip(path, size + 1, "a file of MNIST, gzip of IDX", "IDX")
+    data = read_gzip(path, size + 1, _WHAT)
     if data[: len(header)] != header or len(data) != size:
         length = f"more than {size}" if len(data) > size else f"{len(data)}"
         raise DataError(

@@ -1,16 +1,13 @@
 """Raw text: an English corpus that every CPython carries, and texts of a user's own.
 
 The embedded corpus is the help texts of `pydoc_data.topics`: about 85,000 words on the Python language itself, enough
-to watch a small model learn from context, and no more. It differs between Python versions, and so do its perplexities;
-compare them within one version only.
+to watch a small model learn from context. It differs between Python versions, and so do its perplexities.
 
-A user's own text is one file, of which the end is held out, or a folder with a file for each part. One that holds
-`<unk>` has been made into words by others, as WikiText-2 and Penn Treebank have: it is taken as it is, so that
-perplexities can be compared with published ones.
+A text of one's own that holds `<unk>` has been made into words by others, as WikiText-2 has been: it is taken as it
+is, so that perplexities can be compared with published ones.
 """
 
 import importlib
-import platform
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ from pathlib import Path
 
 from dmoe_jax.data import DataError
 from dmoe_jax.data.vocabulary import EOS, UNK
-from dmoe_jax.data.wikitext2 import split_words
+from dmoe_jax.data.wikitext2 import Parts, split_words
 
 MIN_COUNT = 2
 """Words seen only once in train become `<unk>`, so that a model meets `<unk>` in training at all."""
@@ -30,7 +27,7 @@ _TRAIN_FRACTION, _VALID_FRACTION = 0.8, 0.1
 """Shares of the embedded corpus; the rest is for test."""
 
 _MIN_WORDS = 20
-"""The fewest in each part of a user's text; a perplexity over fewer says nothing."""
+"""Words that each part of a user's text has at least; a perplexity over fewer says nothing."""
 
 _TOKENISED = 1e-3
 """Share of `<unk>` from which on a text counts as made into words already: WikiText-103 has four times that."""
@@ -48,14 +45,6 @@ _JOINERS = "\u200c\u200d"
 _INVISIBLE = {0xFEFF: None, 0xAD: None, 0x200B: " "}
 """Byte order marks, soft hyphens, and spaces without width, which part words."""
 
-Parts = tuple[list[str], list[str], list[str]]
-"""The words of train, valid and test."""
-
-
-def describe_embedded() -> str:
-    """The embedded text's name, with the version that fixes it."""
-    return f"pydoc_data.topics of {platform.python_implementation()} {platform.python_version()}"
-
 
 def read_embedded() -> Parts:
     """The words of train, valid and test: whole articles in alphabetical order, about 80, 10 and 10 % of all.
@@ -71,10 +60,10 @@ def read_embedded() -> Parts:
 
 
 def articles_of(topics: Mapping[str, str]) -> list[list[str]]:
-    """The words of each article, articles sorted by title, `<eos>` after each line that has words.
+    """The words of each article, articles sorted by title.
 
-    A paragraph that an earlier article already had is left out: the help texts quote each other at length, and a
-    validation text that stands word for word in train would measure memory.
+    A paragraph that an earlier article had is left out: the help texts quote each other at length, and a validation
+    text that stands word for word in train would measure memory.
     """
     seen: set[str] = set()
     articles = []
@@ -105,16 +94,10 @@ def split_articles(articles: list[list[str]]) -> Parts:
 
 
 def read_own_text(path: Path) -> tuple[Parts, bool]:
-    """Read a text: lower-case words, numbers and punctuation, `<eos>` after each line that is not blank.
-
-    A text of which one word in a thousand is `<unk>` is already tokenised: its words are what stands between spaces, as
-    written, with `<eos>` after every line.
+    """Read a text, and say whether it was tokenised already: of such a text one word in a thousand is `<unk>`.
 
     Args:
-      path: a text file, or a folder with train.txt, valid.txt and test.txt; UTF-8.
-
-    Returns:
-      the words of train, valid and test; and whether the text was tokenised already.
+      path: a text file, of which the end is held out, or a folder with train.txt, valid.txt and test.txt; UTF-8.
 
     Raises:
       DataError: there is no such file or folder, it is no UTF-8 text, or a part of it is too short.
@@ -147,7 +130,7 @@ def _read(path: Path) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """The words of a text that is tokenised already; an `<eos>` that ends a line is that of the line."""
+    """The words of a tokenised text, those between spaces; a line that ends in `<eos>` gets no second one."""
     return split_words(re.sub(rf"{EOS}[ \t]*$", "", text, flags=re.MULTILINE).encode())
 
 

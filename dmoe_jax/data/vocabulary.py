@@ -20,13 +20,10 @@ UNK = "<unk>"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The words a model knows; a word's id is its place in `words`.
+    """The words that a model knows; a word's id is its place in `words`.
 
     Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by the
-    alphabet, so that the ids do not depend on the order of the text's articles.
-
-    Attributes:
-      words: every word once, most frequent first.
+    alphabet, so that they do not depend on the order of the text's articles.
     """
 
     words: tuple[str, ...]
@@ -40,7 +37,7 @@ class Vocabulary:
 
     @property
     def meaning(self) -> str:
-        """Meaning of the ids, as one fact to compare: a hash of the words in their order."""
+        """Meaning of the ids, as one fact to compare."""
         digest = hashlib.sha256("\n".join(self.words).encode()).hexdigest()[:16]
         return f"vocabulary: {len(self):,} words, {digest}"
 
@@ -87,13 +84,8 @@ def unigram_perplexity(
 
     p(w) = count_train(w) / N_train (maximum likelihood); perplexity = exp(-mean over the evaluation text of log p(w)).
     If the evaluation text has a word that the training text lacks, that would be infinite; then, and only then, every
-    count is raised by one (Laplace): p(w) = (count_train(w) + 1) / (N_train + vocab_size).
-
-    On WikiText-2 every word of the validation and test texts occurs in training, so maximum likelihood it is:
-    965.09 on validation, 911.71 on test, `<eos>` counted. Neighbouring definitions give other numbers on
-    validation: 967.6 with add-one smoothing, 996.5 without `<eos>`, 760.3 from the validation text's own frequencies.
-
-    A model above this number has learnt nothing that depends on context.
+    count is raised by one (Laplace): p(w) = (count_train(w) + 1) / (N_train + vocab_size). On WikiText-2 it is 965.09
+    on validation and 911.71 on test, `<eos>` counted. A model above it has learnt nothing that depends on context.
 
     Raises:
       ValueError: an empty text, or an id outside the vocabulary.

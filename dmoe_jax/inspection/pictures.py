@@ -1,6 +1,10 @@
-"""The pictures of `dmoe inspect`. Drawn without `pyplot`, so nothing global is touched and no display is needed."""
+"""The pictures of `dmoe inspect`: from a reading to the words that each layer's experts are chosen for.
+
+Drawn without `pyplot`, so nothing global is touched and no display is needed.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,12 +12,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from dmoe_jax.inspection.panels import Panel
-from dmoe_jax.inspection.statistics import Lift
+from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.inspection.reading import Reading
+from dmoe_jax.inspection.statistics import Lift, lift, one_hot
+from dmoe_jax.inspection.word_classes import kinds, places_in_article, present
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 
+_FIRST, _BEFORE = "first word", "the word before"
+_TITLES = {False: ("words of the segment", _FIRST), True: ("the word itself", _BEFORE)}
+"""Titles of the panels of words, where segments are routed and where single words are."""
+
 MAX_ROWS, MAX_LAYERS = 32, 6
-"""Experts in a picture, those that are asked most; and layers that have one, evenly spaced."""
+"""Number of experts in a picture, those that are asked most; and of layers that have one, evenly spaced."""
 
 _LIMIT = 2.0
 """Binary logarithm of the lifts that have colours of their own, from a quarter to four."""
@@ -23,22 +33,50 @@ _LARGEST_ERROR = 1 / 3
 
 _LIFTS = LinearSegmentedColormap.from_list("lift", [KILLED, "#ffffff", VALID])
 _NOTHING = "#d9d9d9"
-"""Where there is nothing to compare."""
+"""Colour of cells where there is nothing to compare."""
+
+
+class Panel(NamedTuple):
+    """Lifts of the experts (rows) and classes (columns) of something, which `title` names."""
+
+    title: str
+    names: tuple[str, ...]
+    lift: Lift
+
+
+def panels(
+    reading: Reading, layer: int, *, num_experts: int, vocabulary: Vocabulary, article_starts: np.ndarray
+) -> list[Panel]:
+    """Panels of a layer: two of kinds of words, and one of places in the article if there are `article_starts`."""
+    members = np.asarray(one_hot(reading.chosen[layer], num_experts).any(axis=2))
+    every = kinds(vocabulary)
+    words = present(every._replace(of=np.where(reading.words >= 0, every.of[reading.words], -1)))
+    found = []
+    for title in _TITLES[reading.routes_words]:
+        counts = one_hot(_part(title, words.of), len(words.names)).sum(axis=2)
+        found.append(Panel(title, words.names, lift(members, counts)))
+    begins = np.where(reading.words[..., 0] >= 0, reading.places, -1)
+    places = present(places_in_article(begins, article_starts, reading.seq_len))
+    if places.names:
+        found.append(Panel("place in the article", places.names, lift(members, one_hot(places.of, len(places.names)))))
+    return found
+
+
+def _part(title: str, of: np.ndarray) -> np.ndarray:
+    if title == _FIRST:
+        return of[..., :1]
+    if title == _BEFORE:
+        return np.concatenate([np.full_like(of[:, :1], -1), of[:, :-1]], axis=1)
+    return of
 
 
 def shown_layers(count: int) -> list[int]:
-    """The layers that are drawn, of so many."""
+    """Numbers of the layers that are drawn."""
     return sorted({int(layer) for layer in np.linspace(0, count - 1, min(count, MAX_LAYERS)).round()})
 
 
 def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], shares: np.ndarray) -> Figure:
-    """A row for each expert of a layer, a column for each class.
-
-    Args:
-      panels: two over the same classes, and perhaps a third.
-      places: of each expert in the grid.
-      shares: of the calls, of each expert.
-    """
+    """The panels of a layer, two over the same classes and perhaps a third, and each expert's share of the calls."""
     rows = np.sort(np.argsort(-shares, kind="stable")[:MAX_ROWS])
     cut = f" (the {len(rows)} most asked of {len(shares)})" if len(rows) < len(shares) else ""
     figure = Figure(figsize=(10.5, 3.0 + 0.5 * len(rows)), dpi=130, layout="constrained", facecolor="white")
@@ -57,7 +95,7 @@ def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], sh
     corner.set_visible(len(panels) > 2)
     for drawn, panel in zip((axes, below, corner), panels, strict=False):
         dress(drawn, panel.title, "")
-        _draw_lift(drawn, Lift(*(part[rows] for part in panel.lift)), panel.names, panel.breaks)
+        _draw_lift(drawn, Lift(*(part[rows] for part in panel.lift)), panel.names)
     axes.set_xticklabels([])
     for drawn in grid.flat:
         drawn.set_yticks(range(len(rows)), [places[row] for row in rows], fontsize=8)
@@ -71,7 +109,7 @@ def words_picture(layer: str, panels: Sequence[Panel], places: Sequence[str], sh
     return figure
 
 
-def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str], breaks: Sequence[int]) -> None:
+def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str]) -> None:
     """Colours for the lifts that are known well enough, numbers for those that are told apart from 1."""
     with np.errstate(divide="ignore"):
         drawn = np.clip(np.log2(lifted.value), -_LIMIT, _LIMIT)
@@ -82,8 +120,6 @@ def _draw_lift(axes: Axes, lifted: Lift, names: Sequence[str], breaks: Sequence[
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-    for column in breaks:
-        axes.axvline(column - 0.5, color=GREY, linewidth=1.2)
     for row, column in np.argwhere(lifted.is_apart):
         value = lifted.value[row, column]
         colour = "white" if abs(drawn[row, column]) > 1.2 else INK

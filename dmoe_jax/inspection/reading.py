@@ -33,15 +33,14 @@ BLOCKS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reading:
-    """What was read and which experts were chosen. Blocks are places of the text, samples what is routed, in order:
-    segments, or single words.
+    """The text that was read, and the experts that were chosen. It is read at several places, the blocks; a sample is
+    routed as one, a segment or a single word.
 
     Attributes:
-      seq_len: words of a segment.
       words: int32 [blocks, samples, words of a sample]; -1 beyond the end of a block.
-      places: [blocks, samples], where in the text each sample begins.
-      chosen: of each layer that could be followed, int32 [blocks, samples, slots]: numbers of the experts, -1 for none.
-      experts: which experts the layers could choose from, in words.
+      places: [blocks, samples], places in the text where the samples begin.
+      chosen: numbers of the experts, -1 for none: int32 [blocks, samples, slots] of each layer that could be followed.
+      experts: says from which experts the layers could choose.
     """
 
     seq_len: int
@@ -52,21 +51,13 @@ class Reading:
 
     @property
     def routes_words(self) -> bool:
-        """Whether each word has experts of its own."""
+        """True if each word has experts of its own."""
         return self.words.shape[2] == 1 < self.seq_len
 
 
 def cut(ids: np.ndarray, seq_len: int, max_words: int) -> Iterator[tuple[Batch, np.ndarray]]:
-    """Batches of a text, which is read from evenly spaced places, and where in it each of their rows begins.
-
-    Args:
-      ids: the text.
-      seq_len: words of a segment.
-      max_words: about so many are read; 0 for all.
-
-    Raises:
-      ValueError: a text without two words.
-    """
+    """Batches of about `max_words` words (0: all) of a text, read from evenly spaced places, and where in it each of
+    their rows begins. Raises ValueError for a text without two words."""
     blocks = int(np.clip((ids.size - 1) // seq_len, 1, BLOCKS))
     sizes = {"batch_size": blocks, "seq_len": seq_len}
     num_batches = math.ceil(min(max_words or ids.size, ids.size) / (blocks * seq_len))
@@ -92,10 +83,7 @@ def read_locally(model: SavedModel, batches: Iterable[tuple[Batch, np.ndarray]])
 
 @remembered()
 def _read_program(config: TransformerXLConfig, router: Router, depth: int) -> Callable[..., tuple[Any, Memory]]:
-    """The compiled (trunk, experts, alive, batch, memory) -> ((cells, mask) of the first `depth` layers, next memory).
-
-    The words are not predicted: the compiler leaves out what nobody asks for, which is most of the work.
-    """
+    """The compiled (trunk, experts, alive, batch, memory) -> ((cells, mask) of `depth` layers, next memory)."""
 
     def read(trunk: PyTree, experts: Any, alive: Any, batch: Batch, memory: Memory) -> tuple[Any, Memory]:
         _, aux = local_forward(trunk, experts, config, router, batch, memory, alive=alive)
@@ -147,7 +135,7 @@ def _noting(mixture: RemoteMixture, swarm: Swarm, noted: list[np.ndarray]) -> Mi
 def _reading(
     batches: Sequence[tuple[Batch, np.ndarray]], chosen: Sequence[Sequence[np.ndarray]], experts: str
 ) -> Reading:
-    """All that was noted; `chosen` has for each batch of each layer the experts of all samples, [samples, slots]."""
+    """The whole reading; `chosen` has for each batch, for each layer, the experts of all samples, [samples, slots]."""
     words, places, layers = [], [], []
     for (batch, begins), cells in zip(batches, chosen, strict=True):
         rows, seq_len = batch.tokens.shape

@@ -1,14 +1,13 @@
 """RUN/inspection: the pictures, and a report.md with a sentence on each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.inspection.panels import panels
-from dmoe_jax.inspection.pictures import shown_layers, words_picture
+from dmoe_jax.inspection.pictures import panels, shown_layers, words_picture
 from dmoe_jax.inspection.reading import Reading
 from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.inspection.saved_run import SavedRun
@@ -17,8 +16,11 @@ from dmoe_jax.inspection.word_classes import article_starts
 from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, RunFolder, plain, replaced_file
 
-_Drawn = tuple[str, Figure, str]
-"""A picture: the name of its file, itself, and the paragraph on it."""
+_ON_WORDS = (
+    "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
+    "relative to how often they are chosen for all; a number stands where this is told apart from 1, by "
+    f"{APART_ERRORS:g} standard errors over the places that were read."
+)
 
 _NAME = "words_"
 """Beginning of the pictures' names, which end with the layer's."""
@@ -27,9 +29,7 @@ _NAME = "words_"
 def write_inspection(
     run: SavedRun, model: SavedModel, reading: Reading, corpus: Corpus, *, split: str
 ) -> dict[str, Any]:
-    """Draw what was found in a run, by a reading of this part of its text, into its folder, with a report.
-
-    Returns: the figures, as JSON can hold them.
+    """Draw the findings of a reading of a run's text into its folder, with a report; return them as JSON can say them.
 
     Raises:
       OSError: the folder cannot be written.
@@ -51,18 +51,17 @@ def write_inspection(
             for layer, shares in load_over_training(RunFolder(run.path).metrics()).items()
             if shares.shape[1] == model.num_experts
         },
-        "pictures": [],
         "left_out": [],
     }
     if not figures["load"]:
         figures["left_out"].append("the load over the training: the run has no records of it (kind `balance`)")
     drawn = _words(figures, model, reading, corpus, split)
-    for name, figure, _ in drawn:
-        figures["pictures"].append(name)
+    figures["pictures"] = list(drawn)
+    for name, figure in drawn.items():
         with replaced_file(folder / name) as temporary:
             figure.savefig(temporary)
     for old in folder.glob(f"{_NAME}*.png"):
-        if old.name not in figures["pictures"]:
+        if old.name not in drawn:
             old.unlink()  # of an inspection that saw more
     figures = plain(figures)
     with replaced_file(folder / REPORT) as temporary:
@@ -70,25 +69,25 @@ def write_inspection(
     return figures
 
 
-def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus: Corpus, split: str) -> list[_Drawn]:
+def _words(
+    figures: dict[str, Any], model: SavedModel, reading: Reading, corpus: Corpus, split: str
+) -> dict[str, Figure]:
+    """Pictures of the layers by their file names; notes their figures, and what is left out."""
     vocabulary = corpus.vocabulary
     starts = article_starts(getattr(corpus, split), vocabulary)
     if not starts.size:
         figures["left_out"].append("the place in the article: the text has no headings in WikiText's form, `= Title =`")
-    drawn = []
+    drawn = {}
     for layer, chosen in enumerate(reading.chosen):
         name, calls = model.layers[layer], np.bincount(chosen[chosen >= 0], minlength=model.num_experts)
         shares = calls / max(1, calls.sum())
         found = panels(reading, layer, num_experts=model.num_experts, vocabulary=vocabulary, article_starts=starts)
-        strongest = {panel.title: panel.strongest(model.places) for panel in found}
         figures["layers"][name] = {
             "shares": dict(zip(model.places, shares.tolist(), strict=True)),
             "told_apart": {panel.title: int(panel.lift.is_apart.sum()) for panel in found},
-            "strongest": strongest,
         }
         if layer in shown_layers(len(reading.chosen)):
-            figure = words_picture(name, found, model.places, shares)
-            drawn.append((f"{_NAME}{name}.png", figure, _sentence_on_words(strongest)))
+            drawn[f"{_NAME}{name}.png"] = words_picture(name, found, model.places, shares)
     if missing := model.layers[len(reading.chosen) :]:
         names = missing[0] if len(missing) == 1 else f"{missing[0]} to {missing[-1]}"
         figures["left_out"].append(
@@ -99,23 +98,7 @@ def _words(figures: dict[str, Any], model: SavedModel, reading: Reading, corpus:
     return drawn
 
 
-def _sentence_on_words(strongest: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    text = (
-        "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "
-        "relative to how often they are chosen for all; a number stands where this "
-        f"is told apart from 1, by {APART_ERRORS:g} standard errors over the places that were read."
-    )
-    furthest = [
-        f"{cell['expert']} for “{cell['class']}” ({title}), {cell['lift']:.2g} ± {cell['error']:.1g} times"
-        for title, found in strongest.items()
-        for cell in found[:1]
-    ]
-    if not furthest:
-        return f"{text} No expert is told apart from the others."
-    return f"{text} Furthest from 1: {'; '.join(furthest)}."
-
-
-def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) -> str:
+def _report(figures: Mapping[str, Any], drawn: Mapping[str, Figure], run: SavedRun) -> str:
     read = (
         f"The model of step {figures['step']:,} of `{run.path}` (router {figures['router']}) read "
         f"{figures['words']:,} words of {figures['text']} from evenly spaced places, and routed "
@@ -125,9 +108,9 @@ def _report(figures: Mapping[str, Any], drawn: Sequence[_Drawn], run: SavedRun) 
     if not run.is_complete:
         read += " The run is unfinished."
     parts = ["# What the router learnt", read]
-    for name, figure, text in drawn:
+    for name, figure in drawn.items():
         title = figure.get_suptitle()
-        parts.append(f"## {title}\n\n![{title}]({name})\n\n{text}")
+        parts.append(f"## {title}\n\n![{title}]({name})\n\n{_ON_WORDS}")
     if figures["load"]:
         rows = [(layer, *each.values()) for layer, each in figures["load"].items()]
         head = ("layer", "windows", "experts in use at the end", "came into use", "fell idle")

@@ -1,7 +1,7 @@
 """The model of a run out of its checkpoints: the trunk, and the experts where they were saved.
 
 A trainer's checkpoint over a swarm has the trunk alone, and each node saves its own experts; models that were trained
-on one device, simulated or emulated have all in one place, each engine in its own structure.
+on one device, simulated or emulated have all in one place.
 """
 
 import math
@@ -37,11 +37,10 @@ class SavedModel:
     """A model as a run left it.
 
     Attributes:
-      config, router: what it is.
-      step: trunk updates that it has taken.
+      step: number of trunk updates that it has taken.
       trunk: parameters of everything but the experts.
-      experts: of each layer, stacked; zeros for experts that were not saved.
-      known: bool [layers, *grid], which experts were saved.
+      experts: parameters of each layer's experts, stacked; zeros for those that were not saved.
+      known: bool [layers, *grid], true for experts that were saved.
     """
 
     config: TransformerXLConfig
@@ -73,11 +72,7 @@ class SavedModel:
 
 
 def open_corpus(run: SavedRun) -> Corpus:
-    """The text that a run was trained on.
-
-    Raises:
-      ValueError: it cannot be had, or is another one.
-    """
+    """The text that a run was trained on. Raises ValueError if it cannot be had, or is another one."""
     if run.data == run.corpus and run.data not in SOURCES and not Path(run.data).exists():
         raise ValueError(f"the run was trained on a text of your own, {run.corpus!r}; say where it is with --data")
     corpus = load_corpus(source=run.data)
@@ -91,7 +86,7 @@ def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> Sa
     """The model as the run's last checkpoint has it.
 
     Args:
-      vocab_size: words of the text that it was trained on.
+      vocab_size: number of words of the text that it was trained on.
       nodes: checkpoint folders of the nodes that served its experts; none: those that lie beside the run.
 
     Raises:

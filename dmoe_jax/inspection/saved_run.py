@@ -1,7 +1,4 @@
-"""What a run folder holds, as far as its records tell: which model, trained on what, and whether to the end.
-
-Imports no JAX: what cannot be inspected is refused at once.
-"""
+"""The contents of a run folder by its records: its model, its text, and its end. Imports no JAX, to refuse at once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,12 +46,11 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
 
     Args:
       path: the folder.
-      data: where the text comes from; None: as the run had it.
-      unfinished: whether a run that was not trained to its end will do.
+      data: source of the text; None: as the run had it.
+      unfinished: true if a run that was not trained to its end will do.
 
     Raises:
-      ValueError: there is none, or it cannot be inspected; the message says why.
-      OSError: its files cannot be read.
+      ValueError: there is none, or it cannot be inspected. OSError: its files cannot be read.
     """
     if not path.is_dir():
         raise ValueError(f"there is no run folder {path}")

@@ -1,9 +1,7 @@
 """The figures behind the pictures: arrays in, arrays out.
 
-A text is read in several places at once. These places are the *blocks*: neighbouring segments of one place are alike,
-segments of two places are as good as independent. So errors come from leaving out one block at a time (the jackknife).
-
-Axes: B blocks, S samples of a block, E experts of a layer, C classes, W windows of the training.
+A text is read in several places, the *blocks*: neighbouring segments of one block are alike, segments of two are as
+good as independent. So errors come from leaving out one block at a time (the jackknife).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,26 +13,26 @@ from jaxtyping import Bool, Float, Int, Shaped
 from dmoe_jax.runs.style import natural_order
 
 APART_ERRORS = 3.0
-"""Standard errors that a lift must be from 1 to be told apart from it: so few because a picture has a hundred cells."""
+"""Standard errors that a lift must be from 1 to be told apart from it."""
 
 _LEAST_EXPECTED = 5.0
 """Samples that a cell would have by chance, at least, for its lift to have an error that can be relied upon."""
 
 _LEAST_BLOCKS = 4
-"""Blocks in which an expert and a class must occur for the same; with fewer there is no error to speak of."""
+"""Blocks in which an expert and a class must occur, at least, for the same."""
 
 _IDLE_SHARE = 0.1
-"""An expert with less than this part of an even share is idle."""
+"""Part of an even share below which an expert is idle."""
 
 
 class Lift(NamedTuple):
-    """How much more often experts and classes meet than if they had nothing to do with each other.
+    """Lift of experts and classes: how much more often they meet than if they had nothing to do with each other.
 
     Attributes:
-      value: [E, C], P(expert, class) / (P(expert) P(class)); NaN where one of them never occurs.
+      value: P(expert, class) / (P(expert) P(class)); NaN where one of them never occurs.
       error: its standard error: the jackknife's, or that of choices made by the toss of a coin if that is larger.
         Infinite where there would be fewer than five samples by chance.
-      is_apart: where the lift is told apart from 1.
+      is_apart: true where the lift is told apart from 1.
     """
 
     value: Float[np.ndarray, "experts classes"]
@@ -48,12 +46,8 @@ def one_hot(labels: Int[np.ndarray, "*shape"], size: int) -> Bool[np.ndarray, "*
 
 
 def lift(members: Shaped[np.ndarray, "b s e"], classes: Shaped[np.ndarray, "b s c"]) -> Lift:
-    """The lift of every expert and class, over samples that may have several of each.
-
-    Args:
-      members: how often, or whether, each sample was sent to each expert.
-      classes: how often, or whether, each sample has each class; a sample without any does not count.
-    """
+    """The lift of every expert and class, over samples that may have several of each: `members` counts a sample's calls
+    of each expert, `classes` its words of each class; a sample without any class does not count."""
     members, classes = members.astype(np.float64), classes.astype(np.float64)
     counts = np.einsum("bse,bsc->bec", members, classes)
     total, blocks = counts.sum(axis=0), len(counts)
@@ -92,7 +86,7 @@ def _error_by_chance(members: np.ndarray, classes: np.ndarray) -> np.ndarray:
 def load_over_training(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "w e"]]:
     """Each expert's share of its layer's load in each window of a run, by layer, from the records of kind "balance".
 
-    Windows without any sample are left out, and of two records of one step the last counts.
+    Windows without any sample are left out, and of two records of a step the last counts.
     """
     table: dict[str, dict[float, Sequence[int]]] = {}
     for record in metrics:
@@ -106,7 +100,7 @@ def load_over_training(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Float[
 
 
 def turnover(shares: Float[np.ndarray, "w e"]) -> dict[str, int]:
-    """How many experts came into use and fell idle between two windows, and how many are in use in the last one."""
+    """Numbers of experts that came into use and fell idle between two windows, and that are in use in the last one."""
     in_use = shares > _IDLE_SHARE / shares.shape[1]
     return {
         "windows": len(in_use),

@@ -1,4 +1,4 @@
-"""Classes of words that the vocabulary alone decides, and where the articles of a text begin."""
+"""Classes of words that the vocabulary alone decides, and of places in the articles of a text."""
 
 from typing import NamedTuple
 
@@ -8,27 +8,21 @@ from jaxtyping import Int
 from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
 
 FREQUENT = 100
-"""Lower-case words among so many most frequent ones are a kind of their own: mostly articles, prepositions, and the
-like."""
+"""Number of most frequent words of which the lower-case ones are a kind of their own: articles, prepositions, ..."""
 
 _HEADING = "="
-"""What WikiText sets around a heading: one for an article's title, more for its sections."""
+"""WikiText sets one of it around an article's title, more around those of sections."""
 
 _SIGNS = {EOS: "end of line", UNK: UNK, _HEADING: "heading sign ="}
 _ENDINGS = {ending: f"word in -{ending}" for ending in ("ing", "ed", "ly", "s")}
 _FREQUENT = f"frequent word (of {FREQUENT})"
 _KINDS = (*_SIGNS.values(), "punctuation", "number", "Capitalised", _FREQUENT, *_ENDINGS.values(), "other word")
-_BANDS = (10, 100, 1000, 10_000)
 _PLACES = (1, 2, 4, 8, 16)
+"""Last segments of the classes of places in an article."""
 
 
 class Classes(NamedTuple):
-    """A partition of the words, or of the places in a text.
-
-    Attributes:
-      names: of the classes, in the order of their numbers.
-      of: number of the class of each word by its id, or of each place; -1 for none.
-    """
+    """A partition of words or of places: the names of the classes, and the number of each one's class, -1 for none."""
 
     names: tuple[str, ...]
     of: Int[np.ndarray, "..."]
@@ -55,25 +49,18 @@ def _kind(word: str, index: int) -> str:
     return "other word" if ending is None or len(word) < len(ending) + 3 else _ENDINGS[ending]
 
 
-def bands(vocab_size: int) -> Classes:
-    """Ranges of the words' ranks by frequency, in powers of ten."""
-    return _ranges(np.arange(1, vocab_size + 1), _BANDS, "rank ")
-
-
 def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " articles"], seq_len: int) -> Classes:
-    """Classes of segments by their number in their article.
+    """Classes of segments of `seq_len` words by their number in their article; -1 before the first article.
 
-    Args:
-      places: where in the text the segments begin.
-      starts: where the articles begin, see `article_starts`.
-      seq_len: words of a segment.
-
-    Returns: the first, the second, the third to fourth ...; -1 before the first article.
+    `places` are the beginnings of the segments in the text, and `starts` those of the articles.
     """
     before = np.searchsorted(starts, places, side="right") - 1
     distance = places - starts[np.maximum(before, 0)] if starts.size else np.zeros_like(places)
-    names, of = _ranges(distance // seq_len + 1, _PLACES, "segment ")
-    return Classes(names, np.where(before >= 0, of, -1))
+    lows = [1, *(last + 1 for last in _PLACES)]
+    ends = [f"{low}" if low == last else f"{low}–{last}" for low, last in zip(lows, _PLACES, strict=False)]
+    of = np.searchsorted(np.array(_PLACES), distance // seq_len + 1, side="left")
+    names = tuple(f"segment {each}" for each in (*ends, f"{lows[-1]}+"))
+    return Classes(names, np.where(before >= 0, of, -1).astype(np.int32))
 
 
 def article_starts(ids: Int[np.ndarray, " tokens"], vocabulary: Vocabulary) -> Int[np.ndarray, " articles"]:
@@ -98,11 +85,3 @@ def present(classes: Classes) -> Classes:
     numbers = np.full(len(classes.names) + 1, -1, np.int32)  # one more, for -1
     numbers[used] = np.arange(used.size)
     return Classes(tuple(classes.names[number] for number in used), numbers[classes.of])
-
-
-def _ranges(values: Int[np.ndarray, "..."], bounds: tuple[int, ...], prefix: str) -> Classes:
-    """Values from 1 on in ranges that end with each bound, and what is beyond the last."""
-    lows = [1, *(bound + 1 for bound in bounds)]
-    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high in zip(lows, bounds, strict=False)]
-    named = tuple(prefix + name for name in (*names, f"{lows[-1]:,}+"))
-    return Classes(named, np.searchsorted(np.array(bounds), values, side="left").astype(np.int32))

@@ -28,23 +28,14 @@ Kind = Literal["counter", "gauge", "histogram", "summary"]
 
 
 class Histogram:
-    """Number of values that were at most so large.
-
-    Args:
-      bounds: inclusive upper bounds, ascending; a last bucket without a bound follows.
-
-    Raises:
-      ValueError: the bounds do not ascend, or there is none.
-    """
+    """Number of values that were at most so large, for ascending inclusive bounds and one bucket without a bound."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        if not bounds or list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"expected ascending bounds, got {bounds!r}")
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """Values in each bucket, not cumulative."""
+        """Number of values in each bucket, not cumulative."""
         self.total = 0.0
         """Sum of all values."""
 
@@ -56,7 +47,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Number of values so far."""
         return sum(self.counts)
 
     @property
@@ -80,8 +71,8 @@ def labelled(
 
     Args:
       name: as Prometheus shows it; a counter's ends in `_total`.
-      text: what it means, a sentence with the unit.
-      samples: (labels, value) in order; a `Histogram` or `Summary` where the kind says so.
+      text: the meaning, a sentence with the unit.
+      samples: pairs of labels and a value, a `Histogram` or `Summary` where the kind says so.
     """
     family = Metric(name.removesuffix("_total") if kind == "counter" else name, text, kind)
     for labels, value in samples:

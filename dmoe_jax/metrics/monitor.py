@@ -1,21 +1,19 @@
 """Pages of a process for scrapers and probes, over HTTP/1.1: `/metrics`, `/healthz`, `/readyz`.
 
-A command opens its monitor first, before it joins a swarm or compiles, so that a taken port is told at once and probes
-are answered from the beginning; then it tells the monitor what there is to show. Without a port nothing listens.
-
-The server knows GET and HEAD, one request a connection, and of a request no more than its first line. What a client
-does costs at most a task, 8 KiB and some seconds: it has `REQUEST_S` for its whole request and `ANSWER_S` to take the
-answer, at most `MAX_CLIENTS` are served at once, and further ones are turned away at once.
+A command opens its monitor before it joins a swarm or compiles, so that probes are answered from the beginning, and
+then tells it what there is to show. The server knows GET and HEAD, one request a connection, and of a request its
+first line. A client costs at most a task, 8 KiB and some seconds.
 """
 
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from importlib import metadata
 from types import MappingProxyType
+from typing import NamedTuple
 
 import trio
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
@@ -29,17 +27,16 @@ from net.nursery import background_nursery
 _log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16
-"""Clients at once. A scraper and a few probes need one each."""
+"""Number of clients at once; further ones are turned away. A scraper and a few probes need one each."""
 MAX_HEADER_BYTES = 8192
 """Longest request line and headers together."""
 REQUEST_S = 5.0
-"""Within which a request must have come."""
+"""Seconds within which a request must have come."""
 ANSWER_S = 10.0
-"""Within which the answer must have been taken."""
+"""Seconds within which the answer must have been taken."""
 
 _DRAIN_BYTES = 1 << 16
-"""Read of a client that goes on sending after its answer: closing at once would reset the connection, and the answer
-might be lost."""
+"""Bytes that are read of a client that goes on sending after its answer, which might be lost if we closed at once."""
 _DRAIN_S = 1.0
 
 _END = b"\r\n\r\n"
@@ -56,7 +53,7 @@ class Monitor(Collector):
         self.address: Address | None = None
         """Address where they are shown; None: nowhere."""
         self.why_not_ready: Callable[[], str] = lambda: "starting"
-        """Called by `/readyz`: why this process does not do its work yet, in a few words; empty: it does."""
+        """Called by `/readyz`; says in a few words why this process does not do its work yet; empty: it does."""
         try:
             version = metadata.version("dmoe_jax")
         except metadata.PackageNotFoundError:  # run from its sources
@@ -70,16 +67,15 @@ class Monitor(Collector):
         self._sources.append(source)
 
     def families(self) -> list[Family]:
-        """Everything there is to show now."""
+        """Return everything there is to show now."""
         return [self._about, *(family for source in self._sources for family in source())]
 
     def collect(self) -> Iterable[Family]:
-        """The families, with what the system says of this process; for `prometheus_client`, in a worker thread."""
+        """Return the families and the system's figures of this process, to `prometheus_client` in a worker thread."""
         return [*trio.from_thread.run_sync(self.families), *ProcessCollector(registry=None).collect()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """A page as it is now."""
 
     body: bytes
@@ -98,8 +94,8 @@ async def open_monitor(
     """A monitor that is served while the block runs.
 
     Args:
-      address: where, port 0 for one that the system chooses; None: nowhere.
-      command: what this process is, as a label.
+      address: to listen at, with port 0 for one that the system chooses; None: nothing listens.
+      command: name of this process's command, a label.
       more: further pages, by path; they are JSON.
 
     Raises:
@@ -113,35 +109,27 @@ async def open_monitor(
     async def metrics() -> Answer:
         # Writing takes a microsecond a line or more; a node of many experts has thousands of lines.
         body = await trio.to_thread.run_sync(generate_latest, monitor)
-        return Answer(body=body, content_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Answer(body, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def healthz() -> Answer:
-        await trio.lowlevel.checkpoint()  # whoever reads this knows that the loop runs
-        return Answer(body=b"ok\n")
+        return Answer(b"ok\n")  # whoever reads this knows that the loop runs
 
     async def readyz() -> Answer:
         why_not = monitor.why_not_ready()
-        ready = Answer(body=b"ready\n")
-        return Answer(body=f"{why_not}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE) if why_not else ready
+        return Answer(f"{why_not}\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE) if why_not else Answer(b"ready\n")
 
-    def page_of(make: Callable[[], bytes]) -> Page:
-        async def page() -> Answer:
-            return Answer(body=make(), content_type="application/json")
-
-        return page
+    async def further(make: Callable[[], bytes]) -> Answer:
+        return Answer(make(), content_type="application/json")
 
     pages: dict[str, Page] = {"/metrics": metrics, "/healthz": healthz, "/readyz": readyz}
-    pages |= {path: page_of(make) for path, make in more.items()}
+    pages |= {path: partial(further, make) for path, make in more.items()}
     async with open_http_server(address, pages) as monitor.address:
         yield monitor
 
 
 @asynccontextmanager
 async def open_http_server(address: Address, pages: Mapping[str, Page]) -> AsyncIterator[Address]:
-    """Serve pages, by path such as "/metrics", while the block runs; yields where, with the port that was chosen.
-
-    Args:
-      address: to listen at; port 0 lets the system choose.
+    """Serve pages, by path such as "/metrics", while the block runs; yields the address with the port chosen.
 
     Raises:
       ListenFailed: the port is taken, or the address is not this machine's. The message names it.
@@ -204,19 +192,17 @@ async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page]) ->
 async def _answer_untrusted(request: bytes, pages: Mapping[str, Page]) -> Answer:
     line = _REQUEST_LINE.match(request)
     if line is None or _END not in request:
-        status = (
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if len(request) > MAX_HEADER_BYTES else HTTPStatus.BAD_REQUEST
-        )
-        return Answer(body=b"expected an HTTP/1.1 request\n", status=status)
+        is_long = len(request) > MAX_HEADER_BYTES
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if is_long else HTTPStatus.BAD_REQUEST
+        return Answer(b"expected an HTTP/1.1 request\n", status)
     method, target = line.groups()
     if method not in (b"GET", b"HEAD"):
-        return Answer(body=b"expected GET or HEAD\n", status=HTTPStatus.METHOD_NOT_ALLOWED)
+        return Answer(b"expected GET or HEAD\n", HTTPStatus.METHOD_NOT_ALLOWED)
     page = pages.get(target.partition(b"?")[0].decode())
     if page is None:
-        return Answer(body=b"there is no such page\n", status=HTTPStatus.NOT_FOUND)
+        return Answer(b"there is no such page\n", HTTPStatus.NOT_FOUND)
     try:
         return await page()
     except Exception:
         _log.exception("the page %r could not be made", target)
-        broken = b"the page could not be made; see the log\n"
-        return Answer(body=broken, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        return Answer(b"the page could not be made; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)

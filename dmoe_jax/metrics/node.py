@@ -1,8 +1,4 @@
-"""The counts of an expert node, and the families that show them.
-
-The node's queue and runner call a `NodeRecorder`; each call is a few additions, so that it is made whether anybody
-looks or not.
-"""
+"""The counts of an expert node, and the families that show them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,20 +25,15 @@ KINDS = ("forward", "backward")
 
 @dataclass(slots=True, eq=False)
 class ExpertCounts:
-    """The work of one expert of one kind, forward or backward."""
+    """The work of one expert of one kind, forward or backward; `_OF_EXPERTS` says what each field counts."""
 
     batches: int = 0
     rows: int = 0
     queue_s: float = 0.0
-    """Seconds that all its requests together waited for their batches to begin."""
     device_s: float = 0.0
-    """Seconds of its batches on the device; of a program of several experts an equal share."""
     staleness: int = 0
-    """Sum over its backward requests, updates."""
     received_bytes: int = 0
-    """Bytes of the tensors that were computed with: as arrays, before any compression."""
     sent_bytes: int = 0
-    """Bytes of their results, likewise."""
 
 
 class NodeRecorder:
@@ -53,21 +44,18 @@ class NodeRecorder:
         """Calls by expert, kind and outcome: ok, busy, refused, failed, or given up by their caller; without an expert
         ("") those that were refused when they were checked."""
         self.batch_rows = {kind: Histogram(POWERS_OF_TWO) for kind in KINDS}
-        """Rows of the batches that were computed."""
         self.queue_s = {kind: Histogram(SECONDS) for kind in KINDS}
-        """Seconds from a request's arrival to the beginning of its batch."""
         self.device_s = {kind: Histogram(SECONDS) for kind in KINDS}
-        """Seconds of a batch on the device."""
         self.staleness = Histogram(UPDATES)
-        """Updates that an expert took between a backward request's forward and its own update."""
         self.experts: defaultdict[tuple[str, str], ExpertCounts] = defaultdict(ExpertCounts)
-        """By uid and kind. As many keys as the node has had experts, twice."""
+        """Counts by uid and kind: two entries for each expert ever served."""
         self.malformed = 0
-        """Requests that were refused because they do not fit."""
+        """Number of requests that were refused because they do not fit."""
 
     def ended(self, kind: str, uid: str, error: CallFailed | None = None) -> None:
         """A call of this expert was answered, with this error if it failed."""
-        self.calls[uid, kind, "ok" if error is None else _outcome_of(error)] += 1
+        refused = "busy" if isinstance(error, PeerBusy) else "refused" if isinstance(error, CallRefused) else "failed"
+        self.calls[uid, kind, "ok" if error is None else refused] += 1
 
     def given_up(self, kind: str, uid: str) -> None:
         """Nobody waits for a call of this expert any more."""
@@ -90,16 +78,7 @@ class NodeRecorder:
         received_bytes: int = 0,
         sent_bytes: int = 0,
     ) -> None:
-        """A batch was computed.
-
-        Args:
-          kind: "forward" or "backward". uid: the expert.
-          rows: of each request in it.
-          waited_s: seconds that each of them waited for its turn.
-          device_s: seconds of the batch on the device.
-          staleness: of each request of a backward batch, updates.
-          received_bytes, sent_bytes: of the requests' tensors, and of the results.
-        """
+        """A batch of an expert was computed; `rows`, `waited_s` and `staleness` are those of each request in it."""
         total = sum(rows)
         self.batch_rows[kind].observe(total)
         self.device_s[kind].observe(device_s)
@@ -118,11 +97,7 @@ class NodeRecorder:
 
 
 def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator[Family]:
-    """The families of a node.
-
-    Args:
-      status: as of `ExpertNode.status`.
-    """
+    """The families of a node; `status` is what `ExpertNode.status` says."""
     outcomes: Counter[tuple[str, str]] = Counter()
     for (_, kind, outcome), count in recorder.calls.items():
         outcomes[kind, outcome] += count
@@ -156,7 +131,6 @@ def node_families(recorder: NodeRecorder, status: Mapping[str, Any]) -> Iterator
 
 
 def _expert_families(recorder: NodeRecorder) -> Iterator[Family]:
-    """The families of each expert, with its uid as a label."""
     calls = (
         ({"uid": uid, "kind": kind, "outcome": outcome}, count)
         for (uid, kind, outcome), count in sorted(recorder.calls.items())
@@ -203,7 +177,6 @@ _OF_EXPERTS = (
 
 
 def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:
-    """The families of a node that claims experts, see `dmoe_jax.claims`."""
     yield gauge("dmoe_node_claim_room", "Experts that the node may still claim.", claims["room"])
     yield gauge("dmoe_node_claims_held", "Claims whose experts are not served yet.", claims["held"])
     outcomes = {name: claims[name] for name in ("won", "lost", "failed")}
@@ -212,7 +185,3 @@ def _claim_families(claims: Mapping[str, Any]) -> Iterator[Family]:
     yield counter("dmoe_node_given_up_total", text, claims["given_up"])
     text = "Experts that were taken up, by what they began with."
     yield by_label("counter", "dmoe_node_adopted_total", text, "origin", claims["adopted"])
-
-
-def _outcome_of(error: CallFailed) -> str:
-    return "busy" if isinstance(error, PeerBusy) else "refused" if isinstance(error, CallRefused) else "failed"

@@ -1,9 +1,8 @@
 """A run's calls and steps as a trace that chrome://tracing and Perfetto (ui.perfetto.dev) open.
 
-The format is the Trace Event Format in JSON ("Trace Event Format", Google, 2016), complete events ("ph": "X") alone.
-Each host is a process of the trace and this process's trainers are another. Events of one thread may not overlap there,
-but a host has many calls under way at once; so each host has as many lanes as it had calls at once, and each call takes
-the first one that is free.
+The format is the Trace Event Format in JSON (Google, 2016). Each host is a process of the trace and this process's
+trainers are another. Events of one thread may not overlap there, so each host has as many lanes as it had calls at
+once, and each call takes the first one that is free.
 """
 
 import json
@@ -17,30 +16,19 @@ from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.trainer import StepSpan
 
 MAX_EVENTS = 100_000
-"""Events kept unless a trace is told otherwise, the latest ones: about 20 MB of memory and as large a file. A trainer
-with four experts for each of two layers makes 17 events a step, so these are 6,000 steps of one trainer."""
+"""Number of events that a trace keeps, the latest ones: 20 MB of memory, and as large a file."""
 
 _TRAINERS = "trainers"
 
 
 class Trace:
-    """Events of one run, as they end; written at its end.
+    """Events of one run, as they end; written at its end. It begins at `began` of trio's clock."""
 
-    Args:
-      began: trio's clock at the trace's 0.
-      max_events: number of events that are kept. Older ones make room, and are counted.
-
-    Raises:
-      ValueError: none may be kept.
-    """
-
-    def __init__(self, began: float, *, max_events: int = MAX_EVENTS) -> None:
-        if max_events < 1:
-            raise ValueError(f"a trace keeps at least one event, got max_events={max_events}")
+    def __init__(self, began: float) -> None:
         self._began = began
-        self._records: deque[CallRecord | StepSpan] = deque(maxlen=max_events)
+        self._records: deque[CallRecord | StepSpan] = deque(maxlen=MAX_EVENTS)
         self.dropped = 0
-        """Events that made room for later ones."""
+        """Number of events that made room for later ones."""
 
     def add(self, record: CallRecord | StepSpan) -> None:
         """An expert call, or a trainer's step, has ended."""
@@ -48,10 +36,7 @@ class Trace:
         self._records.append(record)
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The trace's events as plain data: names of the hosts, then what happened, in order of its beginning.
-
-        Times are microseconds.
-        """
+        """The trace's events as plain data: names of the hosts, then what happened, in order of its beginning."""
         records = sorted(self._records, key=lambda record: (record.began, record.ended))
         hosts = {_TRAINERS: 1}
         for record in records:
@@ -81,11 +66,7 @@ class Trace:
             }
 
     def write(self, path: Path) -> None:
-        """Write the trace, at once: whoever opens the file finds a whole one.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
+        """Write the trace, at once: whoever opens the file finds a whole one. Raises OSError."""
         kept = {"events_kept": len(self._records), "events_dropped": self.dropped}
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:

@@ -1,12 +1,9 @@
-"""What goes to a run's metrics.jsonl goes to an experiment tracker, too: Weights & Biases, Trackio or TensorBoard.
+"""Experiment trackers, which get a run's records beside metrics.jsonl: Weights & Biases, Trackio and TensorBoard.
 
-Theory of operation. A tracker is somebody else's code, which talks to a server, writes to a disk, or waits for both. So
-it has a thread of its own, and training hands records over and never waits: at most `MAX_WAITING` wait, further ones
-are dropped. What the tracker raises is counted, and its first error shown; training goes on. The packages are imported
-only when they are asked for.
-
-Numbers are sent under the record's kind, as `train/loss`; so are texts of events. What has no curve is left out: lists,
-and the records of every expert's load.
+A tracker is somebody else's code, which talks to a server or a disk. So it has a thread of its own, and training hands
+records over and never waits: at most `MAX_WAITING` wait, further ones are dropped. Errors of the tracker are counted,
+and the first is shown; training goes on. Numbers and texts are sent under the record's kind, as `train/loss`; lists,
+and the load of every expert, are left out.
 """
 
 import importlib
@@ -16,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from dmoe_jax.runs.run_folder import Sink, plain
 
@@ -35,18 +32,8 @@ _PLACES = ("step", "time_s")
 """Fields that say where on its axes a record belongs; they are not the kind's own."""
 
 
-class _Backend(Protocol):
-    """A tracker with a run open."""
-
-    def log(
-        self, kind: str, numbers: Mapping[str, int | float], texts: Mapping[str, str], step: int | None
-    ) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _TensorBoard:
-    """Event files in the run folder; see `tensorboardX.SummaryWriter`."""
+    """A tracker's run that is open: event files in the run folder; see `tensorboardX.SummaryWriter`."""
 
     def __init__(self, module: Any, folder: Path, settings: Mapping[str, Any], project: str) -> None:
         del project
@@ -54,7 +41,7 @@ class _TensorBoard:
         shown = "\n".join(f"    {name}: {value}" for name, value in settings.items())  # indented: as it is, in Markdown
         self._writer.add_text("settings", shown, 0)
 
-    def log(self, kind: str, numbers: Mapping[str, int | float], texts: Mapping[str, str], step: int | None) -> None:
+    def log(self, numbers: Mapping[str, int | float], texts: Mapping[str, str], step: int | None) -> None:
         for name, number in numbers.items():
             if name not in _PLACES:
                 self._writer.add_scalar(name, number, step)
@@ -70,16 +57,15 @@ class _Wandb:
 
     def __init__(self, module: Any, folder: Path, settings: Mapping[str, Any], project: str) -> None:
         self._module = module
-        options: dict[str, Any] = {"project": project, "name": folder.name, "config": dict(settings)}
-        if module.__name__ == "wandb":
-            options["dir"] = str(folder)
-        module.init(**options)
+        own = {"dir": str(folder)} if module.__name__ == "wandb" else {}
+        module.init(project=project, name=folder.name, config=dict(settings), **own)
         if hasattr(module, "define_metric"):
             # Not as the log's own step, which may never go back: an evaluation beside the training ends after later
             # steps than its own.
             module.define_metric("*", step_metric="step")
 
-    def log(self, kind: str, numbers: Mapping[str, int | float], texts: Mapping[str, str], step: int | None) -> None:
+    def log(self, numbers: Mapping[str, int | float], texts: Mapping[str, str], step: int | None) -> None:
+        del step
         self._module.log({**numbers, **texts})
 
     def close(self) -> None:
@@ -89,7 +75,7 @@ class _Wandb:
 class Tracker:
     """A tracker with its thread, in which `open_run` opens its run. Made by `tracking`."""
 
-    def __init__(self, name: str, open_run: Callable[[], _Backend]) -> None:
+    def __init__(self, name: str, open_run: Callable[[], _TensorBoard | _Wandb]) -> None:
         self._name = name
         self._open_run = open_run
         self._waiting: queue.Queue[tuple[str, Mapping[str, Any]] | None] = queue.Queue(MAX_WAITING)
@@ -122,31 +108,30 @@ class Tracker:
             _log.warning("tracker %s failed %d times, and dropped %d records", self._name, self.failed, self.dropped)
 
     def _run(self) -> None:
-        backend: _Backend | None = None
-        try:
+        backend: _TensorBoard | _Wandb | None = None
+        with self._counting():
             backend = self._open_run()
-        except Exception as error:
-            self._note(error)
         while (record := self._waiting.get()) is not None:
             if backend is None:
                 self.failed += 1
                 continue
-            try:
+            with self._counting():
                 kind, fields = record
                 step = fields.get("step")
-                backend.log(kind, *_numbers_and_texts(kind, fields), step if isinstance(step, int) else None)
-            except Exception as error:
-                self._note(error)
+                backend.log(*_numbers_and_texts(kind, fields), step if isinstance(step, int) else None)
         if backend is not None:
-            try:
+            with self._counting():
                 backend.close()
-            except Exception as error:
-                self._note(error)
 
-    def _note(self, error: Exception) -> None:
-        self.failed += 1
-        if self.failed == 1:
-            _log.warning("tracker %s failed, training goes on: %s: %s", self._name, type(error).__name__, error)
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count what the tracker raises in the block, and show the first error."""
+        try:
+            yield
+        except Exception as error:
+            self.failed += 1
+            if self.failed == 1:
+                _log.warning("tracker %s failed, training goes on: %s: %s", self._name, type(error).__name__, error)
 
 
 @contextmanager

@@ -21,17 +21,13 @@ class TrainingRecorder:
 
     def __init__(self) -> None:
         self.step_s = Histogram(SECONDS)
-        """Seconds of steps, or of micro-batches of a larger one; those too that were lost."""
         self.calls: dict[str, Histogram] = {}
         """Seconds of expert calls that were answered, by method."""
         self.averages: Counter[str] = Counter()
         """Rounds of averaging by outcome: "ok", "partial" (some numbers did not come back) or "lost"."""
         self.average_s = Histogram(_SECONDS_OF_AVERAGES)
-        """Seconds of these rounds; in a collaboration from this peer's last micro-batch to the step."""
         self.average_bytes = 0.0
-        """Sent in these rounds, not in a collaboration's; see `Round.moved_bytes`."""
         self.average_peers_lost: Counter[str] = Counter()
-        """Members of groups that an average went without, by reason."""
 
     def step(self, span: StepSpan) -> None:
         """A trainer's step has ended."""
@@ -59,12 +55,7 @@ class TrainingRecorder:
 def training_families(
     recorder: TrainingRecorder, totals: Totals, *, step: int, loss: float | None, unit: str
 ) -> Iterator[Family]:
-    """The families of training.
-
-    Args:
-      totals: of the run, which go on where a resumed run was.
-      step: trunk updates, or steps of the swarm. loss: of the last step. unit: what `totals.items` counts.
-    """
+    """The families of training: `step` and `loss` are those of the last step, `unit` is what `totals.items` counts."""
     yield counter("dmoe_train_steps_total", "Updates of the trunk, or steps of the whole swarm.", step)
     yield gauge("dmoe_train_loss", "Loss of the last step.", loss)
     yield by_label("counter", "dmoe_train_items_total", "Trained on, by unit.", "unit", {unit: totals.items})

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a folder with config.json, metrics.jsonl, figure.png and report.md.
+"""The folder that a run leaves behind: config.json, metrics.jsonl, figure.png and report.md.
 
 `metrics.jsonl` holds one JSON object a line. These are its kinds, with the fields that the figure and the report
 read; more are welcome. `step` counts trunk updates, `time_s` is seconds since the run began. Records of a simulated run

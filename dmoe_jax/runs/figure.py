@@ -1,25 +1,25 @@
 """A run in one picture: does it learn, who does the work, how fast, and what did a lost node cost?
 
-Panels under one title: perplexity against steps with the unigram baseline, or the loss of a model of anything else;
-load of each expert; how even it was over the steps, in runs that measured it; throughput; failed calls. A panel without
-data says so. Drawn without `pyplot`, so nothing global is touched and no display is needed.
+A panel without data says so. Drawn without `pyplot`, so nothing global is touched and no display is needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from dmoe_jax.runs import balance_panels, load_map
 from dmoe_jax.runs.report import final_evaluation
 from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.runs.style import (
+    FAINT,
     GREY,
     INK,
     KILLED,
@@ -30,6 +30,7 @@ from dmoe_jax.runs.style import (
     cap,
     dress,
     end_labels,
+    natural_order,
     plain_log_ticks,
     say_empty,
     short,
@@ -38,24 +39,24 @@ from dmoe_jax.runs.style import (
 BASELINE_TARGET = 0.75
 """Part of the unigram perplexity for a second dashed line: below it a model clearly uses context."""
 
-_MAX_BINS = 60
-"""Bins of throughput: finer ones would show the noise of single steps."""
-
 _TOP = 4.0
 """The perplexity axis ends at this many times the baseline once every curve is below: the first steps, at the size of
 the vocabulary, would squeeze everything else."""
 
-_BALANCE_HEIGHT = 2.3
-"""Inches that the balance panels add to the figure."""
+_MAX_COLUMNS, _MAX_ROWS = 512, 24
+"""Cells of the load drawn at most; a larger grid is cut, and the title says so."""
 
-_STEPS_PER_BIN = 8
-"""Training steps that a bin of throughput holds on average, at least."""
+_MAX_WRITTEN, _MAX_FRAMED, _MAX_TICKS = 24, 64, 18
+"""Columns of the load up to which shares are written into cells, up to which cells have borders, and with a name."""
 
-_MAX_REASONS = 2
-"""Reasons of failed calls that have room above their panel; the report names all."""
+_MAX_BINS, _STEPS_PER_BIN = 60, 8
+"""Bins of throughput at most, and training steps in each on average, at least."""
 
 _MAX_SHARES = 40
 """Intervals of the panel of failed calls: in single seconds a few failures would be a bar code."""
+
+_MAX_REASONS = 2
+"""Reasons of failed calls that have room in their panel; the report names all."""
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -71,20 +72,19 @@ def training_figure(metrics: Metrics, path: Path, *, title: str | None = None) -
 def draw_run(metrics: Metrics, title: str | None = None) -> Figure:
     """The figure that `training_figure` saves."""
     kills = [record for record in metrics if record["kind"] == "event" and record.get("name") == "node_killed"]
-    loads, lines = load_map.load_rows(metrics), balance_panels.balance_lines(metrics)
-    layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.10)
+    loads = load_rows(metrics)
+    windows, entropies = columns(metrics, "balance", "step", "entropy")
     load_height = max(1.5, 0.27 * len(loads.labels) + 0.5)
-    height = 9.2 + max(0.0, load_height - 1.7) + _BALANCE_HEIGHT * bool(lines.layers)
-    figure = Figure(figsize=(10, height), dpi=130, layout=layout, facecolor="white")
+    heights = [3.2, load_height, *([1.2] if windows.size else []), 2.1]
+    size = (10, 7.5 + max(1.7, load_height) + 1.8 * bool(windows.size))
+    layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.10)
+    figure = Figure(figsize=size, dpi=130, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    heights = [3.2, load_height, 2.1]
-    if lines.layers:
-        heights.insert(2, 1.7)
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     _learning(figure.add_subplot(grid[0, :]), metrics, kills)
-    load_map.draw(figure.add_subplot(grid[1, :]), loads)
-    if lines.layers:
-        balance_panels.draw(figure.add_subplot(grid[2, 0]), figure.add_subplot(grid[2, 1]), lines)
+    _load(figure.add_subplot(grid[1, :]), loads)
+    if windows.size:
+        _balance(figure.add_subplot(grid[2, :]), windows, entropies)
     last = max((record["time_s"] for record in metrics if isinstance(record.get("time_s"), int | float)), default=0)
     unit, seconds = ("minutes", 60.0) if last > 180 else ("seconds", 1.0)
     _throughput(figure.add_subplot(grid[-1, 0]), metrics, kills, unit, seconds)
@@ -114,14 +114,77 @@ def new_calls(metrics: Metrics) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return times, np.maximum(np.diff(ok), 0), np.maximum(np.diff(failed), 0)
 
 
-def _learning(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]) -> None:
+class LoadRows(NamedTuple):
+    """Load of experts.
+
+    Attributes:
+      labels: name of each row, "layer0" or, in a run that lost a node, "layer0 before" and "layer0 after".
+      columns: grid coordinates of each column ("1.3"), in order.
+      counts: [row, column], samples; NaN where there is no such expert.
+      killed: [row, column], true where the expert was on the lost node; in rows after its loss, or all rows.
+      is_cut: true if layers or experts were left out.
+    """
+
+    labels: tuple[str, ...]
+    columns: tuple[str, ...]
+    counts: np.ndarray
+    killed: np.ndarray
+    is_cut: bool
+
+
+def load_rows(metrics: Metrics) -> LoadRows:
+    """The last cumulative counts of a run; split at the first loss of a node, if there was one."""
+    records = [record for record in metrics if record["kind"] == "experts" and record.get("load")]
+    kill = next((r for r in metrics if r["kind"] == "event" and r.get("name") == "node_killed"), None)
+    if not records:
+        return LoadRows((), (), np.empty((0, 0)), np.empty((0, 0), bool), is_cut=False)
+    total: Mapping[str, int] = records[-1]["load"]
+    before, lost = _at_kill(records, kill)
+    uids = {*total, *before, *lost}
+    all_layers, all_columns = (sorted({uid.partition(".")[part] for uid in uids}, key=natural_order) for part in (0, 2))
+    periods: list[tuple[str, Mapping[str, int]]] = [("", total)]
+    if before:
+        after = {uid: max(total.get(uid, 0) - before.get(uid, 0), 0) for uid in uids}
+        periods = [(" before", before), (" after", after)]
+    layers, columns = all_layers[: _MAX_ROWS // len(periods)], all_columns[:_MAX_COLUMNS]
+    rows = [(layer, suffix, counts) for layer in layers for suffix, counts in periods]
+    grid = np.full((len(rows), len(columns)), np.nan)
+    killed = np.zeros(grid.shape, dtype=bool)
+    for row, (layer, suffix, counts) in enumerate(rows):
+        for column, name in enumerate(columns):
+            uid = f"{layer}.{name}" if name else layer
+            if uid in uids:
+                grid[row, column] = counts.get(uid, 0)
+                killed[row, column] = uid in lost and suffix != " before"
+    return LoadRows(
+        labels=tuple(layer + suffix for layer, suffix, _ in rows),
+        columns=tuple(columns),
+        counts=grid,
+        killed=killed,
+        is_cut=len(layers) < len(all_layers) or len(columns) < len(all_columns),
+    )
+
+
+def _at_kill(records: Metrics, kill: Mapping[str, Any] | None) -> tuple[Mapping[str, int], set[str]]:
+    """The counts when the node was killed ({} if not known) and the experts that it served."""
+    step = None if kill is None else kill.get("step")
+    if kill is None or step is None:
+        return {}, set()
+    earlier = [record for record in records if record.get("step", 0) <= step]
+    served = (earlier[-1] if earlier else records[0]).get("peer") or {}
+    names = {str(kill["peer"])} if kill.get("peer") else set(str(kill.get("detail") or "").split())
+    lost = {uid for uid, peer in served.items() if str(peer) in names}
+    # Without a later record there is no "after" to tell apart.
+    return (earlier[-1]["load"] if earlier and earlier[-1] is not records[-1] else {}), lost
+
+
+def _learning(axes: Axes, metrics: Metrics, kills: Metrics) -> None:
     is_text = any("perplexity" in record or "unigram_perplexity" in record for record in metrics)
     dress(axes, "Perplexity (log scale)" if is_text else "Loss", "trunk updates")
     labels: list[Label] = []
     steps, losses = columns(metrics, "train", "step", "loss")
     if steps.size:
-        window = max(1, steps.size // 25)
-        smooth = _running_mean(losses, window)
+        smooth = _running_mean(losses, max(1, steps.size // 25))
         smooth = np.exp(np.minimum(smooth, 50.0)) if is_text else smooth
         marker = "o" if steps.size == 1 else None  # a line of one point is invisible
         axes.plot(steps, smooth, color=TRAIN, linewidth=1.3, marker=marker, markersize=4.5, zorder=2)
@@ -165,7 +228,56 @@ def _baselines(axes: Axes, metrics: Metrics, labels: Sequence[Label]) -> list[La
     return added
 
 
-def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
+def _load(axes: Axes, loads: LoadRows) -> None:
+    """Darker cells did more of their layer's work; the experts of the lost node are framed."""
+    title = "Load of each expert, as a share of its layer" + (" (first ones only)" if loads.is_cut else "")
+    dress(axes, title, "expert's place in the grid")
+    if not loads.labels:
+        say_empty(axes, "no load of experts recorded yet")
+        return
+    sums = np.nansum(loads.counts, axis=1, keepdims=True)
+    shares = np.ma.masked_invalid(loads.counts / np.maximum(sums, 1))
+    top = max(float(shares.max()), 1e-9)
+    blues = LinearSegmentedColormap.from_list("load", ["#f4f8fb", VALID])
+    axes.imshow(shares, aspect="auto", cmap=blues, vmin=0, vmax=top, interpolation="nearest")
+    axes.set_yticks(range(len(loads.labels)), loads.labels)
+    ticks = range(0, len(loads.columns), -(-len(loads.columns) // _MAX_TICKS))
+    axes.set_xticks(ticks, [loads.columns[tick] for tick in ticks])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for column in range(1, len(loads.columns) if len(loads.columns) <= _MAX_FRAMED else 1):
+        axes.axvline(column - 0.5, color="white", linewidth=1.5, zorder=2)
+    for row in range(1, len(loads.labels)):
+        same = loads.labels[row].split()[0] == loads.labels[row - 1].split()[0]
+        axes.axhline(row - 0.5, color="white" if same else FAINT, linewidth=1.5 if same else 5, zorder=3)
+    for (row, column), share in np.ndenumerate(shares):
+        if len(loads.columns) <= _MAX_WRITTEN and not np.ma.is_masked(share):
+            colour = "white" if share > 0.6 * top else INK if share > 0 else GREY
+            text = "0" if share == 0 else f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
+            axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+    for row, column in np.argwhere(loads.killed):
+        frame = Rectangle((column - 0.46, row - 0.43), 0.92, 0.86, fill=False, color=KILLED, linewidth=1.6, zorder=4)
+        axes.add_patch(frame)
+    if loads.killed.any():
+        text = "framed: experts of the killed node"
+        axes.set_title(text, loc="right", fontsize=9, color=KILLED, pad=16)
+
+
+def _balance(axes: Axes, steps: np.ndarray, entropies: np.ndarray) -> None:
+    """A dot for each layer and window, a line through their means."""
+    dress(axes, "Entropy of the load (1: even)", "trunk updates")
+    axes.set_xlim(0, 1.01 * max(steps.max(), 1.0))
+    axes.set_ylim(0, 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, steps=[1, 2, 5, 10], integer=True))
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    ends, window = np.unique(steps, return_inverse=True)
+    means = np.bincount(window, entropies) / np.bincount(window)
+    axes.plot(steps, entropies, ".", color=VALID, alpha=0.35)
+    axes.plot(ends, means, color=VALID, linewidth=2.2)
+    end_labels(axes, [(float(means[-1]), f"mean {means[-1]:.2f}", VALID)])
+
+
+def _throughput(axes: Axes, metrics: Metrics, kills: Metrics, unit: str, seconds: float) -> None:
     counted = next((record.get("unit") for record in metrics if record["kind"] == "task"), None) or "tokens"
     dress(axes, f"Training {counted} per second", unit)
     times, items = columns(metrics, "train", "time_s", "items")
@@ -181,7 +293,7 @@ def _throughput(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]]
     _mark_kills(axes, kills, "time_s", seconds)
 
 
-def _failures(axes: Axes, metrics: Metrics, kills: Sequence[Mapping[str, Any]], unit: str, seconds: float) -> None:
+def _failures(axes: Axes, metrics: Metrics, kills: Metrics, unit: str, seconds: float) -> None:
     dress(axes, "Failed expert calls", unit)
     times, new_ok, new_failed = new_calls(metrics)
     if times[-1] <= 0:
@@ -213,7 +325,7 @@ def _stairs(axes: Axes, values: np.ndarray, edges: np.ndarray, colour: str) -> N
 
 def _mark_kills(
     axes: Axes,
-    kills: Sequence[Mapping[str, Any]],
+    kills: Metrics,
     field: str,
     scale: float,
     label: Callable[[Mapping[str, Any]], str] = lambda kill: "killed",
@@ -233,16 +345,8 @@ def _mark_kills(
             continue
         labelled_at = part
         side = "left" if part < 0.2 else "right" if part > 0.8 else "center"
-        axes.annotate(
-            label(kill),
-            (place, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha=side,
-            fontsize=9,
-            color=KILLED,
-        )
+        above: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
+        axes.annotate(label(kill), (place, 1.0), ha=side, fontsize=9, color=KILLED, **above)
 
 
 def _running_mean(values: np.ndarray, window: int) -> np.ndarray:

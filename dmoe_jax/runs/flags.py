@@ -37,15 +37,14 @@ class Flag:
     hint: Any
     """Type of the field."""
     path: tuple[str, ...]
-    """Fields that lead to the group of flags that it belongs to."""
+    """Fields that lead to its group of flags."""
     value: Any
     """Its value; the default where only the class is known."""
     default: Any
-    """Its value if it is not given."""
 
     @property
     def key(self) -> str:
-        """Name in files: "k_best"."""
+        """Name in files, as of `key_of`."""
         return key_of(self.word)
 
     @property
@@ -178,12 +177,7 @@ def without_idle(words: Sequence[str], flags: Iterable[Flag]) -> list[str]:
 
 
 def help_page(page: str, groups: Mapping[str, str]) -> str:
-    """Tyro's help page of one command with its flags in groups, each description as one paragraph.
-
-    Args:
-      page: as Tyro prints it without colours and borders, so many columns wide that it wrapped nothing.
-      groups: flag -> title of its group; others are options.
-    """
+    """Tyro's help page of one command, in which it wrapped nothing, with its flags under the titles of their groups."""
     head, *lines = re.split(r"\n(?= options *\n| positional arguments *\n)", page, maxsplit=1)
     entries: list[list[str]] = []
     for line in "\n".join(lines).splitlines():
@@ -212,13 +206,7 @@ def meant(word: str, choices: Sequence[str]) -> str | None:
 
 
 def advice(word: str, command: str, flags: Mapping[str, Sequence[str]], prog: str) -> str:
-    """Advice on a flag that a command does not have; empty if there is none.
-
-    Args:
-      word: the flag. command: the one that it was given to.
-      flags: of every command.
-      prog: the program, for the message.
-    """
+    """Advice on a flag `word` that a command does not have, by the `flags` of every command; empty if there is none."""
     if having := [name for name, words in flags.items() if word in words]:
         several = " and ".join(f"{prog} {name}" for name in having)
         handed = next((name for name in ("train", "node") if command == "up" and name in having), None)

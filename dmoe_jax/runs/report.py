@@ -25,14 +25,7 @@ _LOSSES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """A table for a report.
-
-    Attributes:
-      title: the heading above it.
-      head: names of the columns.
-      rows: as many cells each; `format_value` writes them.
-      note: a paragraph under it; empty for none.
-    """
+    """A table for a report: a heading, the names of its columns, rows of as many cells, and a paragraph under it."""
 
     title: str
     head: Sequence[str]
@@ -58,10 +51,8 @@ def write_report(
 
     Args:
       headline: the figures that the run is about, by name; underscores are shown as spaces.
-      summary: a paragraph under the title.
-      command: gives this run again; None: the command line that made the folder.
+      command: command that gives this run again; None: the command line that made the folder.
       figure_text: describes the figure for those who cannot see it.
-      tables: more figures, after the picture.
     """
     config = run_folder.config()
     parts = [f"# {title}"]

@@ -1,7 +1,6 @@
-"""A run's folder on disk: settings once, metrics line by line, texts and figures each at once.
+"""A run's folder on disk, which can be read at whatever moment the process dies.
 
-Whatever moment the process dies at, the folder can be read: a metrics line is one append of one write, and every
-other file is written under another name and moved into place.
+A metrics line is one append of one write, and every other file is written under another name and moved into place.
 """
 
 import dataclasses
@@ -30,9 +29,8 @@ REPORT = "report.md"
 _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
 """Packages whose versions change what a run computes."""
 
-
 Sink = Callable[[str, Mapping[str, Any]], None]
-"""Told of each record, as (kind, fields), when it has been written. Must not raise."""
+"""Takes each record, as (kind, fields), when it has been written. Must not raise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,8 +64,6 @@ class RunFolder:
           ValueError: the path is a file, or a folder that is not empty although `resume` is false.
           OSError: the folder cannot be written.
         """
-        if not (isinstance(config, Mapping) or dataclasses.is_dataclass(config)):
-            raise ValueError(f"config must be a dataclass or a mapping, got {type(config).__name__}")
         if path is None:
             path = new_folder(Path("runs"), name)
         elif not resume or path.is_file():
@@ -96,13 +92,13 @@ class RunFolder:
         return config
 
     def log(self, kind: str, /, **fields: object) -> None:
-        """Append one record to `metrics.jsonl`; it is with the operating system when this returns."""
+        """Append one record to `metrics.jsonl`, and tell the sink of it."""
         append_metric(self.metrics_path, kind=kind, **fields)
         if self.sink is not None:
             self.sink(kind, fields)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records so far. Raises as `read_metrics`."""
+        """Return all records so far. Raises as `read_metrics`."""
         return read_metrics(self.metrics_path) if self.metrics_path.exists() else []
 
     def write_text(self, name: str, text: str) -> Path:
@@ -141,11 +137,7 @@ def changed_settings(before: Mapping[str, Any], now: object) -> dict[str, tuple[
 
 
 def append_metric(path: Path, /, *, kind: str, **fields: object) -> None:
-    """Append one record to a metrics file, as one line in one write.
-
-    Several processes may append to the same file: the operating system puts each write at the end of the file as it
-    is then. Not-a-number and infinity become null, since JSON has neither.
-    """
+    """Append one record to a metrics file, to which other processes may append, as one line in one write."""
     line = json.dumps(plain({"kind": kind, **fields}), allow_nan=False, separators=(",", ":")) + "\n"
     data = line.encode()
     with path.open("ab", buffering=0) as file:
@@ -192,11 +184,7 @@ def replaced_file(path: Path) -> Iterator[Path]:
 
 
 def plain(value: object) -> Any:
-    """A value as JSON can say it.
-
-    Dataclasses become maps, tuples and sets lists (sets sorted), arrays and their scalars numbers, numbers that are
-    not finite None, functions and classes their names, and anything else its `str`.
-    """
+    """A value as JSON can say it: numbers that are not finite become None, functions and classes their names."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

@@ -18,9 +18,8 @@ def set_up_jax() -> None:
     """Have freed memory kept (`keep_freed_memory`) and XLA's results, so that a process started again compiles nothing.
 
     Compiled code is for one processor type, hence a folder for each machine. `DMOE_XLA_CACHE` names another place;
-    empty turns the cache off, and so does a user without a home. Of a GPU's memory the process takes what it needs and
-    no more: by itself JAX takes three quarters at once, and a second process finds none.
-    `XLA_PYTHON_CLIENT_PREALLOCATE` says otherwise.
+    empty turns the cache off, and so does a user without a home. Of a GPU's memory the process takes what it needs;
+    by itself JAX takes three quarters at once (`XLA_PYTHON_CLIENT_PREALLOCATE`).
     """
     keep_freed_memory()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

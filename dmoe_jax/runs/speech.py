@@ -1,8 +1,7 @@
 """Lines of a command for its user: one that nobody can read, or that finds no room, ends nothing.
 
-Standard output may be missing, a pipe whose reader has gone, or a file on a full disk. `standard_streams` puts a stream
-that forgives in the place of each of the two, so that whoever writes there (`say`, rich, logging, a user's own file)
-need not care. The exit status of a process shows that it could not say everything.
+Standard output may be missing, a pipe whose reader has gone, or a file on a full disk. `standard_streams` forgives that
+of whoever writes there: `say`, rich, logging, a user's own file. The exit status shows that not everything was said.
 """
 
 import errno
@@ -29,16 +28,11 @@ def why_unheard() -> OSError | None:
 
 
 class _Forgiving:
-    """A text stream that keeps the error of a write that failed, in place of raising it.
-
-    Args:
-      stream: the text stream to write to; None: there is none.
-    """
+    """A text stream, if there is any, that keeps the error of a write that failed in place of raising it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.error: OSError | None = None
-        """Error of the last line, if that was not written."""
+        self.error: OSError | None = None  # of the last line
         self._has_written = False  # since that
 
     def write(self, text: str) -> int:

@@ -1,12 +1,7 @@
-"""How our figures look: few lines, text beside what it names, colours that survive colour blindness.
+"""The look of our figures: few lines, text beside what it names, colours of Okabe and Ito (2008)."""
 
-Colours are from Okabe and Ito's palette (2008), which stays apart under the common kinds of colour blindness.
-"""
-
-import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -20,10 +15,6 @@ TRAIN = "#E69F00"
 """Orange: training."""
 KILLED = "#D55E00"
 """Vermilion: what was lost."""
-SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
-"""Colours of things side by side. Yellow, the palette's eighth, is hard to see on white."""
-DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-"""Once the colours are used up they come again in these dashes."""
 
 Label = tuple[float, str, str]
 """Text beside an axes: the value that it names, the text, its colour."""
@@ -58,13 +49,8 @@ def end_labels(axes: Axes, labels: Sequence[Label], *, gap: float = LABEL_GAP) -
     ordered = sorted(labels, key=lambda label: label[0])
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [float(to_axes.transform((0.0, value))[1]) for value, _, _ in ordered]
-    for height, (_, text, colour) in zip(spread(heights, gap, low=0.0, high=1.0), ordered, strict=True):
+    for height, (_, text, colour) in zip(spread(heights, gap, 0.0, 1.0), ordered, strict=True):
         axes.text(1.012, height, text, transform=axes.transAxes, va="center", fontsize=9, color=colour)
-
-
-def series_style(index: int) -> tuple[str, Any]:
-    """Colour and dashes of the line with this number, different for the first 28."""
-    return SERIES[index % len(SERIES)], DASHES[index // len(SERIES) % len(DASHES)]
 
 
 def baseline(axes: Axes, value: float, name: str) -> Label:
@@ -102,19 +88,12 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def spread(heights: Sequence[float], gap: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
-    """Move sorted heights as little as needed (least squares) for neighbours to be `gap` apart, and in the bounds.
-
-    Subtracting i * gap turns "at least gap apart" into "not falling", which pooling adjacent violators solves; bounds
-    on such a solution are met by clipping it. Where there is no room for all, they start at `low` and go past `high`.
-    """
-    pools: list[tuple[float, int]] = []
-    for index, height in enumerate(heights):
-        total, count = height - index * gap, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            pool_total, pool_count = pools.pop()
-            total, count = total + pool_total, count + pool_count
-        pools.append((total, count))
-    levels = [total / count for total, count in pools for _ in range(count)]
-    top = max(low, high - (len(heights) - 1) * gap)
-    return [min(max(level, low), top) + index * gap for index, level in enumerate(levels)]
+def spread(heights: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move sorted heights for neighbours to be `gap` apart and all between the bounds, if there is room for that."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + gap if moved else low))
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], high)
+        high = moved[index] - gap
+    return moved

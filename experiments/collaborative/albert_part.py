@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from dmoe_jax.runs.style import GREY, dress, series_style
+from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Run
 from experiments.collaborative.albert_baselines import (
     all_reduce_step_s,
@@ -20,6 +20,7 @@ from experiments.collaborative.albert_task import AlbertTask, TaskSize, albert_t
 from experiments.collaborative.settings import CollaborativeSettings
 from experiments.collaborative.world import PeerSpec, compare_with_one_machine
 from experiments.intervals import t_interval
+from experiments.panels import series_style
 from experiments.results import Bar
 
 ONE = "one machine"

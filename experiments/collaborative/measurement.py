@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.style import FAINT, GREY, dress, series_style
+from dmoe_jax.runs.style import FAINT, GREY, dress
 from experiments.bench import Experiment, Run
 from experiments.collaborative.albert_part import albert_figures, bars, draw_albert, measure_albert
 from experiments.collaborative.processes import RealPeer, real_swarm
@@ -22,6 +22,7 @@ from experiments.collaborative.scenes import (
 )
 from experiments.collaborative.settings import CollaborativeSettings
 from experiments.collaborative.shares import share_figures
+from experiments.panels import series_style
 from experiments.results import Bar, Result
 
 BARS: Mapping[str, Sequence[Bar]] = {

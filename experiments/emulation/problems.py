@@ -188,7 +188,7 @@ def transformer_xl(
             )
             for trainer in range(num_trainers)
         ],
-        evaluation=tuple(evaluation_segments(corpus.valid, batch_size=8, seq_len=seq_len, max_tokens=num_evaluated)),
+        evaluation=tuple(evaluation_segments(corpus.valid[: num_evaluated + 1], batch_size=8, seq_len=seq_len)),
         optimizers=with_remedy(trunk_rate, expert_rate, remedy, clip=0.25),
     )
 

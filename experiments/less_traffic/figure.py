@@ -5,7 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.style import FAINT, GREY, SERIES, dress
+from dmoe_jax.runs.style import FAINT, GREY, dress
+from experiments.panels import SERIES
 
 TITLES: dict[str, str] = {
     "every_step": "averaging every step",

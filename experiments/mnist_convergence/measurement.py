@@ -8,12 +8,13 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.data import DataError
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.style import GREY, SERIES, dress
+from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
 from experiments.emulation.trials import Trial, run_trials
 from experiments.intervals import t_interval
 from experiments.mnist_convergence.curves import AUTHORS, FRESH, NETWORKS, REMEDIED, all_trials, label_of, memory_of
 from experiments.mnist_convergence.settings import MnistSettings
+from experiments.panels import SERIES
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
 

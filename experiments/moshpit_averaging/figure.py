@@ -7,8 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, SERIES, VALID, dress, end_labels
+from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress, end_labels
 from experiments.moshpit_averaging.paper import BARRED, TARGETS, TITLES, MethodName, Mixing, Row
+from experiments.panels import SERIES
 
 _FLOOR = 1e-12
 """Least variance drawn: below the targets, and above what float32 rounds away."""

@@ -6,8 +6,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.style import GREY, SERIES, dress
+from dmoe_jax.runs.style import GREY, dress
 from experiments.moshpit_sgd.settings import MethodName
+from experiments.panels import SERIES
 
 TITLES: dict[MethodName, str] = {
     "moshpit": "Moshpit",

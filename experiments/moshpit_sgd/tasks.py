@@ -115,9 +115,8 @@ def _transformer_xl_task() -> Task:
         vocab_size=_WORDS, num_layers=2, layer=LayerConfig(d_model=32, num_heads=2, d_ff=64, seq_len=16, mem_len=16)
     )
     counts = np.bincount(train, minlength=_WORDS)
-    segments = evaluation_segments(
-        valid, batch_size=_VALID_ROWS, seq_len=config.seq_len, max_tokens=_VALID_ROWS * _VALID_BATCHES * config.seq_len
-    )
+    num_targets = _VALID_ROWS * _VALID_BATCHES * config.seq_len
+    segments = evaluation_segments(valid[: num_targets + 1], batch_size=_VALID_ROWS, seq_len=config.seq_len)
     valid_batches = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *segments)
 
     def loss(params: PyTree, batch: PyTree, carry: Memory) -> tuple[jax.Array, Memory]:

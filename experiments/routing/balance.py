@@ -8,18 +8,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
-from dmoe_jax.runs.balance_panels import balance_lines
 from dmoe_jax.runs.figure import Metrics
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.runs.style import FAINT, GREY, dress, end_labels, series_style
+from dmoe_jax.runs.style import FAINT, GREY, dress, end_labels
 from dmoe_jax.training.saving import finished_headline
 from experiments.bench import Run
 from experiments.intervals import Interval, t_interval
+from experiments.panels import series_style
 from experiments.results import Bar
 from experiments.routing.cases import BALANCED, CASES, FIRST, LOSSES, PLAIN, case_trainings, folder_of
 from experiments.routing.settings import RoutingSettings
-from experiments.run_summary import perplexity_curve, summarise_run
+from experiments.run_summary import balance_lines, perplexity_curve, summarise_run
 from experiments.transformer_xl.side_by_side import train_all
 from experiments.transformer_xl.training import open_corpus
 

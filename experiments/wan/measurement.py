@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.style import GREY, KILLED, dress, series_style
+from dmoe_jax.runs.style import GREY, KILLED, dress
 from experiments.bench import Experiment, Run
+from experiments.panels import series_style
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
 from experiments.wan import churn, kill, loop, tokens

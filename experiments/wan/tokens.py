@@ -22,10 +22,11 @@ from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim import ErrorFeedback, moshpit_average
 from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.style import GREY, dress, series_style
+from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Run
 from experiments.collaborative.scenes import Played, play
 from experiments.collaborative.world import PeerSpec, World
+from experiments.panels import series_style
 from experiments.results import Bar
 from experiments.wan.problem import vector_of
 from experiments.wan.settings import WanSettings

@@ -60,6 +60,7 @@ def test_flags_that_cannot_be_meant(args: list[str], line: str, capsys: pytest.C
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 async def test_processes_show_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A DHT peer and a node, as `dmoe up` starts them; it lists where they are, and says what is not ready.
 

@@ -149,6 +149,7 @@ async def test_all_peers_may_be_started_with_one_list(tmp_path: Path) -> None:
         assert peer.dht.statistics().contacts == 0
 
 
+@pytest.mark.slow
 async def test_a_node_fails_on_purpose_and_is_gone_at_once() -> None:
     """It is listed while it serves, and says what it does wrong: every expert call meets the fault, its status stays
     honest. SIGTERM lets it withdraw: it is not listed a moment longer."""
@@ -261,6 +262,7 @@ def test_a_node_without_room_goes_on_and_ends_with_a_sentence(tmp_path: Path) ->
     assert not [path for path in (tmp_path / "experts").rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 async def test_a_node_serves_an_expert_of_the_users_own(tmp_path: Path) -> None:
     """An own network with an own optimiser; the node says what it does, and then serves."""
     file = tmp_path / "own.py"

@@ -53,12 +53,6 @@ def test_what_will_not_do_is_one_sentence(content: str | bytes | None, message: 
         load_corpus(source=str(path))
 
 
-def test_a_folder_without_its_files_is_refused(tmp_path: Path) -> None:
-    """The first one that is missing."""
-    with pytest.raises(DataError, match=r"train\.txt cannot be read: No such file"):
-        load_corpus(source=str(tmp_path))
-
-
 def _corpus(folder: Path, text: str) -> tuple[Corpus, list[str]]:
     """A text that is one file, and the words of its training part."""
     path = folder / "my.txt"

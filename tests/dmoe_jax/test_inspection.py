@@ -12,9 +12,9 @@ from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
 from dmoe_jax.inspection import pictures
-from dmoe_jax.inspection.panels import Panel
+from dmoe_jax.inspection.pictures import Panel
 from dmoe_jax.inspection.statistics import lift, load_over_training, one_hot, turnover
-from dmoe_jax.inspection.word_classes import Classes, article_starts, bands, kinds, places_in_article, present
+from dmoe_jax.inspection.word_classes import Classes, article_starts, kinds, places_in_article, present
 from dmoe_jax.runs.run_folder import RunFolder
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
 
@@ -69,7 +69,7 @@ def test_births_and_deaths_are_changes_of_use() -> None:
     assert found == {"windows": 4, "in_use_at_the_end": 1, "born": 1, "died": 1}
 
 
-def test_words_have_a_kind_and_a_band() -> None:
+def test_words_have_a_kind() -> None:
     """By letters alone, but for the frequent lower-case ones."""
     fillers = tuple(f"X{index}" for index in range(100))
     vocabulary = Vocabulary(
@@ -91,14 +91,6 @@ def test_words_have_a_kind_and_a_band() -> None:
         "other word",
         "word in -ed",
         "word in -s",
-    ]
-    ranks = bands(1001)
-    assert [ranks.names[ranks.of[index]] for index in (0, 9, 10, 999, 1000)] == [
-        "rank 1–10",
-        "rank 1–10",
-        "rank 11–100",
-        "rank 101–1,000",
-        "rank 1,001–10,000",
     ]
 
 
@@ -148,16 +140,16 @@ def made_up_panels(num_experts: int) -> list[Panel]:
     first = rng.integers(0, num_experts, (16, 600))
     members = one_hot(first, num_experts)
 
-    def panel(title: str, names: tuple[str, ...], breaks: tuple[int, ...] = ()) -> Panel:
+    def panel(title: str, names: tuple[str, ...]) -> Panel:
         classes = np.where(rng.random(first.shape) < 0.5, first % len(names), rng.integers(0, len(names), first.shape))
-        return Panel(title, names, lift(members, one_hot(classes, len(names))), breaks)
+        return Panel(title, names, lift(members, one_hot(classes, len(names))))
 
-    words = (*kinds(Vocabulary(("a",))).names, *bands(1).names)
+    words = kinds(Vocabulary(("a",))).names
     places = tuple(f"segment {number}" for number in ("1", "2", "3–4", "5–8", "9–16", "17+"))
-    return [panel("words of the segment", words, (12,)), panel("first word", words, (12,)), panel("place", places)]
+    return [panel("words of the segment", words), panel("first word", words), panel("place", places)]
 
 
-@pytest.mark.parametrize("num_experts", [4, 16, 64])
+@pytest.mark.parametrize("num_experts", [4, 64])
 def test_a_picture_is_readable(num_experts: int) -> None:
     """No text overlaps another or leaves the picture, with few experts and with more than are named."""
     side = math.isqrt(num_experts)

@@ -23,9 +23,6 @@ def test_histogram_counts_by_inclusive_bounds() -> None:
         values.observe(value)
     assert values.cumulative == [(1.0, 2), (2.0, 3), (4.0, 4), (float("inf"), 5)]
     assert (values.count, values.total) == (5, 16.0)
-    for wrong in ((), (2.0, 1.0), (1.0, 1.0)):
-        with pytest.raises(ValueError, match="ascending bounds"):
-            Histogram(wrong)
 
 
 async def test_a_thread_device_measures_the_work_and_not_the_wait() -> None:
@@ -103,17 +100,6 @@ async def test_what_each_expert_has_done_is_shown(autojump_clock: trio.testing.M
     assert found["dmoe_node_expert_staleness_updates_total"] == {forward: 0, backward: 1}
     assert found["dmoe_node_expert_received_bytes_total"] == {forward: 3 * 16, backward: 4 * 32}
     assert found["dmoe_node_expert_sent_bytes_total"] == {forward: 3 * 16, backward: 4 * 16}
-
-
-async def test_a_node_counts_staleness(autojump_clock: trio.testing.MockClock) -> None:
-    """Of two gradients that saw the expert's first state, the second comes one update late."""
-    async with open_rig() as rig:
-        for index in range(2):
-            body = {"uid": "ffn.0.1", "id": bytes([index]), "seen": 0}
-            await rig.call("expert.backward", body, rows(2), rows(2, seed=1))
-        staleness = rig.node.recorder.staleness
-        assert staleness.cumulative[:2] == [(0.0, 1), (1.0, 2)]
-        assert (staleness.count, staleness.total) == (2, 1.0)
 
 
 async def test_a_node_counts_how_calls_end(autojump_clock: trio.testing.MockClock) -> None:

@@ -68,16 +68,15 @@ def test_hosts_have_tracks_and_calls_at_once_have_lanes(tmp_path: Path) -> None:
     assert found["otherData"] == {"events_kept": 5, "events_dropped": 0}
 
 
-def test_the_latest_events_are_kept(tmp_path: Path) -> None:
+def test_the_latest_events_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of five; the file says how many are missing."""
-    trace = Trace(0.0, max_events=3)
+    monkeypatch.setattr("dmoe_jax.metrics.trace.MAX_EVENTS", 3)
+    trace = Trace(0.0)
     for index in range(5):
         trace.add(call(FIRST, float(index), index + 0.5))
     found = written(trace, tmp_path)
     assert [each["ts"] for each in happened(found)] == [2e6, 3e6, 4e6]
     assert found["otherData"] == {"events_kept": 3, "events_dropped": 2}
-    with pytest.raises(ValueError, match="max_events=0"):
-        Trace(0.0, max_events=0)
 
 
 async def simulated() -> tuple[Trace, int]:

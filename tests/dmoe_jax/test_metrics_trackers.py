@@ -138,11 +138,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-def test_without_a_tracker_there_is_none(tmp_path: Path) -> None:
-    """And nothing is imported."""
-    assert len(read_metrics(write_run(None, tmp_path / "run").metrics_path)) == 5
-
-
 def test_a_tracker_that_hangs_is_left_to_itself(caplog: pytest.LogCaptureFixture) -> None:
     """Records wait up to a bound, and the end of the run for so long only."""
     hang = threading.Event()

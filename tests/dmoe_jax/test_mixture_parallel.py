@@ -82,6 +82,7 @@ for bad in (lambda: shard_experts(jnp.ones((9, 2)), mesh, "experts"), lambda: pa
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one() -> None:
     """Loss, output, gradients and an update to 1e-5, the dead left out; also where one device has all the work."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

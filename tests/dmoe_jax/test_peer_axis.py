@@ -196,6 +196,7 @@ def test_peers_split_over_a_named_axis_agree() -> None:
     np.testing.assert_allclose(found, moshpit_rounds(values, cells=cells, **shared), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one() -> None:
     """Peers split over a mesh of eight, or over one axis of two: each device has its share, and gathers no others."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

@@ -124,6 +124,7 @@ def read_often(loops: Sequence[Loop]) -> list[Loop]:
     return [replace(loop, read_every=min(loop.read_every or 16, 16)) for loop in loops]
 
 
+@pytest.mark.slow
 def test_who_connects_late_is_told_of_several_devices() -> None:
     """A warning names XLA's own limit and what to do; with one device, or first, there is none."""
     program = "import sys, jax; sys.argv[1] == 'late' and jax.numpy.zeros(3).sum(); import dmoe_jax; dmoe_jax.connect()"

@@ -98,6 +98,7 @@ def test_programs_are_cached_by_the_number_of_threads(monkeypatch: pytest.Monkey
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.slow
 def test_a_node_refuses_in_one_line(tmp_path: Path) -> None:
     """No traceback, neither of the choice of a strategy nor of serving."""
     (tmp_path / "host.py").write_text(

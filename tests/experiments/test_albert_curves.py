@@ -12,7 +12,7 @@ from experiments.bench import Run
 from experiments.collaborative.albert_baselines import all_reduce_step_s, curve_with, parameter_server_step_s
 from experiments.collaborative.albert_part import albert_figures, log_curve
 from experiments.collaborative.albert_swarm import FASTEST_PER_S, Curve, Together, machines, train_together
-from experiments.collaborative.albert_task import AlbertTask, SampleNumbers, TaskSize, albert_task
+from experiments.collaborative.albert_task import AlbertTask, TaskSize, albert_task
 from experiments.collaborative.measurement import EXPERIMENT
 from experiments.collaborative.settings import CollaborativeSettings
 from experiments.collaborative.world import compare_with_one_machine
@@ -62,25 +62,6 @@ def test_the_loss_is_that_of_one_machine_with_the_same_samples(task: AlbertTask,
     losses = {point.step: point.loss for point in played.curve.points}
     assert task.loss(params[0]) == pytest.approx(losses[STEPS - 1], abs=1e-5)
     assert losses[STEPS] < task.loss(task.params) - 0.1  # it has learnt something
-
-
-@pytest.mark.slow
-def test_curves_repeat_to_the_last_bit(task: AlbertTask, played: Together) -> None:
-    again = play(task)
-    assert again.curve == played.curve
-    assert again.failed_at == played.failed_at
-
-
-def test_a_machine_that_comes_back_reads_on_where_it_was() -> None:
-    """Machine 1 of 3 reads 1, 4, 7, ...; a micro-batch that is asked for again is the same."""
-    numbers = SampleNumbers(3)
-    assert list(numbers.of("peer1.0", 0, 2)) == [1, 4]
-    assert list(numbers.of("peer1.1", 0, 1)) == [7]
-    assert list(numbers.of("peer0.0", 0, 2)) == [0, 3]
-    assert list(numbers.of("peer1.0", 0, 2)) == [1, 4]
-    for name in ("peer3.0", "root"):
-        with pytest.raises(ValueError, match=name):
-            numbers.of(name, 0, 1)
 
 
 def test_curves_by_hand() -> None:
@@ -133,10 +114,3 @@ def test_figures_of_hand_made_curves(tmp_path: Path) -> None:
     assert result is not None
     assert EXPERIMENT.draw is not None
     assert EXPERIMENT.draw(run, result) is not None
-
-
-def test_words_beyond_the_vocabulary_are_unknown(task: AlbertTask) -> None:
-    assert task.text.vocab_size == 200 + 3
-    assert int(task.held_out.targets.max()) < 200
-    with pytest.raises(ValueError, match="num_words must be at most"):
-        albert_task(TaskSize(num_words=10**6), corpus=load_corpus(source="embedded"))

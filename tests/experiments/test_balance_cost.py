@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from dmoe_jax.routing import make_router
 from experiments.routing.__main__ import main
-from experiments.routing.balance import Outcome, balance_figures, balance_table, cost, draw_cases, draw_length
+from experiments.routing.balance import Outcome, balance_figures, balance_table, cost
 from experiments.routing.cases import BALANCED, CASES, FIRST, LOSSES, PLAIN, SEQ_LEN, case_trainings
-from experiments.routing.settings import RoutingSettings
-from experiments.transformer_xl.presets import PRESETS, sized_preset
+from experiments.transformer_xl.presets import sized_preset
 
 
 def metrics(perplexity: float, entropies: tuple[float, ...]) -> list[dict[str, object]]:
@@ -46,20 +44,6 @@ def test_a_case_is_made_of_runs_that_can_be_trained(name: str, tmp_path: Path) -
     assert {PLAIN, BALANCED} <= set(case.routers)
 
 
-def test_sizes_of_the_command_line_are_those_of_the_mixture() -> None:
-    """Experts and experts for a sample change the mixture alone; what does not fit is refused."""
-    settings = RoutingSettings()
-    assert settings.chosen_cases == tuple(CASES)
-    (run, *_) = case_trainings("token64", Path("out"), words=1024, seeds=(0,), data="auto", resume=False)
-    config = sized_preset(run.settings, "dmoe").config
-    assert (config.grid_size, config.k_best) == ((8, 8), 2)
-    assert sized_preset(run.settings, "small") is PRESETS["small", "tiny"]
-    with pytest.raises(ValueError, match="k_best is at most the number of cells"):
-        sized_preset(type(run.settings)(k_best=9), "dmoe")
-    with pytest.raises(ValueError, match="--grid-size must be extents of at least 1, got 4 0"):
-        type(run.settings)(grid_size=(4, 0))
-
-
 def test_costs_are_paired_by_seed() -> None:
     """In per cent of the plain router's perplexity at the same seed, beside the loss whose load is as even."""
     first = {
@@ -82,33 +66,6 @@ def test_costs_are_paired_by_seed() -> None:
     rows = balance_table({FIRST: first}).rows
     assert [row[1] for row in rows] == list(first)
     assert rows[1][4] == "+2.0 % (-0.5 to +4.5)"
-
-
-def test_pictures_have_a_row_for_each_case() -> None:
-    """Cases without both routers are left out; the long runs are drawn over their words."""
-    routers = {PLAIN: {0: outcome(100.0, 0.7)}, BALANCED: {0: outcome(101.0, 0.96)}}
-    figure = Figure()
-    left, right = figure.subplots(1, 2)
-    draw_cases(left, right, {FIRST: routers, "64": {PLAIN: routers[PLAIN]}, "k1": routers})
-    assert [text.get_text() for text in left.get_yticklabels()] == [CASES[FIRST].text, CASES["k1"].text]
-    left, right = Figure().subplots(1, 2)
-    draw_length(left, right, routers)
-    assert [line.get_xdata()[-1] for line in right.lines] == [4.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"case": ("16", "17")}, "--case must be of 16, 64, .*; got 17"),
-        ({"case": ("16", "16")}, "--case names one twice"),
-        ({"words": 0}, "--words must be at least 1, got 0"),
-        ({"jobs": 0}, "--jobs must be at least 1, got 0"),
-    ],
-)
-def test_settings_that_will_not_do_are_refused(changes: dict[str, object], message: str) -> None:
-    """With the flag and its value."""
-    with pytest.raises(ValueError, match=message):
-        RoutingSettings(**changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.runs.endings import UsageError
 from experiments.bench import Experiment, ResumableSettings, Run, Settings, run_experiment
-from experiments.results import Bar, Result, write_result
+from experiments.results import Bar, Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,41 +98,6 @@ def test_run_leaves_all_files_and_ends_with_one_json_line(tmp_path: Path, capsys
     assert "![Pips of each throw](figure.png)" in report
 
 
-def test_without_json_everything_is_for_readers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table is on standard output, and a missed bar is a result: the run ends in order."""
-    assert run_dice("--out", str(tmp_path / "run"), "--seed", "9")["missed_bars"] == ["mean"]
-    printed = capsys.readouterr()
-    assert "10 (9 to 11)" in printed.out
-    assert "{" not in printed.out
-    assert printed.err == ""
-
-
-def test_async_measurement_runs_under_trio(tmp_path: Path) -> None:
-    """A coroutine function measures as well."""
-
-    async def measure(run: DiceRun) -> None:
-        await trio.lowlevel.checkpoint()
-        throw(run)
-
-    headline = run_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, measure=measure))
-    assert headline["mean"] == 1.0
-
-
-def test_experiment_is_imported_after_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong flag is told before the module is looked for."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    arguments: dict[str, Any] = {"name": "dice", "uses_jax": False}
-    with pytest.raises(SystemExit, match="2"):
-        run_experiment(DiceSettings, "late_dice:DICE", args=["--throws", "0"], **arguments)
-    (tmp_path / "late_dice.py").write_text(
-        "from experiments.bench import Experiment\n"
-        "from experiments.results import Result\n"
-        "DICE = Experiment(measure=lambda run: None, summarise=lambda run: Result(title='Late', figures={'a': 1}))\n"
-    )
-    headline = run_experiment(DiceSettings, "late_dice:DICE", args=["--out", str(tmp_path / "run")], **arguments)
-    assert headline == {"a": 1}
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -157,17 +122,6 @@ def test_folder_that_is_in_use_is_refused_unless_resumed(tmp_path: Path, capsys:
     assert end_of_dice(*out) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert run_dice(*out, "--seed", "8", "--resume")["mean"] == 6.0
-
-
-def test_check_comes_before_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A value that only the experiment can judge leaves no folder behind."""
-
-    def check(settings: DiceSettings) -> None:
-        raise ValueError(f"no dice have seed {settings.seed}\nand no advice helps")
-
-    assert end_of_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, check=check)) == 1
-    assert capsys.readouterr().err == "dice: error: no dice have seed 0\n"
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -209,17 +163,6 @@ def test_signal_cancels_an_async_measurement(tmp_path: Path, number: signal.Sign
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_interrupted_before_there_is_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line and no report."""
-
-    def measure(run: DiceRun) -> None:
-        raise KeyboardInterrupt
-
-    assert end_of_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, measure=measure)) == 130
-    assert capsys.readouterr().err == "dice: interrupted; --resume goes on\n"
-    assert not (tmp_path / "run" / "report.md").exists()
-
-
 def raising(error: BaseException) -> Callable[[], None]:
     def throw_error() -> None:
         raise error
@@ -255,29 +198,6 @@ def test_bug_is_raised_as_it_is(tmp_path: Path, error: Exception) -> None:
         run_dice("--out", str(tmp_path / "run"), experiment=replace(measuring(raising(error)), expected=expected))
     assert raised.value is error
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_failure_is_told_after_everything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report and the JSON line are there, and the status is 1."""
-
-    def summarise_failure(run: DiceRun) -> Result:
-        return Result(title="Dice", figures={"a": 1}, missed=["fell down"], failure="1 die fell down")
-
-    experiment = replace(DICE, summarise=summarise_failure)
-    assert end_of_dice("--out", str(tmp_path / "run"), "--json", experiment=experiment) == 1
-    printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"a": 1, "missed_bars": ["fell down"]}
-    assert printed.err.endswith("dice: error: 1 die fell down\n")
-
-
-def test_experiment_may_write_its_own_report(tmp_path: Path) -> None:
-    """What it writes stands."""
-
-    def write(run: DiceRun, result: Result) -> None:
-        write_result(run.folder, replace(result, title="My dice"), figure_text="")
-
-    run_dice("--out", str(tmp_path / "run"), experiment=replace(DICE, write_report=write))
-    assert (tmp_path / "run" / "report.md").read_text().startswith("# My dice\n")
 
 
 def test_bar_is_met_from_its_side() -> None:

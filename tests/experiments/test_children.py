@@ -1,6 +1,5 @@
 """Experiments that run as processes of another one."""
 
-import json
 import signal
 import threading
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.children import is_resumable, prepare_folder, run_child
+from experiments.children import run_child
 
 CHILD = """
 import json, signal, sys, time
@@ -58,21 +57,3 @@ def test_interrupt_ends_the_child(words: list[str], monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         run_child(["child", *words])
     assert time.monotonic() - began < 30
-
-
-def test_folder_is_gone_on_with_only_where_that_is_possible(tmp_path: Path) -> None:
-    """transformer_xl knows --resume, layer_cost does not, and neither can go on in a folder without settings."""
-    assert is_resumable("transformer_xl")
-    assert not is_resumable("layer_cost")
-    assert not is_resumable("no_such_experiment")
-    out = tmp_path / "run"
-    for config, resumes in ((None, False), ({}, True)):
-        out.mkdir()
-        (out / "left_behind").write_text("")
-        if config is not None:
-            (out / "config.json").write_text(json.dumps(config))
-        flags = ["--out", str(out)]
-        assert prepare_folder("transformer_xl", out) == flags + (["--resume"] if resumes else [])
-        assert out.exists() == resumes
-    assert prepare_folder("layer_cost", out) == ["--out", str(out)]
-    assert not out.exists()

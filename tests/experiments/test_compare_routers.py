@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dmoe_jax.routing.base import RouterError
-from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 from dmoe_jax.training.run import Plan
@@ -16,11 +15,10 @@ from dmoe_jax.training.saving import finished_headline, prepare_run
 from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.budget import Cost, plan_runs
-from experiments.compare_routers.measurement import load_routers
 from experiments.compare_routers.pairs import all_pairs, means, ranking_table, sentences
 from experiments.compare_routers.pieces import time_pieces
-from experiments.compare_routers.settings import WITH_LOSS, CompareRoutersSettings
-from experiments.compare_routers.trainings import router_runs, run_name
+from experiments.compare_routers.settings import CompareRoutersSettings
+from experiments.compare_routers.trainings import router_runs
 from experiments.transformer_xl import training
 from experiments.transformer_xl.presets import PRESETS
 from experiments.transformer_xl.setup import Setup
@@ -97,94 +95,6 @@ def arguments(out: Path, *more: str) -> list[str]:
     return ["--data", "embedded", "--out", str(out), *own, *more]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"steps": 0}, "--steps.*0"),
-        ({"eval_every": 0}, "--eval-every.*0"),
-        ({"eval_tokens": -1}, "--eval-tokens.*-1"),
-        ({"failure_rate": 1.0}, "--failure-rate"),
-        ({"routers": ("hash", "hash")}, "--routers.*hash hash"),
-        ({"seeds": (1, 2, 1)}, "--seeds.*1 2 1"),
-        ({"seeds": (-1,)}, "--seeds.*-1"),
-        ({"resume": True}, "--resume needs --out"),
-        ({"failures": (0.3, 1.0)}, "--failures must be from 0 to below 1, got 0.3 1.0"),
-        ({"failures": (0.1,)}, "--failures has 0.1, which is --failure-rate already"),
-        ({"failures": (0.3,), "where": "local"}, "--failures needs .*where it is local"),
-        ({"slow_nodes": (10.0, 10.0)}, "--slow-nodes names one twice"),
-        ({"slow_nodes": (1.0,)}, "--slow-nodes must be above 1"),
-        ({"slow_nodes": (10.0,), "where": "emulated"}, "--slow-nodes needs --where simulated.*emulated"),
-        ({"slow_node": 2.0, "where": "local"}, "--slow-node needs --where simulated.*local"),
-        ({"budget": "soon"}, "--budget must be a time such as .*got soon"),
-        ({"budget": "0m"}, "--budget must be a time"),
-        ({"budget": "5m", "seeds": (1,), "steps": 9}, "--budget has nothing to choose"),
-    ],
-)
-def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
-    """Whatever would fail later fails at once, with its name and value."""
-    with pytest.raises(ValueError, match=message):
-        CompareRoutersSettings(**wrong)
-
-
-def test_what_is_compared_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every registered router on three seeds; quick: some on two; a tiny model in a simulated swarm."""
-    monkeypatch.setattr(training, "check_router", lambda *_, **__: None)  # its own tests try every registered router
-    command, quick = CompareRoutersSettings(), CompareRoutersSettings(quick=True)
-    assert list(load_routers(command)) == [*(ROUTERS[name](GRID).name for name in ROUTERS), WITH_LOSS]
-    assert len(load_routers(quick)) == 4
-    assert (command.chosen_seeds, quick.chosen_seeds) == ((0, 1, 2), (0, 1))
-    assert CompareRoutersSettings(quick=True, seeds=(7,), routers=("peer",)).chosen_seeds == (7,)
-    assert [command.place, CompareRoutersSettings(size="full").place] == ["simulated", "local"]
-
-
-def test_own_routers_go_by_their_names(my_file: Path) -> None:
-    """A factory, or a router for this grid, beside registered ones."""
-    specs = (f"{my_file}:mine", "switch", f"{my_file}:noisy")
-    routers = load_routers(CompareRoutersSettings(routers=specs))
-    assert tuple(routers.values()) == specs
-    assert list(routers)[:2] == ["my/router", "switch"]
-
-
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (("product_key", "FILE:clash"), "product_key and .*:clash are both called 'product_key'"),
-        (("nonesuch",), "nonesuch.*product_key"),
-        (("FILE:broken",), "broken"),
-        (("FILE:nonesuch",), "nonesuch"),
-    ],
-)
-def test_unusable_routers_are_refused_before_training(
-    specs: tuple[str, ...],
-    message: str,
-    my_file: Path,
-    tmp_path: Path,
-    trainings: Trainings,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In one line that names the router; no folder is made."""
-    named = [spec.replace("FILE", str(my_file)) for spec in specs]
-    with pytest.raises(SystemExit) as exit_:
-        main(["--data", "embedded", "--out", str(tmp_path / "out"), "--routers", *named])
-    assert exit_.value.code == 1
-    error = capsys.readouterr().err
-    assert error.startswith("compare_routers: error: ")
-    assert len(error.splitlines()) == 1
-    with pytest.raises(ValueError, match=message):
-        load_routers(CompareRoutersSettings(routers=tuple(named)))
-    assert not (tmp_path / "out").exists()
-    assert not trainings.begun
-
-
-@pytest.mark.parametrize(
-    ("label", "name"),
-    [("product_key+noise", "product_key+noise-seed3"), ("../my router", ".._my_router-seed3")],
-)
-def test_names_of_runs_stay_in_their_folder(label: str, name: str) -> None:
-    """A router may be called anything."""
-    assert run_name(label, 3) == name
-
-
 def test_all_runs_are_made_and_compared(
     tmp_path: Path, trainings: Trainings, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,17 +148,6 @@ def test_finished_runs_are_not_trained_again(
     assert len(trainings.begun) == 5
 
 
-def test_interrupted_before_anything_was_finished(tmp_path: Path, trainings: Trainings) -> None:
-    """There is nothing to compare, and no figure; the headline says so."""
-    trainings.errors["product_key-seed3"] = KeyboardInterrupt()
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments(tmp_path / "out"))
-    assert exit_.value.code == 130
-    headline = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
-    assert (headline["kind"], headline["runs_finished"], headline["routers"]) == ("headline", 0, {})
-    assert not (tmp_path / "out" / "figure.png").exists()
-
-
 def test_a_failed_run_does_not_stop_the_others(
     tmp_path: Path, trainings: Trainings, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,16 +168,6 @@ def test_a_failed_run_does_not_stop_the_others(
     trainings.errors["product_key-seed3"] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         main(arguments(out, "--resume"))
-
-
-def test_quick_shortens_every_run(tmp_path: Path, trainings: Trainings) -> None:
-    """Fewer updates and evaluated words, but never more than were asked for."""
-    main(arguments(tmp_path / "a", "--quick"))
-    main(arguments(tmp_path / "b", "--quick", "--steps", "5", "--eval-tokens", "100"))
-    usual, short = trainings.plans[0], trainings.plans[-1]
-    assert usual.steps <= 200
-    assert 0 < usual.final_eval_items == usual.eval_items <= 8192
-    assert (short.steps, short.eval_items, short.final_eval_items) == (5, 100, 100)
 
 
 def test_every_router_under_every_condition() -> None:

@@ -1,36 +1,15 @@
 """Runs side by side: the figures of one, their means over seeds, the table, the picture and the report."""
 
-import json
 import math
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.comparison import comparison_headline, comparison_table, draw_comparison
-from experiments.run_summary import deviation, perplexity_curve, summarise_run
-from tests.dmoe_jax.figure_texts import assert_readable, words_of
+from experiments.comparison import comparison_table
+from experiments.run_summary import balance_lines, deviation, perplexity_curve, summarise_run
 
 Record = dict[str, Any]
-NAMES = ("product_key", "flat_top_k", "noisy_top_k", "switch", "expert_choice", "hash", "frozen_random", "peer")
-
-
-def run_metrics(seed: int, *, gain: float = 1.5, is_mixture: bool = True, is_simulated: bool = True) -> list[Record]:
-    """A made-up run of 120 steps; a dense model has neither calls nor load."""
-    rng = random.Random(seed)
-    metrics: list[Record] = [{"kind": "baseline", "unigram_perplexity": 965.09}]
-    for step in range(1, 121):
-        loss = 7.4 - gain * (1 - math.exp(-step / 30)) + 0.02 * rng.random()
-        metrics.append({"kind": "train", "step": step, "loss": loss, "items": 2048, "time_s": 0.5 * step})
-        if step % 30 == 0:
-            virtual = {"virtual_s": 3.0 * step} if is_simulated else {}
-            metrics.append({"kind": "eval", "step": step, "split": "valid", "perplexity": math.exp(loss), **virtual})
-            if is_mixture:
-                metrics.append({"kind": "calls", "step": step, "time_s": 0.5 * step, "ok": 9 * step, "failed": step})
-                figures = {"cv": rng.random(), "entropy": rng.random(), "dead": 1, "histogram": [0, 3]}
-                metrics.append({"kind": "balance", "step": step, "layer": "layer0", **figures})
-    return metrics
 
 
 SMALL: list[Record] = [
@@ -61,12 +40,6 @@ def test_summary_by_hand() -> None:
     assert found.staleness == pytest.approx(1.5)
     assert (found.virtual_s, found.wall_s, found.tokens_per_s) == (9.0, 5.0, 8.0)
     assert summarise_run([*SMALL, {"kind": "headline", "tokens_per_s": 21.5}]).tokens_per_s == 21.5
-
-
-def test_summary_of_nothing() -> None:
-    """What was not measured is not known, instead of 0."""
-    empty = summarise_run([])
-    assert {getattr(empty, name) for name in empty.__slots__} == {None}
 
 
 def test_curve_by_hand() -> None:
@@ -107,77 +80,18 @@ def test_table_by_hand() -> None:
     assert comparison_table({"small": [dense]}).head == ("", "runs", "validation perplexity")
 
 
-def test_headline_is_plain() -> None:
-    """Means by label with their deviation, fit for JSON, None where nothing is known."""
-    headline = comparison_headline({"dmoe": [SMALL, [{"kind": "eval", "step": 2, "perplexity": 380.0}]], "none": [[]]})
-    assert json.loads(json.dumps(headline, allow_nan=False)) == headline
-    assert headline["dmoe"]["runs"] == 2
-    assert headline["dmoe"]["perplexity"] == 390.0
-    assert headline["dmoe"]["perplexity_std"] == pytest.approx(math.sqrt(200))
-    assert headline["dmoe"]["test_perplexity"] == 450.0
-    assert headline["none"]["perplexity"] is None
-
-
-def several(names: tuple[str, ...], seeds: int = 3) -> dict[str, list[list[Record]]]:
-    return {
-        name: [run_metrics(10 * index + seed, gain=1.6 - 0.03 * index) for seed in range(seeds)]
-        for index, name in enumerate(names)
-    }
-
-
-CASES: dict[str, dict[str, list[list[Record]]]] = {
-    "three routers": several(NAMES[:3]),
-    "many routers": several((*NAMES, "uniform_random", "product_key+noise+balancing")),
-    "thirty": several(tuple(f"router{number}" for number in range(30)), seeds=1),
-    "one": several(NAMES[:1], seeds=1),
-    "mixture and dense": {
-        "dmoe": [run_metrics(0)],
-        "small": [run_metrics(1, gain=1.4, is_mixture=False)],
-        "base": [run_metrics(2, is_mixture=False)],
-    },
-    "dense": {"small": [run_metrics(0, is_mixture=False, is_simulated=False)]},
-    "local and simulated": {"a": [run_metrics(0)], "b": [run_metrics(1, is_simulated=False)]},
-    "one evaluation": {"a": [SMALL[:4]], "b": [SMALL[:4]]},
-    "not below the baseline": {"a": [run_metrics(0, gain=0.1)], "b": [run_metrics(1, gain=0.0)]},
-    "one has no evaluation": {"a": [SMALL], "b": [SMALL[:2]]},
-}
-
-
-@pytest.mark.parametrize("runs", CASES.values(), ids=CASES.keys())
-def test_figure_is_readable(runs: dict[str, list[list[Record]]]) -> None:
-    """However many labels and seeds, and whatever is missing, it is drawn without a warning and can be read."""
-    assert_readable(draw_comparison(runs, "A made-up comparison"))
-
-
-def test_panels_without_data_are_left_out() -> None:
-    """Dense models have no balance and no calls; virtual time is compared only where all have it."""
-
-    def titles(name: str) -> list[str]:
-        return [axes.get_title(loc="left") for axes in draw_comparison(CASES[name]).axes]
-
-    curves = "Validation perplexity (log scale)"
-    strips = ["Perplexity", "Load cv", "Load entropy", "Calls lost"]
-    assert titles("three routers") == [curves, *strips, "Virtual time"]
-    assert titles("local and simulated") == [curves, *strips, "Time"]
-    assert titles("dense") == [curves, "Perplexity", "Time"]
-    assert [axes.get_title(loc="left") for axes in draw_comparison({"a": [[]]}).axes] == [curves]
-
-
-def test_curves_are_means_with_a_band() -> None:
-    """At steps that all seeds have: mean of tokens and perplexities, band from the least to the greatest."""
-    one = [{"kind": "eval", "step": s, "perplexity": p, "items_seen": 10 * s} for s, p in ((1, 90.0), (2, 60.0))]
-    two = [{"kind": "eval", "step": s, "perplexity": p, "items_seen": 12 * s} for s, p in ((1, 70.0), (3, 50.0))]
-    figure = draw_comparison({"a": [one, two, []], "b": [one]})
-    curves = figure.axes[0].lines
-    np.testing.assert_allclose(curves[0].get_xydata(), [[11.0, 80.0]])
-    np.testing.assert_allclose(curves[-1].get_xydata(), [[10.0, 90.0], [20.0, 60.0]])
-    (band,) = figure.axes[0].collections
-    assert (band.get_datalim(figure.axes[0].transData).y0, band.get_datalim(figure.axes[0].transData).y1) == (70, 90)
-    assert {"a 80", "b 60"} <= words_of(figure)
-
-
-@pytest.mark.parametrize("runs", [{}, {"a": [SMALL], "b": []}])
-def test_nothing_to_compare(runs: dict[str, list[list[Record]]]) -> None:
-    """No label, or a label without a run, is a mistake of the caller."""
-    with pytest.raises(ValueError, match=r"with a run or more each, got \{"):
-        draw_comparison(runs)
+def test_balance_lines_by_hand() -> None:
+    """In the order of layers and steps, the last record of a step counts, and what is not known is NaN."""
+    metrics: list[Record] = [
+        {"kind": "balance", "step": 20, "layer": "layer10", "cv": 1.0, "entropy": 0.5, "dead": 1, "histogram": [0, 2]},
+        {"kind": "balance", "step": 10, "layer": "layer9", "cv": None, "entropy": None, "dead": 2, "histogram": [0, 0]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.7, "entropy": 0.6, "dead": 2, "histogram": [0, 1]},
+        {"kind": "balance", "step": 20, "layer": "layer9", "cv": 0.8, "entropy": 0.9, "dead": 0, "histogram": [1, 3]},
+    ]
+    lines = balance_lines(metrics)
+    assert lines.layers == ("layer9", "layer10")
+    np.testing.assert_array_equal(lines.steps, [10, 20])
+    np.testing.assert_array_equal(lines.cv, [[np.nan, 0.8], [np.nan, 1.0]])
+    np.testing.assert_array_equal(lines.entropy, [[np.nan, 0.9], [np.nan, 0.5]])
+    assert (lines.dead, lines.experts) == (1, 4)
+    assert balance_lines([]).layers == ()

@@ -1,8 +1,5 @@
 """The experiments that run in the emulator: what is trained, what is made of it, and a small run of each."""
 
-import dataclasses
-import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -20,19 +17,16 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.emulation import measurement as emulation
-from experiments.emulation.__main__ import main as emulation_main
-from experiments.emulation.dense_emulator import DenseEmulator, draw_turns
-from experiments.emulation.released_gate import released_gate
+from experiments.emulation.dense_emulator import DenseEmulator
 from experiments.emulation.settings import EmulationSettings
-from experiments.emulation.trials import Trial, next_of, with_fresh_experts
+from experiments.emulation.trials import with_fresh_experts
 from experiments.mnist_convergence import measurement as convergence
 from experiments.mnist_convergence.__main__ import main as convergence_main
 from experiments.mnist_convergence.curves import _WIDTHS, AUTHORS, FRESH, NETWORKS, label_of
-from experiments.mnist_convergence.curves import all_trials as all_curves
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.staleness import measurement as staleness
 from experiments.staleness.__main__ import main as staleness_main
-from experiments.staleness.rows import DEFAULT, MANY_ONE, ONE, ONE_DEFAULT, PLAIN, all_trials
+from experiments.staleness.rows import DEFAULT, MANY_ONE, ONE, ONE_DEFAULT, PLAIN
 from experiments.staleness.settings import StalenessSettings
 
 needs_mnist = pytest.mark.skipif(not os.environ.get("DMOE_DATA"), reason="MNIST is not at hand: DMOE_DATA is not set")
@@ -104,58 +98,6 @@ def scale_by_told() -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda leaf: leaf / (1 + staleness), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def test_turns_are_as_many_for_everybody() -> None:
-    turns = draw_turns(num_updates=4000, num_trainers=8, delay=exponential_delays(1.0), seed=1)
-    assert np.bincount(turns).min() > 420
-    assert (
-        turns.tolist() == draw_turns(num_updates=4000, num_trainers=8, delay=exponential_delays(9.0), seed=1).tolist()
-    )
-
-
-def test_the_released_gate_is_flat_frozen_and_normalised() -> None:
-    router = released_gate((4, 4))
-    keys = router.init(jax.random.key(0), 8)
-    np.testing.assert_allclose(np.linalg.norm(jax.tree.leaves(keys)[0], axis=-1), 1, rtol=1e-5)
-    x = jax.random.normal(jax.random.key(1), (3, 8)) * 5 + 2
-
-    def total(keys: Any) -> Any:
-        return jnp.sum(router.scores(keys, x).logits[0] ** 2)
-
-    assert total(keys) > 0
-    np.testing.assert_array_equal(jax.tree.leaves(jax.grad(total)(keys))[0], 0)
-    indices, mask = router.select(router.scores(keys, x), 4)
-    assert indices.shape == (3, 4, 2)
-    assert mask.all()
-
-
-def test_rows_of_the_staleness_table() -> None:
-    rows = all_trials(StalenessSettings(seeds=2, seed=3))
-    assert {trial.seed for trial in rows} == {3, 4}
-    mnist = [trial for trial in rows if trial.problem == "mnist" and trial.seed == 3]
-    assert [trial.label for trial in mnist][:5] == [ONE, ONE_DEFAULT, "stale trunk", PLAIN, DEFAULT]
-    assert len({trial.label for trial in mnist}) == len(mnist)
-    plain = next(trial for trial in mnist if trial.label == PLAIN)
-    assert plain.num_trainers == 64
-    assert next(trial for trial in mnist if trial.label == "256 trainers").num_updates == 2 * plain.num_updates
-    assert {trial.problem for trial in all_trials(StalenessSettings(quick=True))} == {"mnist"}
-    quick = [all_trials(StalenessSettings(problem=problem, quick=True))[0] for problem in ("mnist", "transformer-xl")]
-    assert [trial.num_updates for trial in quick] == [1024, 256]
-    language = all_trials(StalenessSettings(problem="transformer-xl", seeds=1, only=("256",)))
-    steps = [(trial.label.removeprefix("256 trainers"), trial.remedy.get("step_size", 1.0)) for trial in language]
-    assert steps == [("", 1), (", default", 1), (", step sizes times 4", 4), (", default, step sizes times 4", 4)]
-    assert [trial.in_swarm for trial in all_trials(StalenessSettings(swarm=True, seeds=1))].count(True) == 2
-    chosen = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("256", "as many")))
-    assert [trial.label for trial in chosen] == ["256 trainers", "256 trainers, default", MANY_ONE]
-    exact = all_trials(StalenessSettings(problem="mnist", seeds=1, only=("one trainer",)))
-    assert [trial.label for trial in exact] == [ONE]
-    with pytest.raises(
-        ValueError, match=r"--only: no row has '512' in its name; there are one trainer; .*256 trainers"
-    ):
-        all_trials(StalenessSettings(only=("256", "512")))
-    # JSON carries a trial, and seeds of a row share their compiled program.
-    assert Trial(**json.loads(json.dumps(dataclasses.asdict(plain)))).setting() == plain.setting()
 
 
 def test_what_a_row_loses(tmp_path: Path) -> None:
@@ -240,63 +182,6 @@ def test_the_bars_are_of_the_authors_program_where_it_was_run(tmp_path: Path) ->
     result = convergence.summarise(run_of(MnistSettings(), tmp_path / "plain", plain))
     assert result is not None
     assert result.missed_bars == ["failures_cost"]
-
-
-def test_a_process_goes_on_with_what_it_has_compiled() -> None:
-    """No setting is compiled twice as long as there are others; then idle processes help out."""
-    curves = all_curves(MnistSettings(seeds=3, experts=(64, 256)))
-    waiting = list(curves)
-    last: dict[int, Trial] = {}
-    took: dict[int, list[Trial]] = {0: [], 1: []}
-    while waiting:
-        for process in (0, 1):
-            if waiting:
-                last[process] = waiting.pop(next_of(waiting, last.get(process), last.values()))
-                took[process].append(last[process])
-    assert sum(map(len, took.values())) == len(curves)
-    settings = {trial.setting() for trial in curves}
-    assert len(settings) == 1 + 2 * 2  # dense; mixtures by their experts and gates, whatever the network
-    groups = [
-        [trial.seed for trial in group]
-        for own in took.values()
-        for _, group in itertools.groupby(own, key=Trial.setting)
-    ]
-    assert len(groups) <= len(settings) + 1  # only the last setting may have been shared
-    assert all(seeds == sorted(seeds) for seeds in groups)  # experts of one seed are the same in every network
-
-
-def test_curves_of_the_figure() -> None:
-    labels = [trial.label for trial in all_curves(MnistSettings(seeds=1))]
-    assert labels == [label_of(None, network) for network in NETWORKS[:2]] + [
-        label_of(count, network, variant)
-        for count, variant, network in itertools.product((64, 256, 4096), ("", AUTHORS), NETWORKS)
-    ]
-    extras = [trial.label for trial in all_curves(MnistSettings(seeds=1, extras=True))]
-    assert extras[: len(labels)] == labels
-    assert len(set(extras)) == len(extras) == len(labels) + 1 + 2 + 2
-    assert {trial.gate for trial in all_curves(MnistSettings(gate="frozen")) if trial.problem == "mnist"} == {"frozen"}
-    paper = {trial.label: trial for trial in all_curves(MnistSettings(size="paper", seeds=1, experts=(256, 4096)))}
-    wide = paper[label_of(4096, NETWORKS[2], AUTHORS)]
-    assert wide.sizes["d_model"] == 512
-    assert wide.sizes["batch_size"] == 8
-    assert wide.fresh_experts
-    assert (wide.num_trainers, wide.num_updates, wide.failure_rate) == (64, 20_480, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("main", "flags", "message"),
-    [
-        (convergence_main, ["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (convergence_main, ["--quick", "--extras"], "--extras has no quick run: leave out --quick"),
-        (convergence_main, ["--updates", "50"], "--updates must be at least 100, got 50"),
-        (staleness_main, ["--trainers", "1"], "--trainers must be at least 2, got 1"),
-        (emulation_main, ["--rounds", "0"], "--rounds must be at least 1, got 0"),
-    ],
-)
-def test_wrong_flags(main: Any, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_emulation_takes_the_greatest_difference(tmp_path: Path) -> None:

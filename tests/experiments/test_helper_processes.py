@@ -48,8 +48,9 @@ def test_a_second_interruption_leaves_no_helper(monkeypatch: pytest.MonkeyPatch)
         return wait(self)
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    worker = "experiments.emulation.worker", [{"number": 0, "jobs": 1}]
-    with pytest.raises(KeyboardInterrupt), open_helpers(*worker):
+    sizes = {"small_bytes": 1, "tensor_bytes": 1}
+    server = {"side": "rpc", "certificate": "", "seed": 0, **sizes}
+    with pytest.raises(KeyboardInterrupt), open_helpers("experiments.transport_speed.server", [server]):
         assert helpers == []
     assert helpers[0].returncode is not None
 

@@ -14,7 +14,7 @@ import pytest
 from experiments.less_traffic import measurement, training
 from experiments.less_traffic.__main__ import main
 from experiments.less_traffic.methods import make_method
-from experiments.less_traffic.settings import RATES, LessTrafficSettings, MethodName
+from experiments.less_traffic.settings import MethodName
 from experiments.less_traffic.training import Lane, all_batches, train
 from experiments.moshpit_sgd.tasks import Task
 from net.wire.sparse import sparse_nbytes
@@ -64,6 +64,7 @@ def test_bytes_by_hand() -> None:
     assert sent["sparse_diloco"] == 20 * 3 * payload  # every fifth step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_learns(name: MethodName) -> None:
     """From a loss of about 0.6 down to the noise of the batches; every lane as if it were alone. Of sparse pseudo-
@@ -157,21 +158,3 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "sparse pseudo-gradients" in (tmp_path / "run" / "report.md").read_text()
     main(args=[*flags, "--search", "--methods", "diloco", "--out", str(tmp_path / "search")])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["diloco_inner_rate"] in (1e-3, 3e-3, 1e-2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"steps": 75}, "--steps must be a multiple of --every 50, got 75"),
-        ({"steps": 10}, "--steps must be at least 50, got 10"),
-        ({"methods": ("diloco", "diloco")}, "--methods must be different ones"),
-        ({"peers": 1}, "--peers must be at least 2"),
-    ],
-)
-def test_wrong_flags(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LessTrafficSettings(**arguments)
-
-
-def test_every_method_has_rates() -> None:
-    assert tuple(RATES) == NAMES

@@ -1,18 +1,12 @@
 """Masked words and sentence order: what a number names, what is masked how often, nothing that gives labels away."""
 
 import itertools
-import os
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.vocabulary import EOS, Vocabulary
-from dmoe_jax.inspection.word_classes import article_starts
 from experiments.collaborative.masked_text import (
-    NUM_SPECIAL,
     MaskedBatch,
     MaskedText,
     sentence_ends,
@@ -83,33 +77,6 @@ def test_a_sample_by_hand() -> None:
     assert seen == {0, 1}
 
 
-def test_shapes_and_types() -> None:
-    """Every sample has the same shapes, with 15 % of its words masked; a batch has them stacked."""
-    text = MaskedText(TEXT, PLACES, seq_len=43)
-    batch = text.batch(range(5))
-    assert [each.shape for each in batch] == [(5, 43), (5, 43), (5, 6), (5, 6), (5,)]
-    assert {each.dtype for each in batch} == {np.dtype(np.int32)}
-    assert text.vocab_size == len(PLACES) + NUM_SPECIAL
-    for row in range(5):
-        for ours, theirs in zip(text.sample(row), batch, strict=True):
-            np.testing.assert_array_equal(ours, theirs[row])
-
-
-def test_labels_say_which_segment_came_first() -> None:
-    """The segments are two parts of one chunk that do not overlap; the label is 1 where the second one is earlier."""
-    text = MaskedText(TEXT, PLACES, seq_len=33, seed=3)
-    swapped = []
-    for number in range(400):
-        sample = text.sample(number)
-        left, right = map(places_of, parts_of(sample))
-        earlier, later = sorted((left, right))
-        assert earlier[1] <= later[0]
-        assert sample.swapped == (right < left)
-        swapped.append(int(sample.swapped))
-    # Binomial(400, 1/2): standard deviation 10.
-    assert 160 < sum(swapped) < 240
-
-
 def test_lengths_do_not_give_the_order_away() -> None:
     """Words are cut off after the swap: how long a segment is and how it ends says nothing of the order.
 
@@ -163,17 +130,6 @@ def test_masking_statistics() -> None:
     assert np.concatenate(where).mean() == pytest.approx(51, abs=1)
 
 
-def test_a_number_names_its_sample() -> None:
-    """A sample depends on the seed and its number alone, in whatever order and by whatever object it is read."""
-    text, again = (MaskedText(TEXT, PLACES, seq_len=23, seed=7) for _ in range(2))
-    forwards = [text.sample(number) for number in range(2 * text.num_chunks)]
-    for number in reversed(range(2 * text.num_chunks)):
-        for ours, theirs in zip(forwards[number], again.sample(number), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    other = MaskedText(TEXT, PLACES, seq_len=23, seed=8)
-    assert sum(np.array_equal(other.sample(n).tokens, forwards[n].tokens) for n in range(50)) == 0
-
-
 def test_the_numbering_is_a_promise() -> None:
     """Sample 5 of seed 0, for good: peers with other versions of this code or of NumPy must mean the same.
 
@@ -202,77 +158,3 @@ def test_an_epoch_reads_every_chunk_once() -> None:
     assert np.mean(first == second) < 0.1
     # Little is left out: chunks have 20 words and up to one sentence, of 2 to 11 words, more.
     assert text.num_chunks > TEXT.size / 32
-
-
-def test_no_sample_reaches_into_another_article() -> None:
-    """Chunks end where articles do, also where an article begins in the middle of a sentence."""
-    starts = [0, 333, 800, 801, 1500, 2222]
-    text = MaskedText(TEXT, PLACES, seq_len=23, article_starts=starts)
-    for number in range(text.num_chunks):
-        ranges = [places_of(part) for part in parts_of(text.sample(number))]
-        assert (
-            len({int(np.searchsorted(starts, place, side="right")) for r in ranges for place in (r[0], r[1] - 1)}) == 1
-        )
-    without = MaskedText(TEXT, PLACES, seq_len=23)
-    assert without.num_chunks - 5 <= text.num_chunks <= without.num_chunks
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=40),
-    seq_len=st.integers(5, 40),
-    number=st.integers(0, 10**9),
-    seed=st.integers(0, 2**40),
-)
-def test_any_text_that_is_long_enough(lengths: list[int], seq_len: int, number: int, seed: int) -> None:
-    """Samples of odd texts have their length, two segments that are not empty, and words of the text alone."""
-    ids = text_of_places(lengths)
-    if ids.size < seq_len - 3 or len(sentence_ends(ids, PLACES)) < 2:
-        with pytest.raises(ValueError, match="two sentences in a row"):
-            MaskedText(ids, PLACES, seq_len=seq_len, seed=seed)
-        return
-    text = MaskedText(ids, PLACES, seq_len=seq_len, seed=seed)
-    sample = text.sample(number)
-    assert sample.tokens.size == seq_len
-    first, second = parts_of(sample)
-    assert first.size > 0
-    assert second.size > 0
-    strings = [bytes(part.astype(np.int32)) for part in (first, second)]
-    assert all(string in bytes(ids) for string in strings)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    """Each with the value and what was expected."""
-    for options, message in (
-        ({"seq_len": 4}, "seq_len must be at least 5.*got 4"),
-        ({"seq_len": 23, "num_masked": 21}, "at most the 20 words of a sample, got 21"),
-        ({"seq_len": 23, "num_masked": 0}, "num_masked must be a positive integer, got 0"),
-        ({"seq_len": 23, "seed": -1}, "seed must not be negative, got -1"),
-        ({"seq_len": 23, "article_starts": [TEXT.size]}, f"article_starts must be from 0 to {TEXT.size - 1}"),
-        ({"seq_len": TEXT.size + 4}, "must have two sentences in a row with .* words together"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            MaskedText(TEXT, PLACES, **options)
-    with pytest.raises(ValueError, match="ids must be from 0 to 3999, got 0 to 4000"):
-        MaskedText(np.array([0, 4000]), PLACES, seq_len=5)
-    text = MaskedText(TEXT, PLACES, seq_len=23)
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        text.sample(-1)
-    with pytest.raises(ValueError, match="at least one sample"):
-        text.batch([])
-
-
-@pytest.mark.skipif("DMOE_DATA" not in os.environ, reason="DMOE_DATA is not set")
-def test_wikitext_2() -> None:
-    """The validation text of 217,646 words: 60 articles, whose samples of 64 tokens hold most of the words."""
-    corpus = load_corpus(source="wikitext-2")
-    starts = article_starts(corpus.valid, corpus.vocabulary)
-    text = MaskedText(corpus.valid, corpus.vocabulary, seq_len=64, article_starts=starts)
-    assert starts.size == 60
-    assert text.vocab_size == 33_281
-    assert 0.75 < text.num_chunks * 61 / corpus.valid.size < 1
-    batch = text.batch(range(64))
-    cls, sep, _ = special_ids(corpus.vocabulary)
-    assert (batch.tokens[:, 0] == cls).all()
-    assert (np.sum(batch.tokens == sep, axis=1) == 2).all()
-    assert batch.targets.shape == (64, 9)

@@ -22,9 +22,7 @@ from experiments.moshpit_averaging.paper import (
     Setting,
     paper_rounds,
 )
-from experiments.moshpit_averaging.settings import AveragingSettings
 from experiments.moshpit_averaging.simulation import mean_rounds, measure_mixing, rounds_to, row_of, simulate
-from net.averaging.grouping.group_key import MoshpitGrid
 
 QUICK_ROW = Setting(num_peers=512, grid=SQUARE, failure=0.005)
 BARRED_ROWS = [
@@ -95,29 +93,6 @@ def test_rounds_to_a_target() -> None:
     np.testing.assert_array_equal(rounds_to(variances, 0.1), [2, 0, 3])
 
 
-def test_restarts_in_batches_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swarm too large for one go: the batches give as many restarts as asked for, all different; the variance before
-    the first round is the same for all methods, and near 1."""
-    monkeypatch.setattr(simulation, "_MAX_ABSENCES", 2 * 3 * 6)
-    setting = Setting(num_peers=6, grid=MoshpitGrid(side=3, dims=2), failure=0.1)
-    variances = simulate(setting, restarts=5, rounds=3, seed=0)
-    for found in variances.values():
-        assert found.shape == (5, 4)
-        assert len(set(found[:, 0].tolist())) == 5
-        np.testing.assert_array_equal(found[:, 0], variances["moshpit"][:, 0])
-        assert 0.3 < found[:, 0].mean() < 3
-
-
-def test_table_and_paper_fit() -> None:
-    """All rows on the square have the paper's figures, the cube has none, gossip at 1024 only without failures."""
-    for row in TABLE:
-        known = paper_rounds(row)
-        assert bool(known) == (row.grid == SQUARE)
-        if known and row.failure_rule == "exclude":
-            assert ("gossip" in known) == (row.num_peers < 1024 or row.failure == 0)
-    assert paper_rounds(Setting(num_peers=600, grid=SQUARE, failure=0.0)) == {}
-
-
 def test_what_is_off_is_named() -> None:
     """More than half a round from the paper, either way, under the published rule; and theory off by more than 5 %."""
     row = Setting(num_peers=512, grid=SQUARE, failure=0.0)
@@ -154,63 +129,3 @@ def test_one_setting_from_the_command_line(tmp_path: Path, capsys: pytest.Captur
     (record,) = (each for each in read_metrics(tmp_path / "first" / "metrics.jsonl") if each["kind"] == "setting")
     assert len(record["variances"]["moshpit"]) == 7
     assert "True PushSum" in (tmp_path / "first" / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_whole_table_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Several settings: a table in the JSON and a panel with a row for each. Both rules unless one is asked for."""
-    grid = MoshpitGrid(side=2, dims=2)
-    rows = (
-        Setting(num_peers=3, grid=grid, failure=0.0),
-        Setting(num_peers=4, grid=grid, failure=0.1, failure_rule="group_skips"),
-    )
-    monkeypatch.setattr("experiments.moshpit_averaging.settings.TABLE", rows)
-    main(args=["--json", "--restarts", "2", "--rounds", "3", "--out", str(tmp_path / "run")])
-    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(row["peers"], row["failure_rule"]) for row in headline["table"]] == [(3, "exclude"), (4, "group-skips")]
-    assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
-    assert AveragingSettings(failure_rule="exclude").rows() == rows[:1]
-    assert AveragingSettings(failure_rule="group-skips").rows() == rows[1:]
-
-
-def test_defaults_of_the_command() -> None:
-    """Quick rows, a full grid where only the grid is given, and a square that seats more peers than the paper has."""
-    quick = AveragingSettings(quick=True).rows()
-    assert [(row.num_peers, row.failure) for row in quick] == [(n, p) for n in (512, 1024) for p in paper.FAILURES]
-    assert AveragingSettings(grid="8,3").rows() == (Setting(num_peers=512, grid=CUBE, failure=0.0),)
-    assert AveragingSettings(failure=0.1).rows() == (Setting(num_peers=1024, grid=SQUARE, failure=0.1),)
-    assert AveragingSettings(peers=100).rows()[0].grid == SQUARE
-    assert AveragingSettings(peers=1025).rows()[0].grid == MoshpitGrid(side=33, dims=2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--peers", "1"], "--peers must be at least 2, got 1"),
-        (["--peers", "65", "--grid", "4,3"], "the grid 4^3 seats from 2 to 64 peers, got 65"),
-        (["--grid", "32x2"], "--grid is side,axes such as 32,2, got '32x2'"),
-        (["--grid", "0,2"], "--grid has sides from 1"),
-        (["--grid", "32,9"], "a grid has at most"),
-        (["--grid", "3000,2"], "simulated grids have at most 4194304 cells, got 3000^2"),
-        (["--failure", "1"], "the probability of failure is from 0 to below 1, got 1"),
-        (["--failure", "nan"], "the probability of failure is from 0 to below 1, got nan"),
-        (["--failure-rule", "retry"], "failure-rule"),
-        (["--restarts", "0"], "--restarts must be at least 1, got 0"),
-        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
-        (["--seed", "-1"], "--seed must be at least 0, got -1"),
-        (["--out", "FULL"], "is not empty"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before anything is compiled."""
-    (tmp_path / "something").touch()
-    with pytest.raises(SystemExit) as exit_:
-        main(args=[str(tmp_path) if word == "FULL" else word for word in flags])
-    assert exit_.value.code in (1, 2)
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,28 +9,24 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax import monitoring
 from rich.console import Console
 
-from dmoe_jax.node.backend import make_backends
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.node_speed.caller import Tally
-from experiments.node_speed.cases import Case, callers_of_processes, neighbours, rate_between, width_of
+from experiments.node_speed.cases import Case, neighbours, rate_between
 from experiments.node_speed.demonstration import slice_of_metrics
-from experiments.node_speed.expert import ADAM, hivemind_ffn
+from experiments.node_speed.expert import hivemind_ffn
 from experiments.node_speed.measurement import (
     DEVICE_RATIOS,
     HIVEMIND_RATIOS,
     MEMORY,
     SAVING,
     _node_around_bare,
-    hivemind_python,
     memory_record,
     saving_record,
     summarise,
 )
-from experiments.node_speed.node import BareCalls, CompilationCounter
 from experiments.node_speed.settings import Part, SpeedSettings
 from experiments.node_speed.turns import served_record
 from experiments.rounds import SLICE
@@ -57,43 +52,6 @@ def test_expert_is_hiveminds_ffn() -> None:
     out = (out - out.mean(axis=1, keepdims=True)) / np.sqrt(out.var(axis=1, keepdims=True) + 1e-12)
     np.testing.assert_allclose(expert.apply(params, x.astype(np.float32)), out, rtol=1e-4, atol=1e-5)
     assert hivemind_ffn(8) is expert
-
-
-def test_state_of_a_case_is_what_a_node_holds() -> None:
-    """8 d^2 + 7 d = 568 parameters an expert for d = 8; with two moments, and one count, of 4 bytes each."""
-    case = case_of()
-    assert case.parameters == 2 * 568
-    assert case.state_bytes == 4 * (3 * 2 * 568 + 2)
-    backends = make_backends({"ffn.[0:2]": hivemind_ffn(8)}, ADAM, seed=0)
-    assert case.state_bytes == sum(leaf.nbytes for each in backends.values() for leaf in jax.tree.leaves(each.state))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"at_once": 3}, "1 to 2 experts at once, got 3"),
-        ({"at_once": 0}, "1 to 2 experts at once, got 0"),
-        ({"rows": 257}, "1 to 256 rows, got 257"),
-    ],
-)
-def test_impossible_case_is_refused(fields: dict[str, int], message: str) -> None:
-    """It says what is possible."""
-    with pytest.raises(ValueError, match=message):
-        case_of(**fields)
-
-
-def test_callers_are_shared_evenly() -> None:
-    """16 by 3 are 6, 5 and 5; no process is left without a caller."""
-    assert callers_of_processes(16, 3) == (6, 5, 5)
-    assert callers_of_processes(4, 2) == (2, 2)
-    assert callers_of_processes(1, 4) == (1,)
-
-
-def test_width_of_a_large_expert() -> None:
-    """32 d^2 bytes: 1000^2 * 32 = 32 MB; 3536^2 * 32 = 400.1 MB, the next multiples of 8 are 398.3 and 401.9."""
-    assert width_of(32.0) == 1000
-    assert width_of(400.0) == 3536
-    assert width_of(1e-9) == 8
 
 
 def test_rate_at_a_mean_between_two_batches() -> None:
@@ -175,18 +133,6 @@ def test_bare_calls_between_two_halves() -> None:
         name: {"samples_per_s": 15.0, "cpu_share": 0.75, "mean_batch": 2.0, "samples_per_cpu_s": 20.0},
         f"{name}_bare": {"rows": 2.0, "samples_per_s": 3.0},
     }
-
-
-def test_samples_by_processor_time(run: Run[SpeedSettings]) -> None:
-    """Of a node that makes 90 samples by 1.5 processors, where bare calls make 100 by 2: 60 / 50. It has no bar."""
-    log_rates(run, RATES)
-    for name, rate in (("large_requests", 60.0), ("large_requests_bare", 50.0)):
-        run.log(SLICE, round=1, name=name, samples_per_cpu_s=rate)
-    result = summarise(run)
-    assert result is not None
-    assert result.figures["processor_ratio_large_requests"] == 1.2
-    assert result.figures["processor_ratio_many_experts"] is None
-    assert not any("processor" in bar.name for bar in result.bars)
 
 
 def test_memory_is_judged_beyond_imports() -> None:
@@ -274,21 +220,6 @@ def test_bars_with_hivemind(run: Run[SpeedSettings]) -> None:
     assert result.missed_bars == [*missed, "memory_ratio", "compilations_while_serving"]
 
 
-def test_only_chosen_parts_are_judged(tmp_path: Path) -> None:
-    """A swarm of one trainer at 8 steps a second beside 10 of one program meets 0.75; of four at 8.5 misses 0.9."""
-    settings = SpeedSettings(parts=("demonstration",))
-    run = Run(settings=settings, folder=RunFolder.create(tmp_path / "run", settings), console=Console(quiet=True))
-    for route in ("token", "sequence"):
-        for name, rate in (("one_jit", 10.0), ("swarm_1", 8.0), ("swarm_4", 8.5)):
-            run.log(SLICE, round=1, name=f"{route}_{name}", steps_per_s=rate)
-    result = summarise(run)
-    assert result is not None
-    assert result.figures["step_ratio_token_1"] == pytest.approx(0.8)
-    assert result.figures["token_swarm_4_steps_per_s"] == 8.5
-    assert result.missed_bars == ["step_ratio_token_4", "step_ratio_sequence_4"]
-    assert not {"memory_ratio", "save_wait_ratio", "device_ratio_single_rows"} & set(result.figures)
-
-
 def test_steps_of_the_second_half_count() -> None:
     """Steps end at 1, 2, 10, 11, 12 and 14 s: after the fourth there are two more, in 3 s."""
     metrics: list[dict[str, Any]] = [
@@ -296,65 +227,6 @@ def test_steps_of_the_second_half_count() -> None:
     ]
     metrics += [{"kind": "calls", "failed": 1}, {"kind": "calls", "failed": 3}]
     assert slice_of_metrics(metrics) == {"steps_per_s": pytest.approx(2 / 3), "failed": 3}
-
-
-def test_compilations_are_counted() -> None:
-    """A new program counts once, and a call of a compiled one not at all."""
-    counter = CompilationCounter()
-    try:
-        program = jax.jit(lambda x: 3 * x - 1)
-        x = np.ones(17, np.float32)
-        program(x).block_until_ready()
-        assert counter.count == 1
-        program(x).block_until_ready()
-        assert counter.count == 1
-    finally:
-        monitoring.unregister_event_duration_listener(counter._note)
-
-
-def test_bare_calls_train_their_experts() -> None:
-    """They are real: each call changes an expert's parameters, and takes time."""
-    bare = BareCalls(case_of(), 0)
-    before = [np.asarray(jax.tree.leaves(params)[0]) for params in bare._params]
-    before = [array.copy() for array in before]
-    answer = bare.calls(4, for_s=0.0)
-    assert answer.keys() == {"forward_s", "backward_s", "cpu_share"}
-    assert all(value > 0 for value in answer.values())
-    after = [np.asarray(jax.tree.leaves(params)[0]) for params in bare._params]
-    assert all((old != new).any() for old, new in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"rounds": 0}, "--rounds must be at least 1, got 0"),
-        ({"slice_s": 0.0}, "--slice-s must be above 0, got 0"),
-        ({"processes": 0}, "--processes must be at least 1, got 0"),
-        ({"many_at_once": 65}, "--many-at-once must be at most 64, got 65"),
-        ({"large_mb": -1.0}, "--large-mb must be above 0, got -1"),
-        ({"parts": ()}, "--parts needs one at least"),
-        ({"widths": (64, 0)}, "--widths must be 1 at least, got 64 0"),
-        ({"demo_steps": 9}, "--demo-steps must be at least 10, got 9"),
-        ({"demo_rounds": 0}, "--demo-rounds must be at least 1, got 0"),
-    ],
-)
-def test_wrong_flags_are_refused(flags: dict[str, Any], message: str) -> None:
-    """With the flag and its value."""
-    with pytest.raises(ValueError, match=message):
-        SpeedSettings(**flags)
-
-
-def test_wrong_interpreter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not exist, and one without hivemind; without the flag there may be none."""
-    monkeypatch.chdir(tmp_path)
-    assert hivemind_python(SpeedSettings()) is None
-    with pytest.raises(ValueError, match=r"must be a Python interpreter, got .*nothing"):
-        hivemind_python(SpeedSettings(hivemind=tmp_path / "nothing"))
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')  # without any installed package
-    bare.chmod(0o755)
-    with pytest.raises(ValueError, match="No module named 'hivemind'"):
-        hivemind_python(SpeedSettings(hivemind=bare))
 
 
 @pytest.mark.slow

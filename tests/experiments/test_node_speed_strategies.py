@@ -4,12 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.device import ThreadDevice
-from dmoe_jax.node.devices import placed
-from dmoe_jax.node.programs import ExpertPrograms
 from experiments.node_speed.cases import STRATEGIES
 from experiments.node_speed.strategies import Cell, strategy_figures, strategy_rates, strategy_table
-from experiments.node_speed.strategy_side import Turns, settled
 from tests.experiments.test_helper_processes import headline_of_run
 from tests.experiments.test_node_speed import TINY
 
@@ -32,23 +28,6 @@ def test_strategies_are_compared_cell_by_cell() -> None:
     }
     assert strategy_table(rates).rows[0] == (64, 16, 1, 10, 40, "stacked", 1)
     assert strategy_figures([]) == {"strategy_choice": None}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_turns_reach_every_expert(strategy: str) -> None:
-    """Each of 20 experts, more than a program takes, learns once a turn; two turns warm up."""
-    backends, status = await settled(20, 8, strategy, placed(ThreadDevice()), 0)
-    assert status["strategy"] == strategy
-    assert Turns(backends, 8, 0).samples_per_s(3, for_s=0.0) > 0
-    assert [each.update_count for each in backends] == [3] * 20
-
-
-async def test_what_a_turn_raises_is_no_fast_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take no time."""
-    backends, _ = await settled(2, 8, "single", placed(ThreadDevice()), 0)
-    monkeypatch.setattr(ExpertPrograms, "begin", lambda *args: (_ for _ in ()).throw(RuntimeError("out of memory")))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        Turns(backends, 8, 0).samples_per_s(3, for_s=0.0)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dmoe_jax.runs.run_folder import RunFolder
 from experiments.paper.__main__ import main
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, look_up
 from experiments.paper.report import Child, write_paper_report
-from experiments.paper.settings import EXPERIMENTS, QUICK_MINUTES, PaperSettings
+from experiments.paper.settings import EXPERIMENTS
 from experiments.results import MISSED_BARS
 
 
@@ -52,10 +52,6 @@ def test_every_paper_figure_belongs_to_an_experiment_and_says_how_sure_it_is() -
         for figure in figures:
             assert figure.tag in TAGS or (figure.tag == "" and figure.paper is None)
             assert bool(figure.source) == bool(figure.tag)
-
-
-def test_quick_runs_are_allotted_less_than_a_quarter_of_an_hour() -> None:
-    assert sum(experiment.quick_minutes for experiment in EXPERIMENTS.values()) < QUICK_MINUTES
 
 
 def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None:
@@ -98,29 +94,6 @@ def test_failed_and_interrupted_children_are_shown_as_such(tmp_path: Path) -> No
     assert "**Interrupted**." in report
     assert "staleness.png" not in report
     assert not (tmp_path / "run" / "staleness.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--only", "figure7"), "--only has names out of mnist_convergence"),
-        (("--resume",), "--resume needs --out"),
-        (("--seed", "-1"), "--seed must be at least 0"),
-    ],
-)
-def test_wrong_flag_is_one_line(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(args=list(flags))
-    errors = capsys.readouterr().err
-    assert message in errors
-    assert errors.count("\n") == 1
-
-
-def test_flags_of_children_follow_scale_and_seed() -> None:
-    """And the order is that of the report."""
-    settings = PaperSettings(quick=True, seed=3, only=("moshpit_sgd", "staleness"))
-    assert settings.names == ("staleness", "moshpit_sgd")
-    assert settings.flags("staleness") == ["--quick", "--seed", "3"]
 
 
 @pytest.mark.slow

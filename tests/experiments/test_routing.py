@@ -35,20 +35,6 @@ def test_shares_are_taken_where_the_bars_say(tmp_path: Path) -> None:
     assert len(measurement.draw(run, result).axes) == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"speed": 0.0}, "--speed must be above 0"),
-        ({"seeds": 0}, "--seeds must be at least 1, got 0"),
-        ({"slowdown": 0.5}, r"--slowdown must be at least 1, got 0\.5"),
-    ],
-)
-def test_settings_that_will_not_do_are_refused(changes: dict[str, float], message: str) -> None:
-    """With the flag and its value."""
-    with pytest.raises(ValueError, match=message):
-        RoutingSettings(**changes)
-
-
 @pytest.mark.slow
 def test_a_slow_node_loses_calls_and_gets_them_back() -> None:
     """The code of a real swarm in virtual time; a seed repeats."""

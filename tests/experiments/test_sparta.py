@@ -53,18 +53,3 @@ def test_sparta_takes_its_share() -> None:
     assert all(abs(int(mask.sum()) - 500) < 4 * 22.4 + 1 for mask in masks[:10])
     assert (masks[0] & masks[1]).sum() < 15
     assert np.any(masks, axis=0).mean() == pytest.approx(1 - 0.995**400, abs=0.005)
-
-
-def test_bytes_follow_from_the_masks() -> None:
-    """All peers draw alike, so no index travels: the masks do not depend on what the parameters are."""
-    one, other = (sparta_masks({"w": leaf}, 3, share=0.5, seed=1)["w"] for leaf in (jnp.zeros(50), RNG.normal(size=50)))
-    assert np.array_equal(one, other)
-    assert not np.array_equal(one, sparta_masks({"w": jnp.zeros(50)}, 3, share=0.5, seed=2)["w"])
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="share must be above 0 and at most 1, got 0"):
-        sparta(optax.sgd(1.0), average=pmean, share=0.0)
-    optimizer = sparta(optax.sgd(1.0), average=pmean, share=0.5)
-    with pytest.raises(ValueError, match="sparta wants the parameters"):
-        optimizer.update(jnp.ones(1), optimizer.init(jnp.ones(1)))

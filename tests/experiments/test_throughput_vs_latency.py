@@ -4,18 +4,16 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from dmoe_jax.device import ThreadDevice
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
 from experiments.throughput_vs_latency.__main__ import main
 from experiments.throughput_vs_latency.analysis import compute_ceiling, lag_ceiling, short_delays
-from experiments.throughput_vs_latency.costs import CostTable, TimedDevice
+from experiments.throughput_vs_latency.costs import CostTable
 from experiments.throughput_vs_latency.measurement import summarise
 from experiments.throughput_vs_latency.settings import (
     CLOUD,
@@ -27,45 +25,12 @@ from experiments.throughput_vs_latency.settings import (
     Place,
     Size,
 )
-from experiments.throughput_vs_latency.stack import Delays, Throughput, measure_real, measure_virtual
-from net.identity import PeerId
-from net.rpc.faults import Fault
+from experiments.throughput_vs_latency.stack import Throughput, measure_virtual
 
 BLOCK = Block(name="feedforward", batch_rows=4, d_model=8)
 TRANSFORMER = Block(name="transformer", batch_rows=2, d_model=8, num_heads=2, d_ff=8, seq_len=4)
 COSTS = CostTable({"forward": {4: 0.01, 8: 0.016}, "backward": {4: 0.03, 8: 0.06}})
 LOAD = Load(place=Place(layers=4, servers=2), trainers=1, delay=Delay(0.0), passes="forward", joined=2, calls=16)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"trainers": 0}, "--trainers must be at least 1, got 0"),
-        ({"repeats": 0}, "--repeats must be at least 1, got 0"),
-        ({"delays": 1}, "--delays must be at least 2, got 1"),
-        ({"max_delay_s": 0.0}, r"--max-delay-s must be above 0, got 0\.0"),
-        ({"joined": 3}, "--joined must be a power of two such as 1, 2 or 4, got 3"),
-        ({"servers": 17}, "--servers must be at most the 16 layers, got 17"),
-        ({"layers": 2, "servers": 3}, "--servers must be at most the 2 layers, got 3"),
-    ],
-)
-def test_settings_are_checked(wrong: dict[str, Any], message: str) -> None:
-    """What would fail later fails at once, with its flag and value."""
-    with pytest.raises(ValueError, match=message):
-        LatencySettings(**wrong)
-
-
-def test_grids_have_both_methods_everywhere() -> None:
-    """Ten delays and the three regions; one batch in flight goes through the stack in whole batches."""
-    grid = LatencySettings().grid()
-    assert len(grid) == (10 + 1) * 2 * 2
-    assert [load.place.servers for _, load in grid[-5:]] == [4, 3, 3, 3, 3]
-    for method, load in [*grid, *LatencySettings().agreement_grid()]:
-        assert (load.trainers == 1) == (method == "model_parallel")
-        if method == "model_parallel":
-            assert load.calls % load.calls_per_batch == 0
-            assert load.calls > 0
-    assert LatencySettings(size="paper").grid()[0][1].place.layers == 224
 
 
 @pytest.mark.parametrize(("delay", "std_s"), [(Delay(0.05), 0.05), (CLOUD, 0.0324), (Delay(0.05, 0.0), 0.0)])
@@ -76,22 +41,6 @@ def test_delays_have_the_mean_and_deviation_that_they_name(delay: Delay, std_s: 
     assert draws.mean() == pytest.approx(delay.mean_s, abs=5 * std_s / 20_000**0.5 + 1e-12)
     assert draws.std() == pytest.approx(std_s, rel=0.05, abs=1e-12)
     assert draws.min() > 0
-
-
-def test_a_server_delays_layer_calls_alone_and_repeats_itself() -> None:
-    """Other methods are served at once; `become` begins the draws again; servers and seeds differ."""
-    peer = PeerId.draw(random.Random(0))
-    server = Delays("server0", seed=0)
-    server.become(CLOUD)
-    assert server.draw(peer, "dht.find") is None
-    first = [server.draw(peer, "expert.forward"), server.draw(peer, "expert.backward")]
-    assert all(drawn is not None and drawn[0] is Fault.LATE for drawn in first)
-    assert first[0] != first[1]
-    server.become(CLOUD)
-    assert server.draw(peer, "expert.forward") == first[0]
-    for other in (Delays("server1", seed=0), Delays("server0", seed=1)):
-        other.become(CLOUD)
-        assert other.draw(peer, "expert.forward") != first[0]
 
 
 def test_costs_are_of_the_size_that_a_batch_is_padded_to() -> None:
@@ -113,20 +62,6 @@ def test_costs_under_load() -> None:
     """Means where batches were timed; what was not is as much slower as what was. No kind at all: as alone."""
     loaded = COSTS.under_load({"forward": {4: [0.01, 0.03, 0.02]}, "make_backends": {0: [5.0]}})
     assert loaded.seconds == {"forward": {4: 0.02, 8: pytest.approx(0.032)}, "backward": COSTS.seconds["backward"]}
-
-
-async def test_a_timed_device_notes_what_batches_take() -> None:
-    """By the names that costs have; once told, it begins anew."""
-    device, batch = TimedDevice(), np.zeros((4, 2))
-
-    def forward(inputs: list[np.ndarray]) -> np.ndarray:
-        return inputs[0] + 1
-
-    assert (await device.run(forward, [batch])).shape == (4, 2)
-    ((name, sizes),) = device.taken().items()
-    assert (name, list(sizes)) == ("forward", [4])
-    assert 0 < sizes[4][0] < 10
-    assert device.taken() == {}
 
 
 def test_ceilings_by_hand() -> None:
@@ -247,13 +182,3 @@ def test_tiny_run_measures_and_reports(
         assert 0 < twin["real_per_s"] < 1.6 * trainers * BLOCK.batch_rows / (8 * twin["delay_s"])
     assert {"figure.png", "report.md"} <= {path.name for path in out.iterdir()}
     assert "41 [M~]" in (out / "report.md").read_text()
-
-
-@pytest.mark.slow
-def test_transformer_blocks_learn_over_tcp() -> None:
-    """Three trainers' forward and backward calls are all answered, no faster than their delays allow."""
-    place = LOAD.place._replace(shared_device=True)
-    load = replace(LOAD, place=place, trainers=3, delay=Delay(0.05, 0.0), passes="training", calls=24)
-    found: list[Throughput] = []
-    measure_real(TRANSFORMER, [("asynchronous", load)], ThreadDevice(), lambda *done: found.append(done[-1]), seed=0)
-    assert 0 < found[0].samples_per_s < 1.2 * lag_ceiling(load, TRANSFORMER.batch_rows)

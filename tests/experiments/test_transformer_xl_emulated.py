@@ -3,19 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.layer_config import Route
-from dmoe_jax.routing.base import Router, RouterError
+from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.combinators import add_noise
-from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
@@ -25,7 +22,6 @@ from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.emulated import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS
-from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.setup import Setting, Setup
 from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset
 
@@ -106,16 +102,6 @@ def test_its_figures_are_those_of_the_setting(whole_run: tuple[EmulatedDmoe, lis
 
 
 @pytest.mark.slow
-def test_trainers_that_take_turns_are_not_stale() -> None:
-    """With calls that fail and are late."""
-    engine = EmulatedDmoe(make_setup(setting=replace(SETTING, concurrency=1)))
-    records = train(engine, 12)
-    assert [record.trainer for record in records] == [0, 1, 2, 3] * 3
-    assert {record.staleness for record in records} == {0}
-    assert engine.totals().figures["mean_expert_staleness"] == 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("route", "steps"), [("sequence", 5), ("token", 2)])
 def test_one_trainer_without_failures_is_the_step_on_this_device(route: Route, steps: int) -> None:
     """The model, the text and the batches are those of the mixture in one jit.
@@ -136,34 +122,6 @@ def test_one_trainer_without_failures_is_the_step_on_this_device(route: Route, s
     assert not swarm.totals().failures
 
 
-@pytest.mark.parametrize(
-    ("part", "error", "message"),
-    [
-        ("gates", RouterError, r"router 'product_key.*': its scores in layer0 are NaN in step 8 of dmoe"),
-        ("embed", FloatingPointError, r"dmoe: the loss of step 8, by trainer \d, or its gradient is not finite"),
-    ],
-)
-def test_what_is_not_finite_ends_the_run(part: str, error: type[Exception], message: str) -> None:
-    """NaN in the router's parameters is the router's fault, in the embedding it is not. Calls before it stay."""
-    engine = EmulatedDmoe(make_setup())
-    train(engine, 7)
-    state: Any = host_copy(engine.state())
-
-    def spoilt(trunk: Any) -> Any:
-        return trunk | {part: jax.tree.map(lambda leaf: leaf * jnp.nan, trunk[part])}
-
-    trainers = state.trainers._replace(params=spoilt(state.trainers.params))
-    engine.load(7, state._replace(params=spoilt(state.params), trainers=trainers), engine.facts())
-    with pytest.raises(error, match=message):
-        train(engine, 10)
-
-
-def test_what_cannot_be_emulated_is_refused() -> None:
-    assert TransformerXLSettings(where="emulated").num_seeds == 3
-    with pytest.raises(ValueError, match="--ingredients needs dmoe, simulated or emulated, got small, emulated"):
-        TransformerXLSettings(where="emulated", model=("small",), ingredients=True)
-
-
 @pytest.mark.slow
 def test_the_command_emulates_the_mixture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -182,14 +140,3 @@ def test_the_command_emulates_the_mixture(
     assert [swarm["place"] for swarm in swarms] == ["emulated", "simulated"]
     assert [swarm["num_trainers"] for swarm in swarms] == [3, 3]
     assert {"figure.png", "report.md"} <= {path.name for path in (tmp_path / "run").iterdir()}
-
-
-@pytest.mark.slow
-def test_a_router_may_give_a_sample_more_experts_than_k_best() -> None:
-    setup = make_setup(expert_choice((2, 2)))
-    engine = EmulatedDmoe(replace(setup, batch_size=2))
-    records = train(engine, 12)
-    assert [record.step for record in records] == list(range(1, 13))
-    assert all(np.isfinite(record.loss) for record in records)
-    # Two sequences and two experts for each on average: four calls there and four back, fewer those that failed.
-    assert 0 < engine.totals().calls_ok <= 12 * setup.config.num_layers * 2 * (2 * setup.config.k_best)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 from dmoe_jax.models.trunk import empty_memory
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import equal_flops, forward_flops, sequence_flops, softmax_flops
-from experiments.transformer_xl.presets import PRESETS, model_config
+from experiments.transformer_xl.presets import model_config
 from experiments.transformer_xl.setup import Setup
 from tests.experiments.small_runs import small_corpus, small_preset
 
@@ -81,11 +80,3 @@ def test_equal_flops_by_hand() -> None:
     assert budget == 600
     assert found == {"cheap": [pytest.approx(250)], "dear": [pytest.approx(200)], "late": [None]}
     assert equal_flops({"none": [[]]}, {"none": 1.0}) == (0.0, {"none": []})
-
-
-def test_step_sizes_are_scaled_together() -> None:
-    """Trunk and experts, and nothing else of the recipes."""
-    preset = PRESETS["dmoe", "tiny"]
-    scaled = preset.scaled(2.0)
-    assert (scaled.recipe.learning_rate, scaled.expert_recipe.learning_rate) == (2e-3, 1.6e-3)
-    assert replace(scaled, recipe=preset.recipe, expert_recipe=preset.expert_recipe) == preset

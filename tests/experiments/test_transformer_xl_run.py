@@ -147,33 +147,3 @@ def test_seeds_and_a_search(small_command: list[str], tmp_path: Path, capsys: py
     assert found["validation_perplexity"] == pytest.approx(sum(values) / 3)
     assert found["validation_perplexity_interval"] == pytest.approx(t_interval(values).ends)
     assert all((out / "small" / f"seed{seed}" / "metrics.jsonl").read_bytes() == text for seed, text in before.items())
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--model", "small", "small"], "--model names a model twice"),
-        (["--resume"], "--resume needs --out"),
-        (["--failure-rate", "1"], "--failure-rate must be from 0 to below 1"),
-        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
-        (["--seeds", "1001"], "--seeds must be at most 1000, got 1001"),
-        (["--step-size", "0"], "--step-size must be above 0, got 0"),
-        (["--search-steps", "9"], "--search-steps needs --search, got 9"),
-        (["--ingredients"], "--ingredients needs dmoe, simulated or emulated, got dmoe small base, local"),
-        (["--where", "swarm", "--search"], "--search is not for --where swarm, got True"),
-        (["--router", "nonesuch", "--out", "OUT"], "nonesuch"),
-    ],
-)
-def test_a_mistake_on_the_command_line_is_one_line(
-    flags: list[str],
-    message: str,
-    small_command: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Before anything is computed."""
-    with pytest.raises(SystemExit) as exit_:
-        main([*small_command, *(flag.replace("OUT", str(tmp_path / "run")) for flag in flags)])
-    assert exit_.value.code in (1, 2)
-    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,37 +1,15 @@
 """Models that train at once, each in a process of its own."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from dmoe_jax.runs.command_line import parse_command_line
-from experiments.transformer_xl import side_by_side
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.settings import TransformerXLSettings
 
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
-
-
-def test_cores_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every core goes to one job; where the system does not tell, nothing is asked of it."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 1, 3}, raising=False)
-    assert side_by_side.shares_of_cores(2) == [(1, 5), (3,)]
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert side_by_side.shares_of_cores(2) == [(), ()]
-
-
-def test_how_many_train_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two simulated ones if there are two cores, one on a device."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    assert TransformerXLSettings().num_jobs == 2
-    assert TransformerXLSettings(jobs=3).num_jobs == 3
-    assert TransformerXLSettings(size="full").num_jobs == 1
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert TransformerXLSettings().num_jobs == 1
-    with pytest.raises(ValueError, match="--jobs"):
-        TransformerXLSettings(jobs=0)
 
 
 def test_a_child_gets_the_settings_of_its_parent() -> None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from dmoe_jax.routing.base import Router, RouterError
+from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
@@ -41,7 +41,7 @@ def make_dense(*, seed: int = 0, setting: Setting = SETTING) -> SimulatedDense:
     return SimulatedDense(make_setup("small", None, seed, setting))
 
 
-@pytest.fixture(scope="module", params=[make_dmoe, make_dense])
+@pytest.fixture(scope="module", params=[pytest.param(make_dmoe, marks=pytest.mark.slow), make_dense])
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes an engine at its beginning."""
     found: Make = request.param
@@ -81,14 +81,6 @@ def assert_same(left: SimulatedEngine, right: SimulatedEngine) -> None:
     assert evaluate(left, 100) == evaluate(right, 100)
 
 
-def test_a_stretch_is_as_long_as_it_was_asked_to_be(whole_run: tuple[SimulatedEngine, list[StepRecord]]) -> None:
-    """Exactly so many updates, numbered without a gap, whichever trainers make them."""
-    engine, records = whole_run
-    assert [record.step for record in records] == list(range(1, 14))
-    assert engine.step == 13
-    assert len({record.trainer for record in records}) == SETTING.num_trainers
-
-
 @pytest.mark.slow
 def test_a_run_repeats_itself(make: Make, whole_run: tuple[SimulatedEngine, list[StepRecord]]) -> None:
     """Every step and the whole state to the last bit, with delays, failures, dropout and noise: in a run that is
@@ -125,6 +117,7 @@ def test_with_one_trainer_at_work_nothing_is_stale(make: Make) -> None:
     assert train(repeated, 8, 4) == records
 
 
+@pytest.mark.slow
 def test_one_trainer_without_delay_is_the_step_on_this_device() -> None:
     """The synchronous mixture in the swarm's code: the model, the text and the batches of the one in one jit."""
     setup = make_setup("dmoe", product_key((2, 2)), 0, Setting(num_trainers=1, delay_s=0.0, failure_rate=0.0))
@@ -146,24 +139,3 @@ def test_the_share_of_lost_calls_is_the_failure_rate() -> None:
     assert share == pytest.approx(0.2, abs=0.06)
     assert 0 < max(totals.load.values()) <= 60
     assert (totals.virtual_s or 0.0) > 10
-
-
-def test_without_delay_and_failures_nothing_is_lost() -> None:
-    """The same code with both at zero: every call is answered at once."""
-    engine = make_dmoe(setting=Setting(num_trainers=2, num_nodes=2, failure_rate=0.0, delay_s=0.0))
-    train(engine, 6)
-    totals = engine.totals()
-    assert totals.calls_failed == totals.steps_lost == 0
-    assert totals.calls_ok == 6 * 2 * 2 * 2  # steps x layers x k_best x (forward, backward), batch 1
-
-
-def test_a_router_that_goes_wrong_ends_the_run_with_its_name() -> None:
-    """NaN scores are an error that names the router, not a long row of lost steps."""
-    sound = product_key((2, 2))
-
-    def scores(params: Any, x: Any, *, key: Any = None, ids: Any = None) -> Any:
-        return jax.tree.map(lambda part: part / 0.0 * 0.0, sound.scores(params, x, key=key, ids=ids))
-
-    router = sound._replace(name="broken", scores=scores)
-    with pytest.raises(RouterError, match=r"'broken'.*NaN"):
-        train(make_dmoe(router=router), 2)

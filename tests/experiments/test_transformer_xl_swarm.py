@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
 from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics
-from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.presets import PRESETS, model_config
 from experiments.transformer_xl.settings import Size, TransformerXLSettings
 from experiments.transformer_xl.swarm import node_flags, trainer_flags, trainer_folder
@@ -53,21 +51,6 @@ def test_the_nodes_get_the_presets_expert(size: Size, route: Route) -> None:
     assert node.saving.checkpoint_dir == Path("nodes/node3")
 
 
-def test_the_commands_own_wishes_reach_the_trainer(tmp_path: Path) -> None:
-    """Router, seed, steps, batch, corpus and whether to resume; a quick run is no longer than was asked for."""
-    wishes: dict[str, Any] = {"router": "switch", "seed": 7, "steps": 50, "batch_size": 3, "data": "embedded"}
-    wishes["staleness_power"] = 0.0
-    command = TransformerXLSettings(where="swarm", **wishes, quick=True, resume=True, out=tmp_path, eval_tokens=0)
-    (tmp_path / "checkpoints").mkdir()
-    flags = trainer_flags(command, ["127.0.0.1:1", "127.0.0.1:2"], tmp_path)
-    train: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
-    found = {"router": train.language.router, "seed": train.data.seed, "steps": train.run_length.steps}
-    found |= {"batch_size": train.data.batch_size, "data": train.data.data}
-    assert found | {"staleness_power": train.optimizer.recipe.staleness_power} == wishes
-    assert (train.folder.resume, train.folder.out, train.join) == (True, tmp_path, ("127.0.0.1:1", "127.0.0.1:2"))
-    assert train.run_length.max_minutes > 0
-
-
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
 def test_trainer_processes_share_the_batch_and_average(processes: int, tmp_path: Path) -> None:
     """Equal parameters, own text, one group; alone there is nothing to average. Only the first reads all text."""
@@ -95,28 +78,6 @@ def test_a_resumed_run_may_have_more_processes(tmp_path: Path) -> None:
         "--resume" in trainer_flags(command, ["127.0.0.1:1"], folder, index) for index, folder in enumerate(folders)
     ]
     assert resumed == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("wishes", "status", "line"),
-    [
-        (["--model", "small", "base"], 2, "--where swarm trains dmoe only, got --model small base"),
-        (["--model", "dmoe", "small"], 2, "--where swarm trains dmoe only, got --model dmoe small"),
-        (["--router", "best"], 1, "unknown router 'best'"),
-        (["--resume"], 1, "is not a run that could be resumed"),
-        ([], 1, "run is not empty"),
-    ],
-)
-def test_a_mistake_costs_no_process(
-    wishes: list[str], status: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Other models, a router that is not there, nothing to resume, another run's folder: one line each."""
-    (tmp_path / "run" / "nodes").mkdir(parents=True)
-    with pytest.raises(SystemExit) as ended:
-        main(["--where", "swarm", "--out", str(tmp_path / "run"), *wishes])
-    assert ended.value.code == status
-    assert line in capsys.readouterr().err.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["nodes"]
 
 
 def start(out: Path, *args: str) -> subprocess.Popen[str]:

@@ -8,13 +8,10 @@ import pytest
 
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
-from experiments.transformer_xl import training
-from experiments.transformer_xl.presets import PRESETS, chosen_preset
 from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
 from experiments.transformer_xl.settings import TransformerXLSettings
-from experiments.transformer_xl.trainings import Training, compared_trainings, search_trainings
+from experiments.transformer_xl.trainings import compared_trainings, search_trainings
 from experiments.transformer_xl.verdict import difference_table, final_table, merged_headline, verdicts
-from tests.experiments.small_runs import small_corpus
 
 OUT = Path("out")
 
@@ -83,26 +80,6 @@ def test_the_best_of_the_search(tmp_path: Path) -> None:
         best_factors({"small": {0.5: math.inf, 1.0: math.inf}})
 
 
-@pytest.mark.parametrize(
-    ("changes", "factor"),
-    [
-        ({}, 4),
-        ({"where": "emulated", "step_size": 0.5}, 2),
-        ({"staleness_power": 0.0}, 1),
-        ({"concurrency": 1}, 1),
-        ({"where": "local"}, 1),
-        ({"size": "full", "where": "simulated"}, 1),
-    ],
-)
-def test_step_sizes_are_larger_where_updates_are_stale(changes: dict[str, Any], factor: float) -> None:
-    """And are divided by their staleness, in the size whose step sizes were searched."""
-    settings = TransformerXLSettings(**changes)
-    preset, chosen = PRESETS["dmoe", settings.size], chosen_preset(settings, "dmoe")
-    assert chosen.recipe.learning_rate == factor * preset.recipe.learning_rate
-    assert chosen.expert_recipe.learning_rate == factor * preset.expert_recipe.learning_rate
-    assert ("4 times those without staleness" in chosen.step_size_source) == (factor in (2, 4))
-
-
 def test_one_model_at_the_edge_is_enough(tmp_path: Path) -> None:
     """All models try the further value; then, where no best is at the edge, the search has ended."""
     settings = TransformerXLSettings(model=("small", "base"), search=True)
@@ -116,24 +93,6 @@ def test_one_model_at_the_edge_is_enough(tmp_path: Path) -> None:
     searched = search_results(settings, tmp_path)
     assert has_ended(searched)
     assert best_factors(searched) == {"small": 1.0, "base": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("may_fail", "error"), [(True, FloatingPointError), (False, FloatingPointError), (True, OSError)]
-)
-def test_a_run_of_the_search_may_fail(may_fail: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a loss that is not finite, also in a group; by nothing else, and no other run may."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ExceptionGroup("of a nursery", [error("x")])
-
-    monkeypatch.setattr(training, "train_model", fail)
-    job = Training(label="small x2", settings=TransformerXLSettings(model=("small",), out=OUT), may_fail=may_fail)
-    if may_fail and error is FloatingPointError:
-        training.carry_out(job, small_corpus())
-    else:
-        with pytest.raises(ExceptionGroup):
-            training.carry_out(job, small_corpus())
 
 
 def finished(**labels: list[float]) -> dict[str, dict[int, dict[str, Any]]]:
