@@ -227,7 +227,7 @@ def answer_of(outcomes: Sequence[tuple[int, Outcome]], compression: Compression)
             elif isinstance(outcome, TooManyRows):
                 answers[-1]["max_rows"] = outcome.max_rows
     columns = zip(*(answer.tensors for answer in computed), strict=True)
-    tensors = tuple(as_outgoing(_below_one_another(column), compression) for column in columns)
+    tensors = tuple(as_outgoing(below_one_another(column), compression) for column in columns)
     return Reply(body={"answers": answers}, tensors=tensors)
 
 
@@ -273,5 +273,6 @@ def _error_untrusted(body: Mapping[str, Any]) -> CallFailed:
     return error
 
 
-def _below_one_another(arrays: Sequence[Array]) -> Array:
+def below_one_another(arrays: Sequence[Array]) -> Array:
+    """The rows of all arrays in one; a single array is used as it came, without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

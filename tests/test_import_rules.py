@@ -97,7 +97,7 @@ SHELLS = {
     "dmoe_jax.node.runner",
     "dmoe_jax.node.saving",
     "dmoe_jax.node.strategies",
-    "dmoe_jax.node.job",
+    "dmoe_jax.node.queue",
     "dmoe_jax.node.requests",
     "dmoe_jax.node.server",
     "dmoe_jax.averaging",

@@ -6,7 +6,7 @@ end can mend it without reading this code. What fits becomes jobs, one for each 
 for them: it answers when nothing is missing, and tells a caller that takes parts what is ready ahead of the rest, when
 it has waited a moment for it. Each frame costs both ends as much as a small batch.
 
-A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.job`).
+A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.queue`).
 """
 
 import functools
@@ -32,8 +32,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.job import NOT_STALE, Job, RememberedJobs, learnt_before, name_of, one_has_ended
-from dmoe_jax.node.queue import QueueFull
+from dmoe_jax.node.queue import NOT_STALE, Job, QueueFull, RememberedJobs, learnt_before, name_of, one_has_ended
 from dmoe_jax.node.runner import BatchRunner
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
 from net.rpc.base import Body, Handler, Reply, Request

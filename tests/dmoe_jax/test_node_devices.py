@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from dmoe_jax.cli import main
 from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
+from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.batch import bucket_of, buckets_up_to
 from dmoe_jax.node.config import NodeConfig
@@ -279,4 +280,4 @@ def test_an_expert_without_a_device() -> None:
     """It is refused when the node begins."""
     lost = {"ffn.0": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0)), place=Place(number=1))}
     with pytest.raises(ValueError, match=r"expert ffn\.0 lives at place 1, but there are 1"):
-        BatchRunner(lost, placed(InlineDevice()), NodeConfig())
+        BatchRunner(lost, placed(InlineDevice()), NodeConfig(), NodeRecorder())
