@@ -11,9 +11,9 @@ from dmoe_jax.claims.host import Claimable, ClaimingNode, checkpoints_of
 from dmoe_jax.node.announcing import SoleListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, all_of
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
+from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.replicas import ReplicaConfig, Replicas, replicating
 from net.identity import Contact

@@ -34,7 +34,7 @@ from dmoe_jax.emulator.trust import doubts, keeps_what_is_infinite
 from dmoe_jax.emulator.waves import Waves, cut_into_waves
 from dmoe_jax.mixture.local import init_experts, init_opt_states
 from dmoe_jax.model import Evaluation
-from dmoe_jax.node.batch import buckets_up_to
+from dmoe_jax.node.programs import buckets_up_to
 from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384

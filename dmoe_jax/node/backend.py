@@ -23,10 +23,21 @@ import optax
 from dmoe_jax.arrays import stored
 from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.node.batch import Batch, Programs, Result, State, Work, bucket_of, buckets_up_to
-from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
-from dmoe_jax.node.programs import ExpertPrograms, expert_programs, key_data_with, state_nbytes
-from dmoe_jax.node.stacked import Form, StackPrograms, stacked, why_not_alike
+from dmoe_jax.node.programs import (
+    Batch,
+    ExpertPrograms,
+    Programs,
+    Result,
+    State,
+    Work,
+    bucket_of,
+    buckets_up_to,
+    expert_programs,
+    key_data_with,
+    nbytes_of,
+    state_shapes,
+)
+from dmoe_jax.node.sharding import DEFAULT_PLACE, Place, spread
 from dmoe_jax.types import PyTree
 from net.types import Array
 
@@ -284,27 +295,6 @@ class ExpertBackend:
         return 1 if self.place.layout is None else self.place.layout.mesh_shape.data
 
 
-def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
-    """Move experts of one kind, each alone so far, into one group while none of their batches runs; blocks.
-
-    Args:
-      form: see `dmoe_jax.node.stacked`; None: what suits the device.
-
-    Raises:
-      ValueError: they have no state, or their states differ in structure, shapes or types.
-    """
-    first = backends[0]
-    states = [backend.group.read(backend.index) for backend in backends]
-    if reason := why_not_alike(states):
-        raise ValueError(f"experts {first.expert.name} cannot be stacked: {reason}")
-    programs = StackPrograms(first.expert, first.optimizer, states, first.place, form)
-    for backend in backends:
-        backend.group.take()
-    group = ExpertGroup(programs, stacked(states))
-    for index, backend in enumerate(backends):
-        backend.group, backend.index = group, index
-
-
 def make_backends(
     experts: Mapping[str, Expert],
     optimizer: optax.GradientTransformation | None,
@@ -335,7 +325,7 @@ def make_backends(
     if len(places) == 1:  # sizes decide nothing
         chosen = dict.fromkeys(map(str, patterns), places[0])
     else:
-        nbytes = {str(uid): state_nbytes(experts[pattern], optimizer) for uid, pattern in patterns.items()}
+        nbytes = {str(uid): nbytes_of(state_shapes(experts[pattern], optimizer)) for uid, pattern in patterns.items()}
         chosen = spread(nbytes, places)
     return {
         str(uid): make_backend(uid, experts[pattern], optimizer, seed=seed, place=chosen[str(uid)])

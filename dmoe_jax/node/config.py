@@ -40,7 +40,7 @@ class NodeConfig:
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
     strategy: Literal["auto", "single", "stacked"] = "auto"
     """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
-    their size and the device suggest. See `dmoe_jax.node.strategies`."""
+    their size and the device suggest. See `dmoe_jax.node.stacked`."""
 
     def __post_init__(self) -> None:
         if self.max_batch_rows < 1:

@@ -29,12 +29,9 @@ from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import make_backend
-from dmoe_jax.node.batch import Batch, Result, State, Work
-from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.orders import LENGTH_BYTES, Order, Tell, encode_order, order_of, parse_header_untrusted
-from dmoe_jax.node.placement import Place
-from dmoe_jax.node.programs import ExpertPrograms
-from dmoe_jax.node.sharding import Layout, MeshShape, ShardingRule, shard_largest_dimension
+from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
+from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
 from dmoe_jax.processes import ProcessFailed
 from dmoe_jax.types import PyTree
 from net.errors import RemoteProtocolError

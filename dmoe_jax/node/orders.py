@@ -37,7 +37,7 @@ class Order:
         state; "load" a state; "meet", to say that what was ordered before is done; "leave", for good.
       uid: the expert.
       number: see there.
-      inputs, output_grads, keys: as of `dmoe_jax.node.batch.Batch`.
+      inputs, output_grads, keys: as of `dmoe_jax.node.programs.Batch`.
       staleness: float32, for the optimiser.
       state: the leaves of parameters and optimiser state.
     """

@@ -25,12 +25,11 @@ from dmoe_jax.device import DeviceTime
 from dmoe_jax.expert_calls import below_one_another
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, Outcome, UpdateRejected
-from dmoe_jax.node.batch import Batch, warm_bucket_of
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.host_calls import one_at_a_time
-from dmoe_jax.node.placement import bytes_by_place
+from dmoe_jax.node.programs import Batch, warm_bucket_of
 from dmoe_jax.node.queue import BatchQueue, Job, Key, learnt_before
+from dmoe_jax.node.sharding import PlacedDevice, bytes_by_place
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 

@@ -34,9 +34,8 @@ from dmoe_jax.device import Device
 from dmoe_jax.disk import CheckpointError, hold_folder
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batch import Programs
-from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.programs import compiled_alone, copied
+from dmoe_jax.node.programs import Programs, compiled_alone, copied
+from dmoe_jax.node.sharding import PlacedDevice, placed
 from dmoe_jax.types import PyTree
 from net.meaning import contradiction
 

@@ -40,10 +40,10 @@ from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.announcing import Announcements, ExpertListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.requests import Answering
 from dmoe_jax.node.runner import BatchRunner
-from dmoe_jax.node.strategies import Strategies
+from dmoe_jax.node.sharding import PlacedDevice, placed
+from dmoe_jax.node.stacked import Strategies
 from net.dht.node import DhtNode
 from net.identity import Contact
 from net.nursery import background_nursery

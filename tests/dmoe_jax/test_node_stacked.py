@@ -14,10 +14,9 @@ from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforwa
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.layer_config import Recipe
-from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, UpdateRejected, make_backends, stack_up
-from dmoe_jax.node.batch import Batch
-from dmoe_jax.node.programs import nbytes_of
-from dmoe_jax.node.stacked import Form
+from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, UpdateRejected, make_backends
+from dmoe_jax.node.programs import Batch, nbytes_of
+from dmoe_jax.node.stacked import Form, stack_up
 from dmoe_jax.recipe import make_optimizer
 from tests.dmoe_jax.node_rig import rows
 

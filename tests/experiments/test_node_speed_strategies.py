@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from dmoe_jax.device import ThreadDevice
-from dmoe_jax.node.devices import placed
 from dmoe_jax.node.programs import ExpertPrograms
+from dmoe_jax.node.sharding import placed
 from experiments.node_speed.cases import STRATEGIES
 from experiments.node_speed.strategies import Cell, strategy_figures, strategy_rates, strategy_table
 from experiments.node_speed.strategy_side import Turns, settled
