@@ -1,25 +1,28 @@
 """A node that spans processes, on one host or several: one of them talks to the swarm, the others do as it does.
 
-Theory of operation. All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh
-of all their devices. Process 0 serves; before each piece of work it sends an order (`dmoe_jax.node.orders`) to the
-others, over a TCP connection to each, and they start the same programs in the same order. What the programs
-exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled, and
-another one from a process that has been told to stop: process 0 then leaves, and all others with it.
+All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh of all their devices.
+Programs over it run only if all processes start the same ones in the same order. Process 0 serves; before each piece of
+work it sends an *order* to the others, over a TCP connection to each. The programs themselves keep the processes
+together, so that nobody answers orders, but for one byte when programs are compiled, and another one from a process
+that has been told to stop: process 0 then leaves, and all others with it.
 
-Where process 0 listens, and a secret that the others show it, it tells them through JAX. A process that is gone takes
-its part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for
-one that is gone; whoever calls this must be ready to end the process (`on_lost`).
+Process 0 tells through JAX where it listens, and a secret that the others show it. A process that is gone takes its
+part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for one
+that is gone; whoever calls this must be ready to end the process (`on_lost`).
 """
 
 import logging
+import math
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import trio
@@ -29,14 +32,15 @@ from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import make_backend
-from dmoe_jax.node.orders import LENGTH_BYTES, Order, Tell, encode_order, order_of, parse_header_untrusted
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
 from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
 from dmoe_jax.processes import ProcessFailed
 from dmoe_jax.types import PyTree
 from net.errors import RemoteProtocolError
 from net.nursery import background_nursery
-from net.wire.codec import MAX_ENCODED_BYTES
+from net.types import Array
+from net.wire import codec
+from net.wire.fields import integer, several, text
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +53,109 @@ _MAX_WAITING_ORDERS = 64
 _CHUNK_BYTES = 1 << 20
 
 _CAME_TO_MEETING, _ASKS_TO_LEAVE = b"\0", b"\1"
-"""What the others say to process 0."""
+"""Bytes that the others say to process 0."""
+
+KINDS = ("make", "run", "compile", "gather", "load", "meet", "leave")
+LENGTH_BYTES = 4
+MAX_ARRAYS = 4096
+MAX_ORDER_BYTES = 2**40
+
+_FIELDS = ("inputs", "output_grads", "keys", "staleness", "state")
+_COUNT = integer(0, 2**62)
+_TEXT = text(0, 256)
+_SHAPE = several(integer(0, 2**40), 16)
 
 _Parts = list[bytes | memoryview]
-"""Of an order, as `encode_order` makes them."""
+_Spec = tuple[str, np.dtype[Any], tuple[int, ...]]
+"""Field, type and shape of an array of an order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One piece of work."""
+
+    kind: str
+    """"make" the expert; "run" a batch; "compile" for batches of `number` rows; "gather" the state; "load" a state;
+    "meet", to say that what was ordered before is done; "leave", for good."""
+    uid: str = ""
+    """The expert."""
+    number: int = 0
+    arrays: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+    """`inputs`, `output_grads` and `keys` of a `Batch`, each as far as it has them, and its `staleness`, float32; or
+    the leaves of a `state`."""
+
+    def one(self, name: str) -> Array | None:
+        """The only array of a field, or None."""
+        return next(iter(self.arrays.get(name, ())), None)
+
+
+Tell = Callable[[Order], None]
+"""Sends an order on its way, without waiting for anything but a "meet"."""
+
+
+def encode_order(order: Order) -> _Parts:
+    """The bytes of an order, in parts that follow one another: a length, canonical CBOR, and the arrays as they lie in
+    memory, which are not copied.
+
+    Raises:
+      LocalProtocolError: it has so many arrays that the list of them is too long.
+    """
+    rows: list[list[Any]] = []
+    parts: _Parts = []
+    for name, arrays in order.arrays.items():
+        for array in arrays:
+            array = np.ascontiguousarray(array).reshape(np.shape(array))
+            rows.append([name, array.dtype.name, list(array.shape)])
+            parts.append(array.reshape(-1).view(np.uint8).data)
+    header = codec.encode({"kind": order.kind, "uid": order.uid, "number": order.number, "arrays": rows})
+    return [len(header).to_bytes(LENGTH_BYTES, "big"), header, *parts]
+
+
+def parse_header_untrusted(data: bytes) -> tuple[Order, tuple[_Spec, ...]]:
+    """Read the CBOR of an order. Return the order without its arrays, and what these are.
+
+    Raises:
+      RemoteProtocolError: it is none.
+    """
+    body = codec.decode_untrusted(data)
+    if not isinstance(body, dict) or set(body) != {"kind", "uid", "number", "arrays"} or body["kind"] not in KINDS:
+        raise RemoteProtocolError(f"expected an order of one of the kinds {', '.join(KINDS)}, got {body!r:.80}")
+    rows = body["arrays"]
+    if not isinstance(rows, list) or len(rows) > MAX_ARRAYS:
+        raise RemoteProtocolError(f"expected at most {MAX_ARRAYS} arrays in an order, got {rows!r:.80}")
+    uid, number = _TEXT.of_untrusted(body, "uid"), _COUNT.of_untrusted(body, "number")
+    specs = tuple(map(_spec_untrusted, rows))
+    if (nbytes := nbytes_of_arrays(specs)) > MAX_ORDER_BYTES:
+        raise RemoteProtocolError(f"an order of {nbytes} bytes, at most {MAX_ORDER_BYTES} are allowed")
+    return Order(kind=body["kind"], uid=uid, number=number), specs
+
+
+def _spec_untrusted(row: Any) -> _Spec:
+    if not isinstance(row, list) or len(row) != 3 or row[0] not in _FIELDS or not isinstance(row[1], str):
+        raise RemoteProtocolError(f"expected field, type and shape of an array in an order, got {row!r:.80}")
+    try:
+        dtype = jnp.dtype(row[1])
+    except TypeError as error:
+        raise RemoteProtocolError(f"unknown type {row[1]!r:.40} of an array in an order") from error
+    if dtype.hasobject:
+        raise RemoteProtocolError(f"an order carries numbers, not {row[1]!r:.40}")
+    return row[0], dtype, _SHAPE.of_untrusted({"shape": row[2]}, "shape")
+
+
+def nbytes_of_arrays(specs: Sequence[_Spec]) -> int:
+    """Bytes of all arrays of an order."""
+    return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
+
+
+def with_arrays(order: Order, specs: Sequence[_Spec], body: bytearray) -> Order:
+    """The order with its arrays, which are views of `body`."""
+    arrays: dict[str, list[Array]] = {}
+    start = 0
+    for name, dtype, shape in specs:
+        count = math.prod(shape)
+        arrays.setdefault(name, []).append(np.frombuffer(body, dtype, count, start).reshape(shape))
+        start += count * dtype.itemsize
+    return Order(kind=order.kind, uid=order.uid, number=order.number, arrays=arrays)
 
 
 def mesh_of_all(mesh: MeshShape | str | None) -> MeshShape:
@@ -77,9 +180,8 @@ async def open_lead(
     on_lost: Callable[[str], None] = lambda text: None,
     on_leave_asked: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PlacedDevice, ...]]:
-    """What process 0 gives to `Swarm.serve` as `devices`: while the block is open the others do as it does.
-
-    On leaving, the others are told to leave.
+    """The `devices` that process 0 gives to `Swarm.serve`: while the block is open the others do as it does, and on
+    leaving they are told to leave.
 
     Args:
       host: where the others reach this process; a name or address of this host.
@@ -134,14 +236,14 @@ async def follow(
     on_lost: Callable[[str], None] = lambda text: None,
     until_told_to_stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
 ) -> None:
-    """What every other process does: as process 0 says, until that leaves.
+    """Do as process 0 says until that leaves: for every other process.
 
     Args:
       experts, optimizer, seed, mesh, rule: as process 0 serves them; `experts` by the uid of each.
       host: where process 0 is reached.
       on_lost: told that process 0 is gone, in a sentence.
-      until_told_to_stop: returns when this process shall end. Process 0 is asked to leave, since without it there would
-        be no node, and what was learnt is saved there; this goes on until then.
+      until_told_to_stop: returns when this process shall end. Process 0, which saves what was learnt, is asked to
+        leave then; this goes on until it does.
 
     Raises:
       ProcessFailed: process 0 is gone, or cannot be reached.
@@ -199,7 +301,6 @@ class _LedPrograms:
 
     @property
     def calls_host(self) -> bool:
-        """See `Programs`."""
         return self._programs.calls_host
 
     def init(self, key_data: Any) -> PyTree:
@@ -213,16 +314,10 @@ class _LedPrograms:
 
     def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
         ((_, batch, staleness),) = work
-        self._tell(
-            Order(
-                kind="forward" if batch.output_grads is None else "backward",
-                uid=self._uid,
-                inputs=batch.inputs,
-                output_grads=batch.output_grads,
-                keys=batch.keys,
-                staleness=np.asarray(staleness, np.float32),
-            )
-        )
+        arrays = {"inputs": batch.inputs, "staleness": (np.asarray(staleness, np.float32),)}
+        arrays |= {"output_grads": () if batch.output_grads is None else (batch.output_grads,)}
+        arrays |= {"keys": () if batch.keys is None else (batch.keys,)}
+        self._tell(Order(kind="run", uid=self._uid, arrays=arrays))
         return self._programs.begin(state, work)
 
     def read(self, state: State, index: int) -> State:
@@ -230,7 +325,8 @@ class _LedPrograms:
         return self._programs.read(state, index)
 
     def write(self, state: State, index: int, saved: State) -> State:
-        self._tell(Order(kind="load", uid=self._uid, state=tuple(map(np.asarray, jax.tree.leaves(saved)))))
+        leaves = tuple(map(np.asarray, jax.tree.leaves(saved)))
+        self._tell(Order(kind="load", uid=self._uid, arrays={"state": leaves}))
         return self._programs.write(state, index, saved)
 
 
@@ -242,21 +338,18 @@ class _Followed:
         self._programs, self._state = group.programs, group.take()
 
     def obey(self, order: Order) -> None:
-        """Do what process 0 does with the expert.
-
-        Raises:
-          ValueError: the order does not fit the expert.
-        """
-        if order.kind in ("forward", "backward") and order.staleness is not None:
-            batch = Batch(inputs=order.inputs, output_grads=order.output_grads, keys=order.keys)
-            self._state, wait = self._programs.begin(self._state, [Work(0, batch, float(order.staleness))])
+        """Do what process 0 does with the expert. Raises ValueError if the order does not fit it."""
+        if order.kind == "run" and (staleness := order.one("staleness")) is not None:
+            inputs = tuple(order.arrays["inputs"])
+            batch = Batch(inputs=inputs, output_grads=order.one("output_grads"), keys=order.one("keys"))
+            self._state, wait = self._programs.begin(self._state, [Work(0, batch, float(staleness))])
             wait()
         elif order.kind == "compile":
             self._programs.compile(order.number)
         elif order.kind == "gather":
             self._programs.read(self._state, 0)
         elif order.kind == "load":
-            saved = jax.tree.unflatten(jax.tree.structure(self._state), order.state)
+            saved = jax.tree.unflatten(jax.tree.structure(self._state), order.arrays.get("state", ()))
             self._state = self._programs.write(self._state, 0, saved)
         else:
             raise ValueError(f"an expert cannot obey an order to {order.kind}")
@@ -280,7 +373,7 @@ def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> t
 
 
 def _through_jax(data: bytes) -> bytes:
-    """What process 0 calls this with, for all processes, which call it at the same time with as many bytes."""
+    """The bytes that process 0 calls this with, for all processes, which call it at the same time with as many."""
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(data, np.uint8))).astype(np.uint8))
 
 
@@ -380,11 +473,11 @@ class _Meeting:
             raise ProcessFailed("a process of the node is gone")
 
     def came(self) -> None:
-        """One of them has."""
+        """Note that one of them has come."""
         self._came.release()
 
     def call_off(self) -> None:
-        """One of them is gone."""
+        """Note that one of them is gone."""
         self._is_off = True
         self._came.release(self._others)
 
@@ -395,15 +488,15 @@ async def _receive_orders(
     while True:
         length = await _receive_exactly(stream, LENGTH_BYTES)
         nbytes = 0 if length is None else int.from_bytes(length, "big")
-        if nbytes > MAX_ENCODED_BYTES:
-            raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {MAX_ENCODED_BYTES} are allowed")
-        header = None if length is None else await _receive_exactly(stream, nbytes)
-        parsed = None if header is None else parse_header_untrusted(bytes(header))
-        body = None if parsed is None else await _receive_exactly(stream, parsed.nbytes)
-        if parsed is None or body is None:
+        if nbytes > (most := codec.MAX_ENCODED_BYTES):
+            raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {most} are allowed")
+        if length is None or (header := await _receive_exactly(stream, nbytes)) is None:
             raise _lost(0, on_lost)
-        await send.send(order_of(parsed, body))
-        if parsed.kind == "leave":
+        order, specs = parse_header_untrusted(bytes(header))
+        if (body := await _receive_exactly(stream, nbytes_of_arrays(specs))) is None:
+            raise _lost(0, on_lost)
+        await send.send(with_arrays(order, specs, body))
+        if order.kind == "leave":
             return
 
 

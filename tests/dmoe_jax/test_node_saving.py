@@ -224,7 +224,7 @@ async def test_a_snapshot_is_no_view(
 
     class Learning(InlineDevice):
         async def aside(self, function: Any, *args: Any) -> Any:
-            if getattr(getattr(function, "func", function), "__name__", "") == "save":
+            if function.__name__ == "_write":
                 backends["a.0"].backward([X], X)
             return await super().aside(function, *args)
 
