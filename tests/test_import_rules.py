@@ -89,7 +89,6 @@ SHELLS = {
     "dmoe_jax.mixture.statistics",
     "dmoe_jax.flax_layers.host_call",
     "dmoe_jax.device",
-    "dmoe_jax.node.announcing",
     "dmoe_jax.node.backend",
     "dmoe_jax.node.host_calls",
     "dmoe_jax.node.lockstep",
