@@ -16,7 +16,7 @@ import math
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,7 +57,6 @@ _CAME_TO_MEETING, _ASKS_TO_LEAVE = b"\0", b"\1"
 
 KINDS = ("make", "run", "compile", "gather", "load", "meet", "leave")
 LENGTH_BYTES = 4
-MAX_ARRAYS = 4096
 MAX_ORDER_BYTES = 2**40
 
 _FIELDS = ("inputs", "output_grads", "keys", "staleness", "state")
@@ -95,11 +94,7 @@ Tell = Callable[[Order], None]
 
 def encode_order(order: Order) -> _Parts:
     """The bytes of an order, in parts that follow one another: a length, canonical CBOR, and the arrays as they lie in
-    memory, which are not copied.
-
-    Raises:
-      LocalProtocolError: it has so many arrays that the list of them is too long.
-    """
+    memory, which are not copied. Raises LocalProtocolError if it has too many arrays for its header."""
     rows: list[list[Any]] = []
     parts: _Parts = []
     for name, arrays in order.arrays.items():
@@ -118,28 +113,24 @@ def parse_header_untrusted(data: bytes) -> tuple[Order, tuple[_Spec, ...]]:
       RemoteProtocolError: it is none.
     """
     body = codec.decode_untrusted(data)
-    if not isinstance(body, dict) or set(body) != {"kind", "uid", "number", "arrays"} or body["kind"] not in KINDS:
-        raise RemoteProtocolError(f"expected an order of one of the kinds {', '.join(KINDS)}, got {body!r:.80}")
-    rows = body["arrays"]
-    if not isinstance(rows, list) or len(rows) > MAX_ARRAYS:
-        raise RemoteProtocolError(f"expected at most {MAX_ARRAYS} arrays in an order, got {rows!r:.80}")
-    uid, number = _TEXT.of_untrusted(body, "uid"), _COUNT.of_untrusted(body, "number")
-    specs = tuple(map(_spec_untrusted, rows))
-    if (nbytes := nbytes_of_arrays(specs)) > MAX_ORDER_BYTES:
-        raise RemoteProtocolError(f"an order of {nbytes} bytes, at most {MAX_ORDER_BYTES} are allowed")
-    return Order(kind=body["kind"], uid=uid, number=number), specs
-
-
-def _spec_untrusted(row: Any) -> _Spec:
-    if not isinstance(row, list) or len(row) != 3 or row[0] not in _FIELDS or not isinstance(row[1], str):
-        raise RemoteProtocolError(f"expected field, type and shape of an array in an order, got {row!r:.80}")
+    told = body if isinstance(body, dict) else {}
+    order = Order(
+        kind=_TEXT.of_untrusted(told, "kind"),
+        uid=_TEXT.of_untrusted(told, "uid"),
+        number=_COUNT.of_untrusted(told, "number"),
+    )
     try:
-        dtype = jnp.dtype(row[1])
-    except TypeError as error:
-        raise RemoteProtocolError(f"unknown type {row[1]!r:.40} of an array in an order") from error
-    if dtype.hasobject:
-        raise RemoteProtocolError(f"an order carries numbers, not {row[1]!r:.40}")
-    return row[0], dtype, _SHAPE.of_untrusted({"shape": row[2]}, "shape")
+        specs = tuple(
+            (name, jnp.dtype(dtype), _SHAPE.read_untrusted(shape, "shape")) for name, dtype, shape in told["arrays"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteProtocolError(
+            f"expected field, type and shape of each array in an order, got {body!r:.80}"
+        ) from error
+    are_known = all(name in _FIELDS and not dtype.hasobject for name, dtype, _ in specs)
+    if order.kind not in KINDS or not are_known or nbytes_of_arrays(specs) > MAX_ORDER_BYTES:
+        raise RemoteProtocolError(f"expected an order of numbers, of at most {MAX_ORDER_BYTES} bytes, got {body!r:.80}")
+    return order, specs
 
 
 def nbytes_of_arrays(specs: Sequence[_Spec]) -> int:
@@ -212,13 +203,14 @@ async def open_lead(
     async with background_nursery() as nursery, AsyncExitStack() as stack:
         for stream in followers.values():
             await stack.enter_async_context(stream)
-        all_told, watching = trio.Event(), trio.CancelScope()
-        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost, on_leave_asked)
-        nursery.start_soon(_send_orders, receive, followers, all_told, on_lost)
+        all_told = trio.Event()
+        for number, stream in followers.items():
+            nursery.start_soon(_telling, on_lost, _watch, number, stream, meeting, on_leave_asked)
+        nursery.start_soon(_telling, on_lost, _send_orders, receive, followers, all_told)
         try:
             yield _devices(mesh, rule, tell)
         finally:
-            watching.cancel()  # they close their ends as they leave
+            meeting.is_over = True  # they close their ends as they leave
             with trio.move_on_after(_LEAVE_TIMEOUT_S, shield=True):
                 tell(Order(kind="leave"))
                 token.run_sync_soon(send.send_nowait, None)
@@ -268,20 +260,25 @@ async def follow(
 
     send, receive = trio.open_memory_channel[Order](_MAX_WAITING_ORDERS)
     async with stream, trio.open_nursery() as nursery:
-        turn = trio.Lock()  # to say something
+        turn = trio.Lock()
+
+        async def say(what: bytes) -> None:
+            with suppress(trio.BrokenResourceError):  # whoever receives orders notices
+                async with turn:
+                    await stream.send_all(what)
 
         async def ask_to_leave() -> None:
             await until_told_to_stop()
-            await _say(_ASKS_TO_LEAVE, stream, turn, on_lost)
+            await say(_ASKS_TO_LEAVE)
 
-        nursery.start_soon(_receive_orders, stream, send, on_lost)
+        nursery.start_soon(_telling, on_lost, _receive_orders, stream, send)
         nursery.start_soon(ask_to_leave)
         async for order in receive:
             if order.kind == "leave":
                 nursery.cancel_scope.cancel()
                 break
             if order.kind == "meet":
-                await _say(_CAME_TO_MEETING, stream, turn, on_lost)
+                await say(_CAME_TO_MEETING)
                 continue
             try:
                 await place.device.run(obey, order)
@@ -355,14 +352,6 @@ class _Followed:
             raise ValueError(f"an expert cannot obey an order to {order.kind}")
 
 
-async def _say(what: bytes, stream: trio.SocketStream, turn: trio.Lock, on_lost: Callable[[str], None]) -> None:
-    try:
-        async with turn:
-            await stream.send_all(what)
-    except trio.BrokenResourceError as error:
-        raise _lost(0, on_lost) from error
-
-
 def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:
     layout = Layout(devices=tuple(jax.devices()), mesh_shape=mesh_of_all(mesh), rule=rule)
     # Compiling takes its turn: it is an order like others, and all processes obey in one order. And the event loop is
@@ -416,7 +405,6 @@ async def _send_orders(
     receive: trio.MemoryReceiveChannel[_Parts | None],
     followers: Mapping[int, trio.SocketStream],
     all_told: trio.Event,
-    on_lost: Callable[[str], None],
 ) -> None:
     """Send each order to everybody, until there is None. Even when all else is cancelled: half an order is none."""
     with trio.CancelScope(shield=True):
@@ -429,32 +417,22 @@ async def _send_orders(
                         await stream.send_all(part)
                 except trio.BrokenResourceError as error:
                     all_told.set()
-                    raise _lost(number, on_lost) from error
+                    raise _lost(number) from error
     all_told.set()
 
 
-async def _watch_all(
-    followers: Mapping[int, trio.SocketStream],
-    scope: trio.CancelScope,
-    meeting: "_Meeting",
-    on_lost: Callable[[str], None],
-    on_leave_asked: Callable[[], None],
+async def _watch(
+    number: int, stream: trio.SocketStream, meeting: "_Meeting", on_leave_asked: Callable[[], None]
 ) -> None:
-    """Raise when one of them is gone; hear what they say until then."""
-
-    async def watch(number: int, stream: trio.SocketStream) -> None:
-        while (said := await _receive_exactly(stream, 1)) is not None:
-            if said == _ASKS_TO_LEAVE:
-                on_leave_asked()
-            else:
-                meeting.came()
+    """Hear what a process says until it is gone, which is an error until this one leaves."""
+    while (said := await _receive_exactly(stream, 1)) is not None:
+        if said == _ASKS_TO_LEAVE:
+            on_leave_asked()
+        else:
+            meeting.came()
+    if not meeting.is_over:
         meeting.call_off()
-        raise _lost(number, on_lost)
-
-    with scope:
-        async with trio.open_nursery() as nursery:
-            for number, stream in followers.items():
-                nursery.start_soon(watch, number, stream)
+        raise _lost(number)
 
 
 class _Meeting:
@@ -464,6 +442,8 @@ class _Meeting:
         self._others = others
         self._came = threading.Semaphore(0)
         self._is_off = False
+        self.is_over = False
+        """True when there is no need of the others any more."""
 
     def wait(self) -> None:
         """Return when all have come. Raises ProcessFailed if one is gone."""
@@ -482,19 +462,17 @@ class _Meeting:
         self._came.release(self._others)
 
 
-async def _receive_orders(
-    stream: trio.SocketStream, send: trio.MemorySendChannel[Order], on_lost: Callable[[str], None]
-) -> None:
+async def _receive_orders(stream: trio.SocketStream, send: trio.MemorySendChannel[Order]) -> None:
     while True:
         length = await _receive_exactly(stream, LENGTH_BYTES)
         nbytes = 0 if length is None else int.from_bytes(length, "big")
         if nbytes > (most := codec.MAX_ENCODED_BYTES):
             raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {most} are allowed")
         if length is None or (header := await _receive_exactly(stream, nbytes)) is None:
-            raise _lost(0, on_lost)
+            raise _lost(0)
         order, specs = parse_header_untrusted(bytes(header))
         if (body := await _receive_exactly(stream, nbytes_of_arrays(specs))) is None:
-            raise _lost(0, on_lost)
+            raise _lost(0)
         await send.send(with_arrays(order, specs, body))
         if order.kind == "leave":
             return
@@ -516,7 +494,14 @@ async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray 
     return data
 
 
-def _lost(number: int, on_lost: Callable[[str], None]) -> ProcessFailed:
-    text = f"process {number} of the node is gone, and with it its part of every expert"
-    on_lost(text)
-    return ProcessFailed(text)
+def _lost(number: int) -> ProcessFailed:
+    return ProcessFailed(f"process {number} of the node is gone, and with it its part of every expert")
+
+
+async def _telling(on_lost: Callable[[str], None], task: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """Do a task, and tell at once if it finds a process gone: what is cancelled then may never end."""
+    try:
+        await task(*args)
+    except ProcessFailed as error:
+        on_lost(str(error))
+        raise

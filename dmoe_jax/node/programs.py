@@ -59,13 +59,8 @@ class Batch:
 
 
 class Work(NamedTuple):
-    """A batch for one expert of a group.
-
-    Attributes:
-      position: which expert; each at most once in a program.
-      batch: of all in a program forward passes, or of all backward ones; all have dropout keys, or none has.
-      staleness: for the optimiser.
-    """
+    """A batch for one expert of a group, by its position, and the staleness for the optimiser. A program has a batch
+    of an expert at most; all are forward passes or all backward ones, and all have dropout keys or none has."""
 
     position: int
     batch: Batch

@@ -74,13 +74,13 @@ class Job:
         return grads + sum(array.nbytes for array in self.inputs)
 
     def answer(self, results: tuple[Array, ...], updates: int) -> None:
-        """End it: it was computed, by an expert that has taken so many updates."""
+        """End it as computed, by an expert that has taken so many updates."""
         if self.replay_key is not None:  # it may be remembered: without what else was computed with it
             results = tuple(map(_own, results))
         self._end(Answer(updates=updates, tensors=results))
 
     def fail(self, error: CallFailed) -> None:
-        """End it: it was not computed, or changed nothing."""
+        """End it as not computed, or without effect."""
         self._end(error)
 
     def _end(self, outcome: Outcome) -> None:
@@ -109,11 +109,7 @@ def _own(array: Array) -> Array:
 
 
 class QueueFull(Exception):
-    """The queue holds as much as it may. The message says how much waits.
-
-    Args:
-      waiting_s: seconds of work that wait.
-    """
+    """The queue holds as much as it may: the message says how much, and `waiting_s` how many seconds of work."""
 
     def __init__(self, message: str, *, waiting_s: float) -> None:
         super().__init__(message)
@@ -135,9 +131,9 @@ class BatchQueue:
     that than the head start and what came within it.
 
     Args:
-      max_batch_rows: the most rows of one batch; a single job may not be larger.
-      max_waiting_rows: the most rows that wait in all.
-      max_wait_s: the most seconds of work that wait in all; a single job may bring more.
+      max_batch_rows: most rows of one batch, and of a job.
+      max_waiting_rows: most rows that wait in all.
+      max_wait_s: most seconds of work that wait in all; a single job may bring more.
       head_starts: seconds by which a kind of work goes ahead of others, by kind; none: in order of arrival.
     """
 
@@ -181,12 +177,8 @@ class BatchQueue:
         return tuple(self._waiting) if all(job.key == key for job in self._waiting) else ()
 
     def submit(self, job: Job) -> None:
-        """Put a job at the end.
-
-        Raises:
-          ValueError: if it has no rows or more than a batch may have.
-          QueueFull: if it would exceed a bound, or the share of its kind.
-        """
+        """Put a job at the end. Raises ValueError if it has no rows or more than a batch may have, and QueueFull if it
+        would exceed a bound, or the share of its kind."""
         if not 1 <= job.rows <= self._max_batch_rows:
             raise ValueError(f"expected 1 to {self._max_batch_rows} rows in one request, got {job.rows}")
         own = self._totals.setdefault(job.kind, _Total())
@@ -288,10 +280,6 @@ class RememberedJobs:
     load, with 16 MiB by 23. A retry whose answer is forgotten is refused: an expert knows by itself what it has learnt
     from (`ExpertBackend.learnt_from`), through a restart too, and copies of an expert tell each other
     (`dmoe_jax.replicas.learnt`). It costs a trainer that part of one gradient.
-
-    Args:
-      max_entries: the most jobs that are remembered.
-      max_bytes: the most bytes of their answers together.
     """
 
     def __init__(self, *, max_entries: int = 1024, max_bytes: int = 8 << 20) -> None:

@@ -90,13 +90,8 @@ class BatchTimes:
 
 
 class BatchRunner:
-    """Runs the jobs for all experts of a node.
-
-    Args:
-      backends: the experts by uid; some may be added while it runs, and taken off when `finish` has returned.
-      devices: where they live, place by place.
-      config: bounds of batches and queues.
-      recorder: is told of every batch.
+    """Runs the jobs for all experts of a node on the devices of its places. Some may be added to `backends` while it
+    runs, and taken off when `finish` has returned.
 
     Raises:
       ValueError: an expert lives where there is no device.
@@ -119,11 +114,7 @@ class BatchRunner:
                 nursery.start_soon(loop.run)
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue of the device on which its expert lives.
-
-        Raises:
-          QueueFull: if too much waits there already.
-        """
+        """Put a job into the queue of the device on which its expert lives. Raises QueueFull as `BatchQueue` does."""
         self._loop_of(self._backends[job.uid]).submit(job)
 
     def withdraw(self, job: Job) -> bool:
@@ -171,12 +162,12 @@ class BatchRunner:
         ]
 
     def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
-        """List what is to be compiled before the experts are announced, smallest first: nothing where it takes no time.
+        """List what is to be compiled before the experts are announced, smallest first; nothing where it takes no time.
 
         Args:
           prototypes: experts of further kinds.
 
-        Returns: pairs of a backend, one of those that share its programs, and a number of rows.
+        Returns: (a backend of those that share its programs, number of rows).
         """
         if not self._loops[0].device.compiles_aside or not self._first_rows:
             return []
@@ -293,10 +284,8 @@ class _DeviceLoop:
                 await self._news()
 
     def _take_turn(self, nursery: trio.Nursery) -> list[Jobs]:
-        """Take the batches that the device is given next, each of another expert; none when nothing waits.
-
-        Compiles in `nursery` what they want, or would want.
-        """
+        """Take the batches that the device is given next, each of another expert; none when nothing waits. Compile in
+        `nursery` what they want, or would want."""
         turn: dict[str, Jobs] = {}
         expected_s = 0.0
         while not turn or expected_s < self.device.turn_s:
@@ -336,7 +325,7 @@ class _DeviceLoop:
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
     def _expected_s(self, jobs: Jobs, turn: Iterable[str]) -> float:
-        """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
+        """Seconds by which this batch makes the turn longer, which has batches of these experts, its own among them."""
         share, backend = self._times.expected_s(self._size_of(jobs)), backend_of(jobs, self._backends)
         if not backend.programs.at_once:
             return share
@@ -508,9 +497,6 @@ def run_turn(programs: Sequence[Sequence[Jobs]], backends: Backends, clock: Call
     The way to the device's thread and back costs about as much as a small batch. So a turn takes as many batches, of
     different experts, as are worth it. The seconds of a program, by `clock`, are those from the end of the one before
     it: their sum is that of the turn.
-
-    Args:
-      programs: the batches of each, see `sharing_programs`.
     """
     before = clock()
 
@@ -531,10 +517,8 @@ def run_turn(programs: Sequence[Sequence[Jobs]], backends: Backends, clock: Call
 
 
 def sharing_programs(turn: Sequence[Jobs], backends: Backends) -> list[list[Jobs]]:
-    """The batches of a turn, those together that share a program: of one group of experts and one kind of call.
-
-    Those of the most rows first, the others filled up to their bucket. The program of the first batch is the first.
-    """
+    """The batches of a turn, together where they share a program: of one group of experts and one kind of call, the
+    largest first, the others filled up to their bucket. The program of the first batch is the first."""
     kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (bucket, position) of each batch
     for position, jobs in enumerate(turn):
         backend = backend_of(jobs, backends)

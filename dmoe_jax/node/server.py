@@ -219,10 +219,8 @@ class ExpertNode:
                 await self.introduce()
 
     async def _tidy(self) -> None:
-        """Give freed memory back when nobody calls; by itself, since it waits for what is compiled.
-
-        While batches run they would only have to wait for the system to clear the same pages again.
-        """
+        """Give freed memory back when nobody calls; by itself, since it waits for what is compiled. While batches run
+        they would only have to wait for the system to clear the same pages again."""
         batches = 0
         while True:
             await trio.sleep(_TIDY_S)
@@ -231,10 +229,8 @@ class ExpertNode:
                 await self._runner.aside(give_back, _MOST_FREE_BYTES)
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
-        """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
-
-        Calls are answered meanwhile, as soon as the program that they need is compiled.
-        """
+        """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts. Calls are
+        answered meanwhile, as soon as the program that they need is compiled."""
         if self._runner.cold_programs(self._prototypes):
             await self.introduce()
         await self._strategies.settle(on_progress)
@@ -339,20 +335,17 @@ class ExpertNode:
         if uid in self._uids and math.isfinite(expiration):
             self._outlasted[self._uids[uid]] = expiration
 
-    def refuse_calls(self) -> None:
-        """From now on refuse forward and backward calls, with a word, so that callers turn elsewhere at once: this node
-        leaves. Those that it has accepted go on, and what was asked before may be asked again."""
+    async def leave(self) -> None:
+        """Refuse new calls, with a word, so that callers turn elsewhere at once; then take the announcements back, within
+        two seconds (what cannot be reached expires), and answer what was accepted, within `leave_timeout_s`. Requests
+        that were asked before may be asked again."""
         self.state = "leaving"
         self._answering.is_leaving = True
-
-    async def answer_accepted(self) -> None:
-        """Return when every call that was accepted is answered, or given up by its caller."""
-        await self._answering.answer_accepted()
-
-    async def withdraw(self) -> None:
-        """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await self._listing.withdraw(list(self._uids.values()))
-        await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
+        with trio.move_on_after(2.0, shield=True):
+            await self._listing.withdraw(list(self._uids.values()))
+            await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
+        with trio.move_on_after(self.config.leave_timeout_s):
+            await self._answering.answer_accepted()
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -376,10 +369,8 @@ async def open_expert_node(
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
-    when it is warm. On leaving new calls are refused at once, the experts are withdrawn from the DHT within two
-    seconds, for which `caller` and `dht` must still run, calls that were accepted are answered within
-    `config.leave_timeout_s`, and the methods are taken back. If everything is cancelled at once, accepted calls are
-    dropped.
+    when it is warm. At the end it leaves (`ExpertNode.leave`), for which `caller` and `dht` must still run, and the
+    methods are taken back. If everything is cancelled at once, accepted calls are dropped.
 
     Args:
       backends, prototypes, listing: see `ExpertNode`.
@@ -405,9 +396,5 @@ async def open_expert_node(
                     await node.warm_up(on_progress)
                 yield node
             finally:
-                node.refuse_calls()
-                with trio.move_on_after(2.0, shield=True):
-                    await node.withdraw()
-                with trio.move_on_after(config.leave_timeout_s):
-                    await node.answer_accepted()
+                await node.leave()
                 nursery.cancel_scope.cancel()
