@@ -71,13 +71,10 @@ class ExpertGroup:
         self._state = state
         self._lock = threading.Lock()
 
-    def run(self, batches: Sequence[tuple["ExpertBackend", Batch]]) -> list[Outcome]:
-        """Run one batch each of different experts of the group, all forward or all backward passes. Gradients are taken
-        at the current parameters of an expert, which are then updated once."""
-        return self.begin(batches)()
-
     def begin(self, batches: Sequence[tuple["ExpertBackend", Batch]]) -> Callable[[], list[Outcome]]:
-        """Have XLA begin to `run`; the result waits, and is called before these experts are asked again."""
+        """Have XLA begin one batch each of different experts of the group, all forward or all backward passes; the
+        result waits for them, and is called before these experts are asked again. Gradients are taken at the current
+        parameters of an expert, which are then updated once."""
         if any(backend.group is not self for backend, _ in batches):
             raise ValueError("experts that share a program must lie in one stack")
         work = [Work(backend.index, batch, backend.staleness_of(batch)) for backend, batch in batches]
@@ -265,7 +262,7 @@ class ExpertBackend:
         return tuple(bucket for bucket in buckets if bucket >= least) or (least,)
 
     def _run(self, batch: Batch) -> tuple[Array, ...]:
-        (outcome,) = self.group.run([(self, batch)])
+        (outcome,) = self.group.begin([(self, batch)])()
         if isinstance(outcome, UpdateRejected):
             raise outcome
         return outcome

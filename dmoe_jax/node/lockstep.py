@@ -203,14 +203,13 @@ async def open_lead(
     async with background_nursery() as nursery, AsyncExitStack() as stack:
         for stream in followers.values():
             await stack.enter_async_context(stream)
-        all_told = trio.Event()
-        for number, stream in followers.items():
-            nursery.start_soon(_telling, on_lost, _watch, number, stream, meeting, on_leave_asked)
+        all_told, watching = trio.Event(), trio.CancelScope()
+        nursery.start_soon(_watch, followers, meeting, watching, on_lost, on_leave_asked)
         nursery.start_soon(_telling, on_lost, _send_orders, receive, followers, all_told)
         try:
             yield _devices(mesh, rule, tell)
         finally:
-            meeting.is_over = True  # they close their ends as they leave
+            watching.cancel()  # they close their ends as they leave
             with trio.move_on_after(_LEAVE_TIMEOUT_S, shield=True):
                 tell(Order(kind="leave"))
                 token.run_sync_soon(send.send_nowait, None)
@@ -422,17 +421,27 @@ async def _send_orders(
 
 
 async def _watch(
-    number: int, stream: trio.SocketStream, meeting: "_Meeting", on_leave_asked: Callable[[], None]
+    followers: Mapping[int, trio.SocketStream],
+    meeting: "_Meeting",
+    scope: trio.CancelScope,
+    on_lost: Callable[[str], None],
+    on_leave_asked: Callable[[], None],
 ) -> None:
-    """Hear what a process says until it is gone, which is an error until this one leaves."""
-    while (said := await _receive_exactly(stream, 1)) is not None:
-        if said == _ASKS_TO_LEAVE:
-            on_leave_asked()
-        else:
-            meeting.came()
-    if not meeting.is_over:
+    """Hear what the others say. Raises ProcessFailed when one of them is gone."""
+
+    async def hear(number: int, stream: trio.SocketStream) -> None:
+        while (said := await _receive_exactly(stream, 1)) is not None:
+            if said == _ASKS_TO_LEAVE:
+                on_leave_asked()
+            else:
+                meeting.came()
         meeting.call_off()
         raise _lost(number)
+
+    with scope:
+        async with trio.open_nursery() as nursery:
+            for number, stream in followers.items():
+                nursery.start_soon(_telling, on_lost, hear, number, stream)
 
 
 class _Meeting:
@@ -442,8 +451,6 @@ class _Meeting:
         self._others = others
         self._came = threading.Semaphore(0)
         self._is_off = False
-        self.is_over = False
-        """True when there is no need of the others any more."""
 
     def wait(self) -> None:
         """Return when all have come. Raises ProcessFailed if one is gone."""

@@ -155,7 +155,7 @@ class ExpertPrograms:
         devices and nothing is compiled twice. None: where JAX puts it.
 
     Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
+      ValueError: as `check_optimizer`, or the layout does not fit the state.
     """
 
     def __init__(
@@ -310,11 +310,7 @@ class ExpertPrograms:
 def expert_programs(
     expert: Expert, optimizer: optax.GradientTransformation | None, layout: Layout | None = None
 ) -> ExpertPrograms:
-    """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
-
-    Raises:
-      ValueError: see `ExpertPrograms`.
-    """
+    """`ExpertPrograms`, cached, so that equal arguments share their compiled code."""
     return ExpertPrograms(expert, optimizer, layout)
 
 
@@ -325,13 +321,11 @@ def compiled_alone(
     that it remembers of a program which it traces by itself is several times as large, a megabyte at least.
 
     Args:
-      function: to be traced.
-      arguments: trees of `jax.ShapeDtypeStruct`.
       of: the `Programs` to which it belongs, which then say if it calls the host.
       options: as of `jax.jit`.
 
     Raises:
-      TooFewThreadsError: it calls the host, and XLA has too few threads.
+      TooFewThreadsError: one that belongs to some calls the host, and XLA has too few threads.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -375,16 +369,10 @@ def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]]]:
     """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled; the latter returns the gradients of
-    the parameters, too, before those of the inputs.
+    the parameters, too, before those of the inputs. `is_whole`: an expert lies on one device.
 
     JAX pairs what is donated with results of the same shape in the order of both: gradients of inputs that have the
     shape of a parameter would take its place, were they not the last.
-
-    Args:
-      is_whole: an expert lies on one device, not spread over several.
-
-    Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
     if optimizer is not None:
         check_optimizer(expert, optimizer)
@@ -528,11 +516,10 @@ def update_unless_not_finite(
     selected.
 
     Args:
-      optimizer: is given `staleness`.
+      optimizer: is given `staleness`, float32.
       state: to be donated to the program that this is traced into.
       grads: of the parameters; on one device, `laid_out`.
       input_grads: of the expert's inputs; nothing is done with them.
-      staleness: float32.
       is_whole: the state lies on one device, not spread over several.
 
     Returns: (bool [2]: the update, and the input gradients, are finite; the new state, or the old one).

@@ -335,12 +335,16 @@ class ExpertNode:
         if uid in self._uids and math.isfinite(expiration):
             self._outlasted[self._uids[uid]] = expiration
 
-    async def leave(self) -> None:
-        """Refuse new calls, with a word, so that callers turn elsewhere at once; then take the announcements back, within
-        two seconds (what cannot be reached expires), and answer what was accepted, within `leave_timeout_s`. Requests
-        that were asked before may be asked again."""
+    def refuse_calls(self) -> None:
+        """Refuse forward and backward calls from now on, so that callers turn elsewhere at once. Accepted calls go on,
+        and those that were asked before may be asked again."""
         self.state = "leaving"
         self._answering.is_leaving = True
+
+    async def leave(self) -> None:
+        """Refuse new calls, then take the announcements back, within two seconds (what cannot be reached expires), and
+        answer what was accepted, within `leave_timeout_s`."""
+        self.refuse_calls()
         with trio.move_on_after(2.0, shield=True):
             await self._listing.withdraw(list(self._uids.values()))
             await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")

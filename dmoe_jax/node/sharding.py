@@ -38,11 +38,8 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Read "data=2,model=4"; an axis that is not named has one device.
-
-        Raises:
-          ValueError: it is written otherwise, an axis is named twice, is another one, or has less than one device.
-        """
+        """Read "data=2,model=4"; an axis that is not named has one device. Raises ValueError if it is written
+        otherwise."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, _, size = part.strip().partition("=")
@@ -77,14 +74,11 @@ def shard_largest_dimension(name: str, array: jax.ShapeDtypeStruct, mesh: MeshSh
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The devices that hold an expert together, and how they share it. Equal ones share compiled programs.
-
-    Raises:
-      ValueError: the mesh has another number of devices.
-    """
+    """The devices that hold an expert together, as many as the mesh has, and how they share it. Equal ones share
+    compiled programs."""
 
     devices: tuple[jax.Device, ...]
-    """As many as the mesh has, those of one row of `data` side by side."""
+    """Devices of the mesh, those of one row of `data` side by side."""
     mesh_shape: MeshShape = MeshShape()
     """Devices along each axis."""
     rule: ShardingRule = shard_largest_dimension
@@ -125,15 +119,8 @@ class Layout:
         return self.everywhere if self.spans_processes else self.rows
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """The sharding of each array of a state, by the rule.
-
-        Args:
-          state: arrays, or shapes and types.
-
-        Raises:
-          ValueError: naming the array, if the rule's answer does not fit its shape or names an axis other than data and
-            model.
-        """
+        """The sharding of each array of a state, or of its shapes, by the rule. Raises ValueError, naming the array, if
+        the rule's answer does not fit."""
 
         def of(path: tuple[Any, ...], leaf: Any) -> Sharding:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -191,11 +178,8 @@ def to_host(leaf: Any) -> Any:
 
 
 def parse_devices(text: str, num_devices: int) -> tuple[int, ...]:
-    """Numbers of devices, of so many: "0-7", "0,2,5", "0-3,6" or "all".
-
-    Raises:
-      ValueError: it is written otherwise, names one twice, or one that is not there.
-    """
+    """Numbers of devices, of so many: "0-7", "0,2,5", "0-3,6" or "all". Raises ValueError if it is written otherwise,
+    names one twice, or one that is not there."""
     if text == "all":
         return tuple(range(num_devices))
     numbers: list[int] = []
@@ -214,11 +198,8 @@ def parse_devices(text: str, num_devices: int) -> tuple[int, ...]:
 def layouts_on(
     devices: Sequence[jax.Device], mesh: MeshShape | None, rule: ShardingRule = shard_largest_dimension
 ) -> tuple[Layout, ...]:
-    """One layout for each device, or with a mesh as many meshes side by side as the devices make up.
-
-    Raises:
-      ValueError: the devices are no multiple of those of a mesh.
-    """
+    """One layout for each device, or with a mesh as many meshes side by side as the devices make up. Raises ValueError
+    if the devices are no multiple of those of a mesh."""
     shape = mesh or MeshShape()
     count = shape.num_devices
     if len(devices) % count or not devices:
@@ -258,13 +239,8 @@ def bytes_by_place(held: Iterable[tuple[Place, int]], num_places: int) -> list[i
 
 
 def spread(nbytes: Mapping[str, int], places: Sequence[Place]) -> dict[str, Place]:
-    """A place for each expert: the largest first, each where the fewest bytes are, of equal places the first.
-
-    Args:
-      nbytes: of each expert's state, by uid. Experts of equal size are taken in this order.
-
-    Returns: in the order of `nbytes`.
-    """
+    """A place for each expert, in the order of `nbytes`, its bytes by uid: the largest is placed first, each where the
+    fewest bytes are, of equal places the first."""
     held = [0] * len(places)
     chosen: dict[str, Place] = {}
     for uid in sorted(nbytes, key=lambda uid: -nbytes[uid]):

@@ -182,7 +182,7 @@ async def test_a_run_whose_samples_had_no_expert_ends_with_an_error(
     """Nodes that answer what they are and refuse every call: too few samples by default, after the report; enough for
     a share of 1. A longer run is stopped on the way."""
     async with served_swarm() as (served, swarm):
-        served.node._answering.is_leaving = True
+        served.node.refuse_calls()
         short: dict[str, Any] = {"steps": 2, "eval_every": 2, "num_trainers": 1, "timeout_s": 2.0}
         settings = command(tmp_path / "short", str(text), **short)
         with pytest.raises(UsageError, match=r"no expert answered for (\d+) of \1 samples of the run.* allows 50%"):

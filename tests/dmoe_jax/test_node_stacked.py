@@ -37,7 +37,7 @@ def stacked_backends(
 
 
 def run(batches: Sequence[tuple[ExpertBackend, Batch]]) -> list[Any]:
-    return batches[0][0].group.run(batches)
+    return batches[0][0].group.begin(batches)()
 
 
 def drawn(rng: np.random.Generator, expert: Expert, *, backward: bool, keys: bool) -> Batch:
