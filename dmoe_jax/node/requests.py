@@ -61,8 +61,8 @@ class Answering:
     ) -> None:
         self.handlers: Mapping[str, Handler] = {
             "expert.info": self._info,
-            FORWARD: functools.partial(self._serve, backward=False),
-            BACKWARD: functools.partial(self._serve, backward=True),
+            FORWARD: functools.partial(self._serve, kind="forward"),
+            BACKWARD: functools.partial(self._serve, kind="backward"),
         }
         """The RPC methods for experts, see `dmoe_jax.expert_calls`."""
         self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
@@ -100,20 +100,19 @@ class Answering:
         }
         return Reply(body=body)
 
-    async def _serve(self, request: Request, *, backward: bool) -> Reply:
+    async def _serve(self, request: Request, *, kind: str) -> Reply:
         self._num_calls += 1
         try:
-            return await self._answer(request, backward=backward)
+            return await self._answer(request, kind)
         finally:
             self._num_calls -= 1
             if not self._num_calls:
                 self._answered_all.set()
                 self._answered_all = trio.Event()
 
-    async def _answer(self, request: Request, *, backward: bool) -> Reply:
+    async def _answer(self, request: Request, kind: str) -> Reply:
         """Answer a call when nothing is missing, and tell a caller that takes parts what is ready ahead of the rest. If
         it is cancelled its jobs leave the queue, but for those that somebody else wants."""
-        kind = "backward" if backward else "forward"
         jobs, ready, compression = self._begun(request, kind)
         tells_at = math.inf
         try:

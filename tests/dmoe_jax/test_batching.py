@@ -58,15 +58,6 @@ def test_a_kind_with_a_head_start_goes_ahead_of_what_came_little_before_it() -> 
     assert [names(queue.take()) for _ in range(5)] == [["f1"], ["b1"], ["f2"], ["b2"], []]
 
 
-def test_a_head_start_gathers_rows_and_keeps_the_order_of_each_key() -> None:
-    """While forward requests are done, those that wait for an optimiser's step become more; none overtakes another."""
-    waiting = [asked_at(0.0, "backward", "a", "b0"), asked_at(1.0, "forward", "a", "f1")]
-    queue = queue_of(*waiting, max_batch_rows=8, head_starts={"forward": 10.0})
-    assert names(queue.take()) == ["f1"]
-    queue.submit(asked_at(2.0, "backward", "a", "b2"))
-    assert names(queue.take()) == ["b0", "b2"]
-
-
 def test_a_head_start_is_nothing_to_what_may_not_run() -> None:
     """An expert that is busy holds nobody up."""
     waiting = [asked_at(0.0, "backward", "a", "b1"), asked_at(0.1, "forward", "b", "f1")]

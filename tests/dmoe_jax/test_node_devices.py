@@ -206,13 +206,6 @@ async def test_simulated_devices_work_at_the_same_time(autojump_clock: trio.test
         assert shown["dmoe_node_device_busy_seconds_total"] == {(): 5.0}
 
 
-async def test_one_device_does_one_after_the_other(autojump_clock: trio.testing.MockClock) -> None:
-    """The same calls as above, on a single device, end a second apart."""
-    devices = two_devices(CostModel(call_s=1.0))[:1]
-    async with open_rig(device=devices, backends=backends(devices)) as rig:
-        assert [round(each) for each in (await answered_at(rig)).values()] == [1, 2, 3, 4]
-
-
 async def test_each_device_has_a_queue_of_its_own(autojump_clock: trio.testing.MockClock) -> None:
     """A caller that gives up leaves the queue of its expert's device, and a late call of the other is not behind it."""
     devices = two_devices(CostModel(call_s=1.0))
