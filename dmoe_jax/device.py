@@ -4,9 +4,6 @@ On a real node XLA calls go through a worker thread, one at a time per device: X
 free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). Only where there
 are no cores to spare, what takes a few milliseconds is run in the loop. In virtual time threads are poison (the clock
 jumps ahead while they work), so there the same calls run inline and charge a declared cost to the clock instead.
-
-How long a device is busy is measured where the work runs: inside the thread, without the hop there and back. In
-virtual time it is the declared cost.
 """
 
 import functools
@@ -27,22 +24,17 @@ from dmoe_jax.types import PyTree
 T = TypeVar("T")
 
 _INLINE_S = 4e-3
-"""Of `inline_s_of_this_machine`: some small batches, and less than anybody notices in a ping."""
-
+"""Some small batches, and less than anybody notices in a ping."""
 _TURN_S, _LONG_TURN_S = 2e-3, 9e-3
-"""Of `ThreadDevice.turn_s`: where the event loop has a core of its own, and where it shares one with XLA. There, each
-end of a turn leaves the device without work until the loop is done with what it does; measured in
-`experiments.node_speed`."""
+"""Seconds of a turn where the event loop has a core of its own, and where it shares one with XLA. There, each end of a
+turn leaves the device without work until the loop is done with what it does; measured in `experiments.node_speed`."""
 
 
+@dataclass(slots=True)
 class DeviceTime:
-    """Seconds of work on a device, added up."""
+    """Seconds of work on a device, added up; work that is under way is counted when it ends."""
 
-    __slots__ = ("seconds",)
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """So far; work that is under way is counted when it ends."""
+    seconds: float = 0.0
 
 
 @runtime_checkable
@@ -50,11 +42,10 @@ class Device(Protocol):
     """Runs synchronous array work without blocking the swarm's clock."""
 
     compiles_aside: bool
-    """Whether `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
+    """True if `aside` leaves the device free. If not, compiling takes no time at all, as in virtual time, and nothing
     is gained by compiling before there is need."""
-
     is_simulated: bool
-    """Whether its seconds are declared ones, so that a measurement would say nothing and make runs differ."""
+    """True if its seconds are declared ones, so that a measurement would say nothing and make runs differ."""
 
     @property
     def turn_s(self) -> float:
@@ -64,7 +55,8 @@ class Device(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it worked on what `run` was given: neither waiting for a turn nor the way to the thread."""
+        """Seconds of work that `run` was given, without waiting for a turn and the way to the thread; in virtual time
+        declared costs."""
         ...
 
     async def run(
@@ -82,10 +74,8 @@ class Device(Protocol):
         ...
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
-        """Return `function(*args)` without a turn on the device: for compilation, beside which others are served.
-
-        If cancelled, work that has started is waited for.
-        """
+        """Return `function(*args)` without a turn on the device: for compilation, beside which others are served. If
+        cancelled, work that has started is waited for."""
         ...
 
     def turn(self) -> AbstractAsyncContextManager[object]:
@@ -161,15 +151,15 @@ def inline_s_of_this_machine() -> float:
     """Seconds of XLA work up to which the way to a thread and back is not worth it.
 
     On one or two cores XLA's own threads have all of them anyhow, so that the network gains nothing from the loop that
-    is free meanwhile, while every change of threads wakes somebody up. Work that takes longer would make others wait,
-    and on a GPU or on more cores the loop and the device work at the same time.
+    is free meanwhile, while every change of threads wakes somebody up. On a GPU or on more cores the loop and the
+    device work at the same time.
     """
     return _INLINE_S if _shares_its_cores() else 0.0
 
 
 @functools.cache
 def _shares_its_cores() -> bool:
-    """Whether XLA and the event loop have to share the cores of this machine."""
+    """True if XLA and the event loop have to share the cores of this machine."""
     return usable_cores() <= 2 and jax.default_backend() == "cpu"
 
 
@@ -179,18 +169,15 @@ Cost = Callable[[str, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What a call costs on a simulated device: so much for itself, so much for each row, all of it times a slowdown.
-
-    Measure both for the device that is to be simulated; a trainer's calls are its waits for what XLA has computed since
-    the last one.
-    """
+    """The cost of a call on a simulated device; measure it on the device that is to be simulated. A trainer's calls are
+    its waits for what XLA has computed since the last one."""
 
     call_s: float = 0.0
     """Seconds of every call: dispatch and the work that does not depend on the batch."""
     row_s: float = 0.0
     """Seconds of every row of the batch."""
     slowdown: float = 1.0
-    """How many times as slow as that this device is."""
+    """Factor of all costs."""
 
     def __post_init__(self) -> None:
         if not (self.call_s >= 0 and self.row_s >= 0 and self.slowdown > 0):
@@ -201,9 +188,8 @@ class CostModel:
 
 
 class InlineDevice:
-    """The calling task itself; for virtual time and tests. One call at a time, in the order in which they were made.
-
-    Compiling takes no virtual time.
+    """The calling task itself; for virtual time and tests. One call at a time, in the order in which they were made;
+    compiling takes no virtual time.
 
     Args:
       cost: what a call costs in virtual time: a `CostModel`, or a function of your own; by default nothing.
@@ -216,12 +202,7 @@ class InlineDevice:
     def __init__(self, cost: Cost = CostModel()) -> None:
         self._cost = cost
         self._turn = trio.Lock()
-        self._busy_s = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        """Virtual seconds: the declared costs of what it did."""
-        return self._busy_s
+        self.busy_s = 0.0
 
     async def run(
         self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
@@ -229,7 +210,7 @@ class InlineDevice:
         async with self._turn:
             cost = self._cost(*work_of(function, args))
             await trio.sleep(cost)
-            self._busy_s += cost
+            self.busy_s += cost
             if spent is not None:
                 spent.seconds += cost
             return _run_ready(function, args)
@@ -246,11 +227,7 @@ class InlineDevice:
 
 
 class AllDevices:
-    """Several devices as one: what it runs has all of them to itself, so that it sees one moment of each.
-
-    Args:
-      devices: at least one. The first does the work, while the others rest.
-    """
+    """Several devices as one: the first does the work, while the others rest, so that it sees one moment of each."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._first, *self._others = devices
@@ -287,10 +264,8 @@ class AllDevices:
 
 
 async def to_host(device: Device, tree: PyTree) -> PyTree:
-    """The tree with every JAX array as a NumPy array (zero-copy and read-only on CPU), waited for off the loop.
-
-    What is on the host already, and computed, needs no way to the device's thread.
-    """
+    """The tree with every JAX array as a NumPy array (zero-copy and read-only on CPU), waited for off the loop unless
+    all are on the host already, and computed."""
     if not device.is_simulated and all(map(_is_there, jax.tree.leaves(tree))):
         await trio.lowlevel.checkpoint()
         return _to_host(tree)
@@ -298,7 +273,7 @@ async def to_host(device: Device, tree: PyTree) -> PyTree:
 
 
 def _is_there(leaf: Any) -> bool:
-    """Whether NumPy sees what this has without waiting or copying."""
+    """True if NumPy sees its numbers without waiting or copying."""
     if not isinstance(leaf, jax.Array):
         return True
     devices = leaf.devices()

@@ -42,25 +42,20 @@ from net.wire.tensors import Outgoing, as_outgoing, plain
 
 FORWARD, BACKWARD = "expert.forward", "expert.backward"
 """The methods."""
-
 MAX_PARTS = 64
 """Most parts of a request: their descriptions must fit into a header, and more would gain nothing."""
-
 MAX_ID_BYTES = 32
 """Longest id of a part."""
-
 MAX_UPDATES = 2**63 - 1
 """Most updates of an expert; beyond it nobody counts."""
-
 MAX_PAIRS = 2**31 - 1
 """Most pairs of a request: its index can say no more."""
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 60.0
+"""Shortest and longest time that a busy node may send a caller away for."""
 
 _PARTS = rows(MAX_PARTS)
 _ROWS = integer(0, MAX_PAIRS)
 _ANSWERS = rows(MAX_PARTS)
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 60.0
-"""The shortest and the longest that a busy node may send a caller away for."""
-
 _RETRY_AFTER = optional(real(MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S))
 _MAX_ROWS = integer(1, MAX_PAIRS)
 _UPDATES = optional(integer(0, MAX_UPDATES))
@@ -69,11 +64,7 @@ _MESSAGE = text(0, MAX_ERROR_CHARACTERS)
 
 
 class TooManyRows(CallRefused):
-    """A part has more rows than the node takes in one; nothing was done.
-
-    Args:
-      max_rows: how many it takes.
-    """
+    """A part has more rows than `max_rows`, which is what the node takes in one; nothing was done."""
 
     def __init__(self, message: str, *, max_rows: int) -> None:
         super().__init__(message)
@@ -145,7 +136,7 @@ def request_of(
     """Body and tensors of the request for calls of one node.
 
     Args:
-      inputs: the batch, each [batch, ...].
+      inputs: of the batch, each [batch, ...].
       output_grads: gradients of the experts' outputs, [batch, slots, ...]; None in a forward request.
       common: what the request says beside its parts.
     """
@@ -176,11 +167,8 @@ def is_finite(tensor: Array) -> bool:
 
 
 def parts_of_untrusted(request: Request) -> list[RequestPart]:
-    """The parts of a request, as far as they can be told without knowing the experts.
-
-    Raises:
-      RemoteProtocolError: it has none, or the index does not fit.
-    """
+    """The parts of a request, as far as they can be told without knowing the experts. Raises RemoteProtocolError if it
+    has none, or the index does not fit."""
     bodies = _PARTS.of_untrusted(request.body, "parts")
     if not bodies or not request.tensors:
         raise RemoteProtocolError("a request has parts, and the index as its first tensor")
@@ -208,11 +196,7 @@ def parts_of_untrusted(request: Request) -> list[RequestPart]:
 
 
 def answer_of(outcomes: Sequence[tuple[int, Outcome]], compression: Compression) -> Reply:
-    """The partial, or the reply, that says what became of these parts.
-
-    Args:
-      outcomes: parts by number; all answers have equally many tensors.
-    """
+    """The partial, or the reply, with the outcomes of parts, by number; all answers have equally many tensors."""
     answers: list[dict[str, Any]] = []
     computed: list[Answer] = []
     for number, outcome in outcomes:
@@ -227,7 +211,7 @@ def answer_of(outcomes: Sequence[tuple[int, Outcome]], compression: Compression)
             elif isinstance(outcome, TooManyRows):
                 answers[-1]["max_rows"] = outcome.max_rows
     columns = zip(*(answer.tensors for answer in computed), strict=True)
-    tensors = tuple(as_outgoing(_below_one_another(column), compression) for column in columns)
+    tensors = tuple(as_outgoing(below_one_another(column), compression) for column in columns)
     return Reply(body={"answers": answers}, tensors=tensors)
 
 
@@ -273,5 +257,6 @@ def _error_untrusted(body: Mapping[str, Any]) -> CallFailed:
     return error
 
 
-def _below_one_another(arrays: Sequence[Array]) -> Array:
+def below_one_another(arrays: Sequence[Array]) -> Array:
+    """The rows of all arrays in one; a single array is used as it came, without a copy."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

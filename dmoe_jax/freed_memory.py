@@ -1,4 +1,4 @@
-"""What becomes of memory that was freed: kept for the next buffer, or given back to the system.
+"""Memory that was freed: kept for the next buffer, or given back to the system.
 
 XLA on a CPU allocates the temporary buffers of every call. Those of a training step have hundreds of megabytes, which
 glibc maps and unmaps: the system clears each of their pages in every step, a third of the time of a small model. So a
@@ -35,11 +35,8 @@ class _Mallinfo2(ctypes.Structure):
 
 def keep_freed_memory() -> bool:
     """Have glibc keep memory that is freed for the next buffer. Only threads that start later share the one heap: call
-    it early.
-
-    Returns: whether it was done; not on other C libraries, nor where the environment already directs malloc
-      (`MALLOC_ARENA_MAX` and the like, or `GLIBC_TUNABLES`).
-    """
+    it early. Return True if it was done; not on other C libraries, nor where the environment already directs malloc
+    (`MALLOC_ARENA_MAX` and the like, or `GLIBC_TUNABLES`)."""
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return False
     libc = _glibc()
@@ -47,12 +44,11 @@ def keep_freed_memory() -> bool:
 
 
 def give_back(beyond_bytes: int = 0) -> bool:
-    """Give freed memory back to the system, if more than so many bytes of the heap are free.
+    """Give freed memory back to the system, if more than so many bytes of the heap are free. Return True if it was
+    done; not on C libraries other than glibc 2.33 and later.
 
     Nobody can allocate meanwhile, about 0.1 s for each GB, and the system must clear what is wanted again: so not after
     every call.
-
-    Returns: whether it was done; not on C libraries other than glibc 2.33 and later.
     """
     libc = _glibc()
     if libc is None or not hasattr(libc, "mallinfo2"):

@@ -8,12 +8,11 @@ import trio
 
 from dmoe_jax.claims.claimer import Claimer
 from dmoe_jax.claims.host import Claimable, ClaimingNode, checkpoints_of
-from dmoe_jax.node.announcing import SoleListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, all_of
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
+from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.replicas import ReplicaConfig, Replicas, replicating
 from net.identity import Contact
@@ -55,13 +54,6 @@ class Served:
     def is_closed(self) -> bool:
         """Whether they are served no more."""
         return self._gone.is_set()
-
-
-def _sole_listing(peer: SwarmPeer, *, claims: bool) -> SoleListing | None:
-    """Announces experts alone; who else does is the claimer's business if there is one."""
-    if peer.rpc.address is None:
-        return None
-    return SoleListing(peer.dht, Contact(peer.rpc.peer_id, peer.rpc.address), warns=not claims)
 
 
 def _replicating(
@@ -130,7 +122,7 @@ async def serve_until_left(
                 prototypes=() if claimable is None else claimable.prototypes,
                 on_progress=on_progress,
                 on_open=begin_to_claim,
-                listing=replicas or _sole_listing(peer, claims=claimable is not None),
+                listing=replicas,
                 compiling=compiling,
             ) as node,
         ):

@@ -45,9 +45,8 @@ from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, all_of, node_devices
 from dmoe_jax.node.saving import ExpertSaver
-from dmoe_jax.node.sharding import MeshShape, ShardingRule, shard_largest_dimension
+from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, all_of, node_devices, shard_largest_dimension
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
 from dmoe_jax.peer import PeerConfig, Seams, SwarmPeer, open_peer
 from dmoe_jax.replicas import ReplicaConfig

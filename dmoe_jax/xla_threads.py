@@ -15,8 +15,6 @@ _log = logging.getLogger(__name__)
 
 VARIABLE = "NPROC"
 """Where XLA looks."""
-
-
 MAX_WAITING_CALLS = 16
 """Callbacks of remote layers that may wait for the network at once in one process."""
 
@@ -33,13 +31,8 @@ def set_xla_threads(threads: int) -> None:
 
 
 def share_of_threads(processes: int, *, may_call_host: bool) -> int:
-    """The threads of each of several processes that share this machine's cores.
-
-    Args:
-      processes: how many share them.
-      may_call_host: whether their programs may call the host. Such a call holds one of XLA's threads until Python has
-        answered, and to give Python a large argument takes another one.
-    """
+    """The threads of each of several processes that share this machine's cores; two at least if their programs may call
+    the host, see `dmoe_jax.node.host_calls`."""
     return max(usable_cores() // processes, 2 if may_call_host else 1)
 
 

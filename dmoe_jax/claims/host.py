@@ -11,10 +11,9 @@ from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.backend import ExpertBackend, make_backend
-from dmoe_jax.node.devices import PlacedDevice
-from dmoe_jax.node.placement import Place, bytes_by_place
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode
+from dmoe_jax.node.sharding import Place, PlacedDevice, bytes_by_place
 from dmoe_jax.peer import SwarmPeer
 
 

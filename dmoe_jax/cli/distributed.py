@@ -82,8 +82,8 @@ class DeviceOptions:
     def check_there(self) -> None:
         """Raise ValueError if there are not so many devices. JAX is initialized by then."""
         from dmoe_jax.device import ThreadDevice
-        from dmoe_jax.node.devices import node_devices
         from dmoe_jax.node.lockstep import mesh_of_all
+        from dmoe_jax.node.sharding import node_devices
 
         if self.distributed is None:
             node_devices(ThreadDevice(), self.devices, self.mesh)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
-    from dmoe_jax.node.devices import PlacedDevice
+    from dmoe_jax.node.sharding import PlacedDevice
     from dmoe_jax.peer import SwarmPeer
     from dmoe_jax.replicas import ReplicaConfig
     from dmoe_jax.serving import Served

@@ -36,7 +36,7 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.mixture.local_update import init_opt_states
 from dmoe_jax.model import Evaluation
-from dmoe_jax.node.batch import buckets_up_to
+from dmoe_jax.node.programs import buckets_up_to
 from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384

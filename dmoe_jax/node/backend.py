@@ -2,14 +2,8 @@
 
 A group of experts has one state and one set of compiled programs, and runs a batch of each of several of its experts by
 one of them. Most experts are alone in their group; small ones of one kind may be stacked (`dmoe_jax.node.stacked`).
-Programs are shared by all groups of one kind, optimiser and place. Rows are padded to powers of two, so that a node
-compiles two programs per bucket whatever batch sizes its trainers send; padded rows carry zero gradients and change
-nothing beyond rounding.
-
-An expert lives in a *place*: on JAX's default device, or where a `Layout` says, whole or in parts.
-
-One gradient of finite numbers can make an expert NaN for everybody, for good. So an update whose outcome is not finite
-changes nothing (`UpdateRejected`).
+Rows are padded to powers of two, so that a node compiles two programs per bucket whatever batch sizes its trainers
+send; padded rows carry zero gradients and change nothing beyond rounding.
 """
 
 import math
@@ -23,23 +17,34 @@ import optax
 from dmoe_jax.arrays import stored
 from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.node.batch import Batch, Programs, Result, State, Work, bucket_of, buckets_up_to
-from dmoe_jax.node.placement import DEFAULT_PLACE, Place, spread
-from dmoe_jax.node.programs import ExpertPrograms, expert_programs, key_data_with, state_nbytes
-from dmoe_jax.node.stacked import Form, StackPrograms, stacked, why_not_alike
+from dmoe_jax.node.programs import (
+    Batch,
+    ExpertPrograms,
+    Programs,
+    Result,
+    State,
+    Work,
+    bucket_of,
+    buckets_up_to,
+    expert_programs,
+    key_data_with,
+    nbytes_of,
+    state_shapes,
+)
+from dmoe_jax.node.sharding import DEFAULT_PLACE, Place, spread
 from dmoe_jax.types import PyTree
 from net.types import Array
 
 REMEMBERED_S = 60.0
-"""For so long an expert remembers, at least, that it has learnt from a request. A retry comes within one call's
+"""Seconds for which an expert remembers, at least, that it has learnt from a request. A retry comes within one call's
 deadline, which is 10 s by default."""
 LEAST_REMEMBERED, MOST_REMEMBERED = 64, 65536
-"""So many of its newest requests it always remembers; and no more (10 MB), if it learns from over a thousand a
-second."""
+"""Newest requests that it always remembers; and the most (10 MB), if it learns from over a thousand a second."""
 
 
 class UpdateRejected(ValueError):
-    """The outcome of a backward request is not finite; the expert is as it was before.
+    """The outcome of a backward request is not finite; the expert is as it was before. One gradient of finite numbers
+    could make it NaN for everybody, for good.
 
     Attributes:
       reason: "update", for the new parameters or optimiser state, or "input gradient".
@@ -55,14 +60,10 @@ Outcome = tuple[Array, ...] | UpdateRejected
 
 
 class ExpertGroup:
-    """Experts that share programs; their states lie together. One alone is a group of one.
+    """Experts that share programs; `state` is that of all of them. One alone is a group of one.
 
     Another thread than the one in which batches run may read or load an expert: a lock sees to it that nobody takes
     hold of arrays that an update has been given.
-
-    Args:
-      programs: for as many experts.
-      state: of all of them.
     """
 
     def __init__(self, programs: Programs, state: State) -> None:
@@ -70,16 +71,10 @@ class ExpertGroup:
         self._state = state
         self._lock = threading.Lock()
 
-    def run(self, batches: Sequence[tuple["ExpertBackend", Batch]]) -> list[Outcome]:
-        """The outcome of one batch each of different experts of the group, all forward or all backward passes.
-
-        Gradients are taken at the current parameters of an expert, which are then updated once. What is rejected
-        changes nothing of the others.
-        """
-        return self.begin(batches)()
-
     def begin(self, batches: Sequence[tuple["ExpertBackend", Batch]]) -> Callable[[], list[Outcome]]:
-        """Have XLA begin to `run`; what is returned waits, and is called before these experts are asked again."""
+        """Have XLA begin one batch each of different experts of the group, all forward or all backward passes; the
+        result waits for them, and is called before these experts are asked again. Gradients are taken at the current
+        parameters of an expert, which are then updated once."""
         if any(backend.group is not self for backend, _ in batches):
             raise ValueError("experts that share a program must lie in one stack")
         work = [Work(backend.index, batch, backend.staleness_of(batch)) for backend, batch in batches]
@@ -90,7 +85,7 @@ class ExpertGroup:
         ]
 
     def read(self, index: int) -> State:
-        """The state of one expert; valid until its next update."""
+        """Return the state of one expert; valid until its next update."""
         with self._lock:
             return self.programs.read(self._state, index)
 
@@ -100,7 +95,7 @@ class ExpertGroup:
             self._state = self.programs.write(self._state, index, saved)
 
     def take(self) -> State:
-        """The state, which is not here any more: for who moves it elsewhere without holding it twice."""
+        """Return the state and let go of it: for who moves it elsewhere without holding it twice."""
         state, self._state = self._state, ((), ())
         return state
 
@@ -131,22 +126,20 @@ class ExpertBackend:
     ) -> None:
         self.expert = expert
         self.place = place
-        """Where it lives."""
         self.update_count = 0
         """Optimiser steps taken. Replies carry it, and backward requests that of their forward: hence the staleness."""
         self.learnt_from: dict[bytes, float] = {}
         """Names of the newest backward requests among these steps, oldest first, and when they came; infinity: before a
-        restart. Those of the last `REMEMBERED_S` are here, see there. Saved with the expert: a retry that comes after a
-        restart must not train it twice. Those of its other copies are among them, where there are such."""
+        restart. Saved with the expert: a retry that comes after a restart must not train it twice. Requests of its
+        other copies are among them."""
         self.steps_here = 0
-        """Those of them that this process took."""
+        """Steps that this process took."""
         self.staleness_total = 0.0
-        """The staleness of each of these, summed up."""
+        """Sum of the staleness of all these steps."""
         self.optimizer = optimizer
-        """Steps it."""
         programs = _programs_of(expert, optimizer, place, uid)
         self.group = ExpertGroup(programs, programs.begin_with(params))
-        """With which it shares programs. Replaced while no batch runs, where experts are stacked."""
+        """Experts with which it shares programs. Replaced while no batch runs, where experts are stacked."""
         self.index = 0
         """Its position in the group."""
 
@@ -167,10 +160,8 @@ class ExpertBackend:
 
     @property
     def state(self) -> dict[str, PyTree]:
-        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`.
-
-        What spans processes is gathered, by all of them at once, and is NumPy arrays.
-        """
+        """Parameters and optimiser state, random keys as their data; valid until the next `backward`, like `params`. A
+        state that spans processes is gathered, by all of them at once, and is NumPy arrays."""
         params, opt_state = self.group.read(self.index)
         return jax.tree.map(stored, {"params": params, "opt_state": opt_state})
 
@@ -216,7 +207,7 @@ class ExpertBackend:
         return 0.0 if batch.seen is None else float(np.maximum(self.update_count - batch.seen, 0).mean())
 
     def outcome_of(self, work: Work, result: Result) -> Outcome:
-        """What becomes of a batch that was run: an update is counted, or rejected."""
+        """The outcome of a batch that was run: an update is counted, or rejected."""
         if result.finite is None:
             return result.arrays
         update_finite, grads_finite = result.finite
@@ -230,11 +221,8 @@ class ExpertBackend:
         return result.arrays
 
     def learnt_elsewhere(self, names: Iterable[bytes], came_at: float) -> None:
-        """Remember requests from which another copy of this expert has learnt, whose state comes here.
-
-        Args:
-          came_at: when this was told, by the clock of `backward`'s requests.
-        """
+        """Remember requests from which another copy of this expert has learnt, whose state comes here; told at
+        `came_at`, by the clock of `backward`'s requests."""
         self._remember({name: came_at for name in names if name not in self.learnt_from})
 
     def _remember(self, requests: Mapping[bytes, float]) -> None:
@@ -251,7 +239,7 @@ class ExpertBackend:
 
     @property
     def warm_rows(self) -> int:
-        """Batches of up to this many rows find their programs compiled, because they were warmed up."""
+        """Most rows of a batch that finds its program compiled."""
         return max(tuple(self.programs.warm), default=0)
 
     def warm_up(self, max_rows: int) -> None:
@@ -260,7 +248,7 @@ class ExpertBackend:
             self.warm_up_bucket(bucket)
 
     def warm_up_bucket(self, bucket: int) -> None:
-        """Compile for batches of this many rows, unless that is done. May run in another thread than the batches."""
+        """Compile for batches of so many rows, unless that is done. May run in another thread than the batches."""
         if bucket not in self.programs.warm:
             self.programs.compile(bucket)
 
@@ -274,7 +262,7 @@ class ExpertBackend:
         return tuple(bucket for bucket in buckets if bucket >= least) or (least,)
 
     def _run(self, batch: Batch) -> tuple[Array, ...]:
-        (outcome,) = self.group.run([(self, batch)])
+        (outcome,) = self.group.begin([(self, batch)])()
         if isinstance(outcome, UpdateRejected):
             raise outcome
         return outcome
@@ -282,27 +270,6 @@ class ExpertBackend:
     @property
     def _row_parts(self) -> int:
         return 1 if self.place.layout is None else self.place.layout.mesh_shape.data
-
-
-def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
-    """Move experts of one kind, each alone so far, into one group while none of their batches runs; blocks.
-
-    Args:
-      form: see `dmoe_jax.node.stacked`; None: what suits the device.
-
-    Raises:
-      ValueError: they have no state, or their states differ in structure, shapes or types.
-    """
-    first = backends[0]
-    states = [backend.group.read(backend.index) for backend in backends]
-    if reason := why_not_alike(states):
-        raise ValueError(f"experts {first.expert.name} cannot be stacked: {reason}")
-    programs = StackPrograms(first.expert, first.optimizer, states, first.place, form)
-    for backend in backends:
-        backend.group.take()
-    group = ExpertGroup(programs, stacked(states))
-    for index, backend in enumerate(backends):
-        backend.group, backend.index = group, index
 
 
 def make_backends(
@@ -335,7 +302,7 @@ def make_backends(
     if len(places) == 1:  # sizes decide nothing
         chosen = dict.fromkeys(map(str, patterns), places[0])
     else:
-        nbytes = {str(uid): state_nbytes(experts[pattern], optimizer) for uid, pattern in patterns.items()}
+        nbytes = {str(uid): nbytes_of(state_shapes(experts[pattern], optimizer)) for uid, pattern in patterns.items()}
         chosen = spread(nbytes, places)
     return {
         str(uid): make_backend(uid, experts[pattern], optimizer, seed=seed, place=chosen[str(uid)])
@@ -351,11 +318,7 @@ def make_backend(
     seed: int,
     place: Place = DEFAULT_PLACE,
 ) -> ExpertBackend:
-    """One expert as `make_backends` makes it; its parameters begin where they will stay, and nowhere else.
-
-    Raises:
-      ValueError: see `ExpertBackend`.
-    """
+    """One expert as `make_backends` makes it; its parameters begin where they will stay, and nowhere else."""
     key = jax.random.key(seed)
     numbers = np.array(numbers_of_uid(uid.prefix, uid.coordinates), np.uint32)
     # As NumPy's, so that processes which share a mesh give the same to each of their devices.

@@ -39,8 +39,8 @@ class NodeConfig:
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
     strategy: Literal["auto", "single", "stacked"] = "auto"
-    """How experts are run: "single", each by programs of its own; "stacked", many of a kind by one program; "auto", as
-    their size and the device suggest. See `dmoe_jax.node.strategies`."""
+    """Programs of experts: "single", each has its own; "stacked", many of a kind share one; "auto", as their size and
+    the device suggest. See `dmoe_jax.node.stacked`."""
 
     def __post_init__(self) -> None:
         if self.max_batch_rows < 1:
@@ -51,14 +51,11 @@ class NodeConfig:
             raise ValueError(f"announce_period_s must be positive, got {self.announce_period_s}")
         if self.strategy not in ("auto", "single", "stacked"):
             raise ValueError(f"strategy must be one of auto, single, stacked, got {self.strategy!r}")
-        if not 0 <= self.leave_timeout_s < math.inf:
-            raise ValueError(f"leave_timeout_s must be 0 or a number of seconds, got {self.leave_timeout_s}")
+        for name in ("leave_timeout_s", "forward_head_start_s", "max_queue_delay_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or a number of seconds, got {getattr(self, name)}")
         if not self.max_wait_s > 0:
             raise ValueError(f"max_wait_s must be a number of seconds above 0, got {self.max_wait_s}")
-        if not 0 <= self.forward_head_start_s < math.inf:
-            raise ValueError(f"forward_head_start_s must be 0 or a number of seconds, got {self.forward_head_start_s}")
-        if not 0 <= self.max_queue_delay_s < math.inf:
-            raise ValueError(f"max_queue_delay_s must be 0 or a number of seconds, got {self.max_queue_delay_s}")
         if self.record_lifetime_s <= self.announce_period_s:
             raise ValueError(
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "

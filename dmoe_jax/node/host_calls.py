@@ -25,11 +25,7 @@ class TooFewThreadsError(ValueError):
 
 
 def calls_host(jaxpr: Any) -> bool:
-    """Return True if anything in it, branches and loops included, is a call to the host.
-
-    Args:
-      jaxpr: a `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
-    """
+    """Return True if anything in a (closed) jaxpr, branches and loops included, is a call to the host."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     # All such calls but pure ones are effects, of what is around them too; no expert should have other ones.
     return bool(jaxpr.effects) or any(
@@ -39,11 +35,7 @@ def calls_host(jaxpr: Any) -> bool:
 
 
 def check_threads_for_host_calls() -> None:
-    """Make sure that XLA has threads for a program that calls the host, before it is compiled.
-
-    Raises:
-      TooFewThreadsError: XLA has a single thread, or a loop's calls of remote layers may hold all of them.
-    """
+    """Raise TooFewThreadsError unless XLA has threads for a program that calls the host, before it is compiled."""
     if jax.default_backend() != "cpu":
         return
     if has_own_devices() and not make_room():

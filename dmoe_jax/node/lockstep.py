@@ -1,25 +1,28 @@
 """A node that spans processes, on one host or several: one of them talks to the swarm, the others do as it does.
 
-Theory of operation. All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh
-of all their devices. Process 0 serves; before each piece of work it sends an order (`dmoe_jax.node.orders`) to the
-others, over a TCP connection to each, and they start the same programs in the same order. What the programs
-exchange keeps the processes together, so that nobody answers orders, but for one byte when programs are compiled, and
-another one from a process that has been told to stop: process 0 then leaves, and all others with it.
+All processes have joined by `jax.distributed.initialize`, and hold each expert together on a mesh of all their devices.
+Programs over it run only if all processes start the same ones in the same order. Process 0 serves; before each piece of
+work it sends an *order* to the others, over a TCP connection to each. The programs themselves keep the processes
+together, so that nobody answers orders, but for one byte when programs are compiled, and another one from a process
+that has been told to stop: process 0 then leaves, and all others with it.
 
-Where process 0 listens, and a secret that the others show it, it tells them through JAX. A process that is gone takes
-its part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for
-one that is gone; whoever calls this must be ready to end the process (`on_lost`).
+Process 0 tells through JAX where it listens, and a secret that the others show it. A process that is gone takes its
+part of every expert along, so that the others end, too: they see its connection close. XLA may wait for ever for one
+that is gone; whoever calls this must be ready to end the process (`on_lost`).
 """
 
 import logging
+import math
 import secrets
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import trio
@@ -29,17 +32,15 @@ from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import make_backend
-from dmoe_jax.node.batch import Batch, Result, State, Work
-from dmoe_jax.node.devices import PlacedDevice
-from dmoe_jax.node.orders import LENGTH_BYTES, Order, Tell, encode_order, order_of, parse_header_untrusted
-from dmoe_jax.node.placement import Place
-from dmoe_jax.node.programs import ExpertPrograms
-from dmoe_jax.node.sharding import Layout, MeshShape, ShardingRule, shard_largest_dimension
+from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
+from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
 from dmoe_jax.processes import ProcessFailed
 from dmoe_jax.types import PyTree
 from net.errors import RemoteProtocolError
 from net.nursery import background_nursery
-from net.wire.codec import MAX_ENCODED_BYTES
+from net.types import Array
+from net.wire import codec
+from net.wire.fields import integer, several, text
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,100 @@ _MAX_WAITING_ORDERS = 64
 _CHUNK_BYTES = 1 << 20
 
 _CAME_TO_MEETING, _ASKS_TO_LEAVE = b"\0", b"\1"
-"""What the others say to process 0."""
+"""Bytes that the others say to process 0."""
+
+KINDS = ("make", "run", "compile", "gather", "load", "meet", "leave")
+LENGTH_BYTES = 4
+MAX_ORDER_BYTES = 2**40
+
+_FIELDS = ("inputs", "output_grads", "keys", "staleness", "state")
+_COUNT = integer(0, 2**62)
+_TEXT = text(0, 256)
+_SHAPE = several(integer(0, 2**40), 16)
 
 _Parts = list[bytes | memoryview]
-"""Of an order, as `encode_order` makes them."""
+_Spec = tuple[str, np.dtype[Any], tuple[int, ...]]
+"""Field, type and shape of an array of an order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One piece of work."""
+
+    kind: str
+    """"make" the expert; "run" a batch; "compile" for batches of `number` rows; "gather" the state; "load" a state;
+    "meet", to say that what was ordered before is done; "leave", for good."""
+    uid: str = ""
+    """The expert."""
+    number: int = 0
+    arrays: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+    """`inputs`, `output_grads` and `keys` of a `Batch`, each as far as it has them, and its `staleness`, float32; or
+    the leaves of a `state`."""
+
+    def one(self, name: str) -> Array | None:
+        """The only array of a field, or None."""
+        return next(iter(self.arrays.get(name, ())), None)
+
+
+Tell = Callable[[Order], None]
+"""Sends an order on its way, without waiting for anything but a "meet"."""
+
+
+def encode_order(order: Order) -> _Parts:
+    """The bytes of an order, in parts that follow one another: a length, canonical CBOR, and the arrays as they lie in
+    memory, which are not copied. Raises LocalProtocolError if it has too many arrays for its header."""
+    rows: list[list[Any]] = []
+    parts: _Parts = []
+    for name, arrays in order.arrays.items():
+        for array in arrays:
+            array = np.ascontiguousarray(array).reshape(np.shape(array))
+            rows.append([name, array.dtype.name, list(array.shape)])
+            parts.append(array.reshape(-1).view(np.uint8).data)
+    header = codec.encode({"kind": order.kind, "uid": order.uid, "number": order.number, "arrays": rows})
+    return [len(header).to_bytes(LENGTH_BYTES, "big"), header, *parts]
+
+
+def parse_header_untrusted(data: bytes) -> tuple[Order, tuple[_Spec, ...]]:
+    """Read the CBOR of an order. Return the order without its arrays, and what these are.
+
+    Raises:
+      RemoteProtocolError: it is none.
+    """
+    body = codec.decode_untrusted(data)
+    told = body if isinstance(body, dict) else {}
+    order = Order(
+        kind=_TEXT.of_untrusted(told, "kind"),
+        uid=_TEXT.of_untrusted(told, "uid"),
+        number=_COUNT.of_untrusted(told, "number"),
+    )
+    try:
+        specs = tuple(
+            (name, jnp.dtype(dtype), _SHAPE.read_untrusted(shape, "shape")) for name, dtype, shape in told["arrays"]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteProtocolError(
+            f"expected field, type and shape of each array in an order, got {body!r:.80}"
+        ) from error
+    are_known = all(name in _FIELDS and not dtype.hasobject for name, dtype, _ in specs)
+    if order.kind not in KINDS or not are_known or nbytes_of_arrays(specs) > MAX_ORDER_BYTES:
+        raise RemoteProtocolError(f"expected an order of numbers, of at most {MAX_ORDER_BYTES} bytes, got {body!r:.80}")
+    return order, specs
+
+
+def nbytes_of_arrays(specs: Sequence[_Spec]) -> int:
+    """Bytes of all arrays of an order."""
+    return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in specs)
+
+
+def with_arrays(order: Order, specs: Sequence[_Spec], body: bytearray) -> Order:
+    """The order with its arrays, which are views of `body`."""
+    arrays: dict[str, list[Array]] = {}
+    start = 0
+    for name, dtype, shape in specs:
+        count = math.prod(shape)
+        arrays.setdefault(name, []).append(np.frombuffer(body, dtype, count, start).reshape(shape))
+        start += count * dtype.itemsize
+    return Order(kind=order.kind, uid=order.uid, number=order.number, arrays=arrays)
 
 
 def mesh_of_all(mesh: MeshShape | str | None) -> MeshShape:
@@ -80,9 +171,8 @@ async def open_lead(
     on_lost: Callable[[str], None] = lambda text: None,
     on_leave_asked: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PlacedDevice, ...]]:
-    """What process 0 gives to `Swarm.serve` as `devices`: while the block is open the others do as it does.
-
-    On leaving, the others are told to leave.
+    """The `devices` that process 0 gives to `Swarm.serve`: while the block is open the others do as it does, and on
+    leaving they are told to leave.
 
     Args:
       host: where the others reach this process; a name or address of this host.
@@ -114,8 +204,8 @@ async def open_lead(
         for stream in followers.values():
             await stack.enter_async_context(stream)
         all_told, watching = trio.Event(), trio.CancelScope()
-        nursery.start_soon(_watch_all, followers, watching, meeting, on_lost, on_leave_asked)
-        nursery.start_soon(_send_orders, receive, followers, all_told, on_lost)
+        nursery.start_soon(_watch, followers, meeting, watching, on_lost, on_leave_asked)
+        nursery.start_soon(_telling, on_lost, _send_orders, receive, followers, all_told)
         try:
             yield _devices(mesh, rule, tell)
         finally:
@@ -137,14 +227,14 @@ async def follow(
     on_lost: Callable[[str], None] = lambda text: None,
     until_told_to_stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
 ) -> None:
-    """What every other process does: as process 0 says, until that leaves.
+    """Do as process 0 says until that leaves: for every other process.
 
     Args:
       experts, optimizer, seed, mesh, rule: as process 0 serves them; `experts` by the uid of each.
       host: where process 0 is reached.
       on_lost: told that process 0 is gone, in a sentence.
-      until_told_to_stop: returns when this process shall end. Process 0 is asked to leave, since without it there would
-        be no node, and what was learnt is saved there; this goes on until then.
+      until_told_to_stop: returns when this process shall end. Process 0, which saves what was learnt, is asked to
+        leave then; this goes on until it does.
 
     Raises:
       ProcessFailed: process 0 is gone, or cannot be reached.
@@ -169,20 +259,25 @@ async def follow(
 
     send, receive = trio.open_memory_channel[Order](_MAX_WAITING_ORDERS)
     async with stream, trio.open_nursery() as nursery:
-        turn = trio.Lock()  # to say something
+        turn = trio.Lock()
+
+        async def say(what: bytes) -> None:
+            with suppress(trio.BrokenResourceError):  # whoever receives orders notices
+                async with turn:
+                    await stream.send_all(what)
 
         async def ask_to_leave() -> None:
             await until_told_to_stop()
-            await _say(_ASKS_TO_LEAVE, stream, turn, on_lost)
+            await say(_ASKS_TO_LEAVE)
 
-        nursery.start_soon(_receive_orders, stream, send, on_lost)
+        nursery.start_soon(_telling, on_lost, _receive_orders, stream, send)
         nursery.start_soon(ask_to_leave)
         async for order in receive:
             if order.kind == "leave":
                 nursery.cancel_scope.cancel()
                 break
             if order.kind == "meet":
-                await _say(_CAME_TO_MEETING, stream, turn, on_lost)
+                await say(_CAME_TO_MEETING)
                 continue
             try:
                 await place.device.run(obey, order)
@@ -202,7 +297,6 @@ class _LedPrograms:
 
     @property
     def calls_host(self) -> bool:
-        """See `Programs`."""
         return self._programs.calls_host
 
     def init(self, key_data: Any) -> PyTree:
@@ -216,16 +310,10 @@ class _LedPrograms:
 
     def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
         ((_, batch, staleness),) = work
-        self._tell(
-            Order(
-                kind="forward" if batch.output_grads is None else "backward",
-                uid=self._uid,
-                inputs=batch.inputs,
-                output_grads=batch.output_grads,
-                keys=batch.keys,
-                staleness=np.asarray(staleness, np.float32),
-            )
-        )
+        arrays = {"inputs": batch.inputs, "staleness": (np.asarray(staleness, np.float32),)}
+        arrays |= {"output_grads": () if batch.output_grads is None else (batch.output_grads,)}
+        arrays |= {"keys": () if batch.keys is None else (batch.keys,)}
+        self._tell(Order(kind="run", uid=self._uid, arrays=arrays))
         return self._programs.begin(state, work)
 
     def read(self, state: State, index: int) -> State:
@@ -233,7 +321,8 @@ class _LedPrograms:
         return self._programs.read(state, index)
 
     def write(self, state: State, index: int, saved: State) -> State:
-        self._tell(Order(kind="load", uid=self._uid, state=tuple(map(np.asarray, jax.tree.leaves(saved)))))
+        leaves = tuple(map(np.asarray, jax.tree.leaves(saved)))
+        self._tell(Order(kind="load", uid=self._uid, arrays={"state": leaves}))
         return self._programs.write(state, index, saved)
 
 
@@ -245,32 +334,21 @@ class _Followed:
         self._programs, self._state = group.programs, group.take()
 
     def obey(self, order: Order) -> None:
-        """Do what process 0 does with the expert.
-
-        Raises:
-          ValueError: the order does not fit the expert.
-        """
-        if order.kind in ("forward", "backward") and order.staleness is not None:
-            batch = Batch(inputs=order.inputs, output_grads=order.output_grads, keys=order.keys)
-            self._state, wait = self._programs.begin(self._state, [Work(0, batch, float(order.staleness))])
+        """Do what process 0 does with the expert. Raises ValueError if the order does not fit it."""
+        if order.kind == "run" and (staleness := order.one("staleness")) is not None:
+            inputs = tuple(order.arrays["inputs"])
+            batch = Batch(inputs=inputs, output_grads=order.one("output_grads"), keys=order.one("keys"))
+            self._state, wait = self._programs.begin(self._state, [Work(0, batch, float(staleness))])
             wait()
         elif order.kind == "compile":
             self._programs.compile(order.number)
         elif order.kind == "gather":
             self._programs.read(self._state, 0)
         elif order.kind == "load":
-            saved = jax.tree.unflatten(jax.tree.structure(self._state), order.state)
+            saved = jax.tree.unflatten(jax.tree.structure(self._state), order.arrays.get("state", ()))
             self._state = self._programs.write(self._state, 0, saved)
         else:
             raise ValueError(f"an expert cannot obey an order to {order.kind}")
-
-
-async def _say(what: bytes, stream: trio.SocketStream, turn: trio.Lock, on_lost: Callable[[str], None]) -> None:
-    try:
-        async with turn:
-            await stream.send_all(what)
-    except trio.BrokenResourceError as error:
-        raise _lost(0, on_lost) from error
 
 
 def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:
@@ -283,7 +361,7 @@ def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> t
 
 
 def _through_jax(data: bytes) -> bytes:
-    """What process 0 calls this with, for all processes, which call it at the same time with as many bytes."""
+    """The bytes that process 0 calls this with, for all processes, which call it at the same time with as many."""
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(np.frombuffer(data, np.uint8))).astype(np.uint8))
 
 
@@ -292,6 +370,9 @@ async def _accept_all(listeners: list[trio.SocketListener], secret: bytes) -> di
     expected, found = set(range(1, jax.process_count())), dict[int, trio.SocketStream]()
 
     async def greet(stream: trio.SocketStream) -> None:
+        if len(nursery.child_tasks) > _MAX_GREETINGS:
+            await trio.aclose_forcefully(stream)
+            return
         with trio.move_on_after(_GREETING_TIMEOUT_S):
             greeting = await _receive_exactly(stream, SECRET_BYTES + 4)
             number = 0 if greeting is None else int.from_bytes(greeting[SECRET_BYTES:], "big")
@@ -303,18 +384,9 @@ async def _accept_all(listeners: list[trio.SocketListener], secret: bytes) -> di
                 return
         await trio.aclose_forcefully(stream)
 
-    async def accept(listener: trio.SocketListener) -> None:
-        while True:
-            stream = await listener.accept()
-            if len(nursery.child_tasks) < _MAX_GREETINGS:
-                nursery.start_soon(greet, stream)
-            else:
-                await trio.aclose_forcefully(stream)
-
-    with trio.move_on_after(CONNECT_TIMEOUT_S):
+    with trio.move_on_after(CONNECT_TIMEOUT_S if expected else 0.0):
         async with trio.open_nursery() as nursery:
-            for listener in listeners if expected else ():
-                nursery.start_soon(accept, listener)
+            await trio.serve_listeners(greet, listeners, handler_nursery=nursery)
     for listener in listeners:
         await listener.aclose()
     if missing := sorted(expected - set(found)):
@@ -326,7 +398,6 @@ async def _send_orders(
     receive: trio.MemoryReceiveChannel[_Parts | None],
     followers: Mapping[int, trio.SocketStream],
     all_told: trio.Event,
-    on_lost: Callable[[str], None],
 ) -> None:
     """Send each order to everybody, until there is None. Even when all else is cancelled: half an order is none."""
     with trio.CancelScope(shield=True):
@@ -339,32 +410,32 @@ async def _send_orders(
                         await stream.send_all(part)
                 except trio.BrokenResourceError as error:
                     all_told.set()
-                    raise _lost(number, on_lost) from error
+                    raise _lost(number) from error
     all_told.set()
 
 
-async def _watch_all(
+async def _watch(
     followers: Mapping[int, trio.SocketStream],
-    scope: trio.CancelScope,
     meeting: "_Meeting",
+    scope: trio.CancelScope,
     on_lost: Callable[[str], None],
     on_leave_asked: Callable[[], None],
 ) -> None:
-    """Raise when one of them is gone; hear what they say until then."""
+    """Hear what the others say. Raises ProcessFailed when one of them is gone."""
 
-    async def watch(number: int, stream: trio.SocketStream) -> None:
+    async def hear(number: int, stream: trio.SocketStream) -> None:
         while (said := await _receive_exactly(stream, 1)) is not None:
             if said == _ASKS_TO_LEAVE:
                 on_leave_asked()
             else:
                 meeting.came()
         meeting.call_off()
-        raise _lost(number, on_lost)
+        raise _lost(number)
 
     with scope:
         async with trio.open_nursery() as nursery:
             for number, stream in followers.items():
-                nursery.start_soon(watch, number, stream)
+                nursery.start_soon(_telling, on_lost, hear, number, stream)
 
 
 class _Meeting:
@@ -383,30 +454,28 @@ class _Meeting:
             raise ProcessFailed("a process of the node is gone")
 
     def came(self) -> None:
-        """One of them has."""
+        """Note that one of them has come."""
         self._came.release()
 
     def call_off(self) -> None:
-        """One of them is gone."""
+        """Note that one of them is gone."""
         self._is_off = True
         self._came.release(self._others)
 
 
-async def _receive_orders(
-    stream: trio.SocketStream, send: trio.MemorySendChannel[Order], on_lost: Callable[[str], None]
-) -> None:
+async def _receive_orders(stream: trio.SocketStream, send: trio.MemorySendChannel[Order]) -> None:
     while True:
         length = await _receive_exactly(stream, LENGTH_BYTES)
         nbytes = 0 if length is None else int.from_bytes(length, "big")
-        if nbytes > MAX_ENCODED_BYTES:
-            raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {MAX_ENCODED_BYTES} are allowed")
-        header = None if length is None else await _receive_exactly(stream, nbytes)
-        parsed = None if header is None else parse_header_untrusted(bytes(header))
-        body = None if parsed is None else await _receive_exactly(stream, parsed.nbytes)
-        if parsed is None or body is None:
-            raise _lost(0, on_lost)
-        await send.send(order_of(parsed, body))
-        if parsed.kind == "leave":
+        if nbytes > (most := codec.MAX_ENCODED_BYTES):
+            raise RemoteProtocolError(f"an order's header of {nbytes} bytes, at most {most} are allowed")
+        if length is None or (header := await _receive_exactly(stream, nbytes)) is None:
+            raise _lost(0)
+        order, specs = parse_header_untrusted(bytes(header))
+        if (body := await _receive_exactly(stream, nbytes_of_arrays(specs))) is None:
+            raise _lost(0)
+        await send.send(with_arrays(order, specs, body))
+        if order.kind == "leave":
             return
 
 
@@ -426,7 +495,14 @@ async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray 
     return data
 
 
-def _lost(number: int, on_lost: Callable[[str], None]) -> ProcessFailed:
-    text = f"process {number} of the node is gone, and with it its part of every expert"
-    on_lost(text)
-    return ProcessFailed(text)
+def _lost(number: int) -> ProcessFailed:
+    return ProcessFailed(f"process {number} of the node is gone, and with it its part of every expert")
+
+
+async def _telling(on_lost: Callable[[str], None], task: Callable[..., Awaitable[None]], *args: Any) -> None:
+    """Do a task, and tell at once if it finds a process gone: what is cancelled then may never end."""
+    try:
+        await task(*args)
+    except ProcessFailed as error:
+        on_lost(str(error))
+        raise

@@ -2,44 +2,147 @@
 
 They are pure, and shared by every expert of one kind, optimiser and layout. The backward pass recomputes the forward
 (Learning@home section 3.3), with the same dropout keys, and applies the optimiser at once; parameters and state are
-donated. With a layout, what an update returns is pinned to lie as what it was given, so that nothing drifts to other
-devices and nothing is compiled twice.
-
-The step itself looks whether its outcome is finite, and keeps the old parameters and state if it is not
-(`dmoe_jax.node.finite_update`).
+donated. The step itself looks whether its outcome is finite, and keeps the old parameters and state if it is not
+(`update_unless_not_finite`).
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 
-from dmoe_jax.arrays import copied, gradients_like, kept_like, stored
+from dmoe_jax.arrays import copied, gradients_like, in_type_of, kept_like, stored
 from dmoe_jax.experts.base import Expert, folded_in
-from dmoe_jax.node.batch import Result, State, Work, warm_bucket_of
-from dmoe_jax.node.finite_update import laid_out, stays_finite, update_unless_not_finite
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout, put, to_host
 from dmoe_jax.remembered import remembered
 from dmoe_jax.types import PyTree
 from net.types import Array
 
+State = tuple[PyTree, PyTree]
+"""Parameters and optimiser state, of one expert or of all experts of a group."""
+Step = Callable[[State, PyTree], State]
+"""(state, gradients) -> the state after the optimiser's step."""
+
 LARGE_BYTES = 4 << 20
-"""Of parameters, beyond which the gradients have buffers of their own."""
+"""Bytes of parameters, beyond which the gradients have buffers of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Work for one expert, to be computed at once."""
+
+    inputs: tuple[Array, ...]
+    """As the expert specifies them, each [rows, ...]."""
+    output_grads: Array | None = None
+    """[rows, ...]; None: a forward pass."""
+    keys: Array | None = None
+    """uint32 [rows, 2], a dropout key for each row; None: evaluation."""
+    seen: Array | None = None
+    """int64 [rows], the update count at each row's forward, at least 0. The optimiser is told the rows' mean staleness;
+    counts beyond today's, of an expert that was restored since, have none. None: nothing is stale."""
+    requests: Mapping[bytes, float] = field(default_factory=dict)
+    """Names of the requests in a backward pass, and when they came, by one clock for all."""
+
+    @property
+    def rows(self) -> int:
+        """Number of its rows."""
+        return self.inputs[0].shape[0]
+
+
+class Work(NamedTuple):
+    """A batch for one expert of a group, by its position, and the staleness for the optimiser. A program has a batch
+    of an expert at most; all are forward passes or all backward ones, and all have dropout keys or none has."""
+
+    position: int
+    batch: Batch
+    staleness: float = 0.0
+
+
+class Result(NamedTuple):
+    """The end of a batch.
+
+    Attributes:
+      arrays: the output, or the gradients of the differentiable inputs; each [rows, ...].
+      finite: bool [2], of a backward pass: the update, and the gradients. If one is not, the expert is as it was.
+    """
+
+    arrays: tuple[Array, ...]
+    finite: Array | None = None
+
+
+@runtime_checkable
+class Programs(Protocol):
+    """The compiled programs of a group of experts of one kind. They hold no state: equal groups may share them."""
+
+    size: int
+    """Experts of a group."""
+    nbytes: int
+    """Bytes of the state of one of them, all parts together."""
+    least_rows: int
+    """Fewest rows for which a program is worth its memory."""
+    at_once: bool
+    """True if a program takes about as long for many experts as for one."""
+    warm: set[int]
+    """Numbers of rows for which they are compiled."""
+    kind: int
+    """Equal where the compiled programs are the same."""
+
+    @property
+    def calls_host(self) -> bool:
+        """True if a compiled one calls the host, see `dmoe_jax.node.host_calls`."""
+        ...
+
+    def most_together(self, rows: int) -> int:
+        """The most experts of a program for so many rows of each."""
+        ...
+
+    def compile(self, bucket: int) -> None:
+        """Compile for batches of so many rows, from shapes; may run beside the device."""
+        ...
+
+    def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
+        """Have XLA begin batches; return the new state, for what is begun next, and what waits for the results. The
+        state that is given is lost where updates are made."""
+        ...
+
+    def read(self, state: State, index: int) -> State:
+        """The state of one expert, valid until the next update."""
+        ...
+
+    def write(self, state: State, index: int, saved: State) -> State:
+        """The state with that of one expert replaced by a saved one, laid out over devices as the present one is."""
+        ...
+
+
+def bucket_of(rows: int, parts: int = 1) -> int:
+    """Rows of the program for so many: the next power of two, of rows in each of so many parts."""
+    if rows < 1:
+        raise ValueError(f"a batch has at least one row, got {rows}")
+    return parts << (math.ceil(rows / parts) - 1).bit_length()
+
+
+def buckets_up_to(max_rows: int, parts: int = 1) -> tuple[int, ...]:
+    """Every bucket that batches of 1..max_rows rows can fall into, ascending."""
+    return tuple(parts << power for power in range((bucket_of(max_rows, parts) // parts).bit_length()))
+
+
+def warm_bucket_of(rows: int, programs: Programs, parts: int = 1) -> int:
+    """Rows of the program that so many are computed by: the smallest that is compiled; if none is, their bucket."""
+    warm = (bucket for bucket in tuple(programs.warm) if bucket >= rows)
+    return min(warm, default=bucket_of(rows, parts))
 
 
 class ExpertPrograms:
-    """The programs of one expert kind. `keys` is None, or a dropout key for each row.
-
-    Groups of one expert use them; `state` is such an expert's parameters and optimiser state.
-
-    What is compiled ahead (`compile`) is compiled from shapes, and nothing is kept of it but the machine's code: what
-    JAX remembers of a program that it traces by itself is several times as large.
+    """The programs of one expert kind, for groups of one. `keys` is None, or a dropout key for each row.
 
     On a CPU the gradients of a large expert have buffers of their own, which all experts of the kind use in turn. As
     temporary buffers they would be as large as the parameters and a little more, by so much as the rows make out; a
@@ -48,10 +151,11 @@ class ExpertPrograms:
     Args:
       expert: what is computed.
       optimizer: what trains it; None: it never changes.
-      layout: where the state lies, and stays; None: where JAX puts it.
+      layout: where the state lies; what an update returns is pinned to lie so, too, so that nothing drifts to other
+        devices and nothing is compiled twice. None: where JAX puts it.
 
     Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`, or the layout does not fit the state.
+      ValueError: as `check_optimizer`, or the layout does not fit the state.
     """
 
     def __init__(
@@ -70,7 +174,7 @@ class ExpertPrograms:
         self.at_once = self.calls_host = False
         self.warm: set[int] = set()
         self.kind = id(self)
-        self.state = jax.tree.map(_strongly_typed, state_shapes(expert, optimizer))
+        self.state = jax.tree.map(_shape_at, state_shapes(expert, optimizer))
         """Shape and type of each array of (params, opt_state), and with a layout its sharding."""
         self.nbytes = nbytes_of(self.state)
 
@@ -97,11 +201,6 @@ class ExpertPrograms:
         opt_state are returned as they came."""
         self._compiled: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def of_rows(self, rows: int, *, has_keys: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """`apply` and `grad_and_update` for exactly so many rows, with or without keys: those that are compiled, or
-        what compiles them when it is called. Batches of one kind of expert begin one after the other."""
-        return self._compiled.get((rows, has_keys), (self.apply, self.grad_and_update))
-
     def most_together(self, rows: int) -> int:
         del rows
         return 1
@@ -117,7 +216,8 @@ class ExpertPrograms:
         params, opt_state = state
         rows, grads = batch.rows, batch.output_grads
         bucket = warm_bucket_of(rows, self, 1 if self._layout is None else self._layout.mesh_shape.data)
-        forward, backward = self.of_rows(bucket, has_keys=batch.keys is not None)
+        compile_when_called = self.apply, self.grad_and_update
+        forward, backward = self._compiled.get((bucket, batch.keys is not None), compile_when_called)
         if grads is None:
             output = forward(params, *self._for_program((batch.inputs, batch.keys), bucket))
             return state, lambda: [Result((np.asarray(output)[:rows],))]
@@ -149,12 +249,11 @@ class ExpertPrograms:
         return padded if self._layout is None else self._layout.for_program(padded)
 
     def compile(self, rows: int) -> None:
-        """Compile for so many rows; may run in another thread than the batches."""
         params, opt_state = self.state
         specs = (*self._expert.inputs, self._expert.output)
         *inputs, grads = (self._shape((rows, *spec.shape), spec.dtype) for spec in specs)
         for keys in (None, self._shape((rows, 2), np.uint32)) if self._expert.takes_key else (None,):
-            forward = self._compile(self._apply, (params, tuple(inputs), keys), **self._forward_options)
+            forward = compiled_alone(self._apply, (params, tuple(inputs), keys), of=self, **self._forward_options)
             arguments = params, opt_state, tuple(inputs), grads, keys, self._shape((), np.float32)
             self._compiled[rows, keys is not None] = forward, self._compiled_backward(arguments)
         self.warm.add(rows)
@@ -163,7 +262,7 @@ class ExpertPrograms:
         """`grad_and_update` for arguments of these shapes."""
         options = dict(self._backward_options)
         if not self._keeps_grads:
-            return self._compile(without_grads(self._grad_and_update), arguments, **options)
+            return compiled_alone(without_grads(self._grad_and_update), arguments, of=self, **options)
         params, opt_state, *batch = arguments
 
         def into(params: PyTree, opt_state: PyTree, grads: PyTree, *batch: Any) -> Any:
@@ -171,7 +270,7 @@ class ExpertPrograms:
             return self._grad_and_update(params, opt_state, *batch)
 
         options |= {"donate_argnums": (0, 1, 2), "keep_unused": True}
-        program = self._compile(into, (params, opt_state, params, *batch), **options)
+        program = compiled_alone(into, (params, opt_state, params, *batch), of=self, **options)
         if self._grads is None:  # else something small would be compiled while serving
             self._grads = self._new_grads()
 
@@ -184,22 +283,16 @@ class ExpertPrograms:
 
         return backward
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Callable[..., Any]:
-        return compiled_alone(function, arguments, on_host_call=self._note_host_call, **options)
-
-    def _note_host_call(self) -> None:
-        self.calls_host = True
-
     def _new_grads(self) -> PyTree:
         shapes = self.state[0]
         return compiled_alone(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), ())()
 
     def _lay_out(self, layout: Layout) -> tuple[PyTree, PyTree]:
-        """Have programs keep the state as the layout says; the shardings of params and opt_state."""
+        """Have programs keep the state as the layout says; return the shardings of params and opt_state."""
         params = layout.state_shardings({"params": self.state[0]})["params"]
         opt_state = layout.state_shardings({"opt_state": self.state[1]})["opt_state"]
         rows, everywhere, results = layout.rows, layout.everywhere, layout.results
-        self.state = jax.tree.map(_with_sharding, self.state, (params, opt_state))
+        self.state = jax.tree.map(_shape_at, self.state, (params, opt_state))
         self._forward_options = {"in_shardings": (params, rows, rows), "out_shardings": results}
         self._backward_options |= {
             "in_shardings": (params, opt_state, rows, rows, rows, everywhere),
@@ -208,7 +301,6 @@ class ExpertPrograms:
         return params, opt_state
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """Of an argument that comes from the host."""
         if self._layout is None:
             return jax.ShapeDtypeStruct(shape, dtype)
         return self._layout.shape_for_program(shape, dtype)
@@ -218,31 +310,22 @@ class ExpertPrograms:
 def expert_programs(
     expert: Expert, optimizer: optax.GradientTransformation | None, layout: Layout | None = None
 ) -> ExpertPrograms:
-    """Programs for `expert` trained by `optimizer`; cached, so equal arguments share their compiled code.
-
-    Raises:
-      ValueError: see `ExpertPrograms`.
-    """
+    """`ExpertPrograms`, cached, so that equal arguments share their compiled code."""
     return ExpertPrograms(expert, optimizer, layout)
 
 
 def compiled_alone(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    *,
-    on_host_call: Callable[[], None] | None = None,
-    **options: Any,
+    function: Callable[..., Any], arguments: Sequence[Any], *, of: Any = None, **options: Any
 ) -> Callable[..., Any]:
-    """A program for arguments of these shapes and types, of which JAX remembers nothing else.
+    """A program for arguments of these shapes and types, of which JAX remembers nothing but the machine's code: all
+    that it remembers of a program which it traces by itself is several times as large, a megabyte at least.
 
     Args:
-      function: to be traced.
-      arguments: trees of `jax.ShapeDtypeStruct`.
-      on_host_call: called before it is compiled, if the program calls the host.
+      of: the `Programs` to which it belongs, which then say if it calls the host.
       options: as of `jax.jit`.
 
     Raises:
-      TooFewThreadsError: it calls the host, and XLA has too few threads.
+      TooFewThreadsError: one that belongs to some calls the host, and XLA has too few threads.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -251,18 +334,15 @@ def compiled_alone(
         return function(*args)
 
     traced = jax.jit(own, **options).trace(*arguments)
-    if on_host_call is not None and calls_host(traced.jaxpr):
+    if of is not None and calls_host(traced.jaxpr):
         check_threads_for_host_calls()
-        on_host_call()
+        of.calls_host = True
     return traced.lower().compile()
 
 
 class EachCompiledAlone:
     """A function as `jax.jit` makes it, but compiled by `compiled_alone`, for each structure, shape and type of its
-    arguments. For what is called seldom: a call takes longer.
-
-    What JAX remembers of a program that it compiles by itself is a megabyte, however small it is.
-    """
+    arguments. For seldom calls: each takes longer."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -284,26 +364,15 @@ def state_shapes(expert: Expert, optimizer: optax.GradientTransformation | None)
     return params, () if optimizer is None else jax.eval_shape(optimizer.init, params)
 
 
-def state_nbytes(expert: Expert, optimizer: optax.GradientTransformation | None) -> int:
-    """How many bytes the parameters and the optimiser's state of an expert have, all parts together."""
-    return nbytes_of(state_shapes(expert, optimizer))
-
-
 @remembered(16)
 def functions_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, *, is_whole: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, PyTree, PyTree, tuple[Any, ...]]]]:
     """`apply` and `grad_and_update` of `ExpertPrograms` before they are compiled; the latter returns the gradients of
-    the parameters, too, before those of the inputs.
+    the parameters, too, before those of the inputs. `is_whole`: an expert lies on one device.
 
     JAX pairs what is donated with results of the same shape in the order of both: gradients of inputs that have the
     shape of a parameter would take its place, were they not the last.
-
-    Args:
-      is_whole: an expert lies on one device, not spread over several.
-
-    Raises:
-      ValueError: if the optimiser cannot work on a node, see `check_optimizer`.
     """
     if optimizer is not None:
         check_optimizer(expert, optimizer)
@@ -412,21 +481,102 @@ key_data_with = EachCompiledAlone(_with_folded_in)
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of an argument; where it lies, if that is decided."""
+    """Shape and type of an argument, and where it lies, if that is decided."""
     if not isinstance(leaf, jax.Array):
         leaf = np.asarray(leaf)
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if leaf.committed else None)
 
 
-def _strongly_typed(shape: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-
-
-def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _shape_at(shape: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape and type alone, strongly typed, and where it lies."""
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def nbytes_of(tree: PyTree) -> int:
     """Bytes of all arrays."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def update_unless_not_finite(
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: State,
+    grads: PyTree,
+    input_grads: tuple[Any, ...],
+    staleness: Any,
+    *,
+    is_whole: bool,
+) -> tuple[Any, State]:
+    """Take an optimiser step, if it and the gradients that go back to the trainer are finite.
+
+    An optimiser may make anything of finite gradients, so every number of its outcome is looked at before any of the
+    old state is given up. On a CPU the outcome is computed twice: once inside the reduction that looks at it, which
+    stores nothing, and once more in place, inside a branch. Selecting between old and new instead, number by number,
+    stores the outcome before it is known to be good: with Adam two and a half times the memory of the parameters, and
+    up to twice the time of the whole step. A GPU would wait for the host to take the branch, so there numbers are
+    selected.
+
+    Args:
+      optimizer: is given `staleness`, float32.
+      state: to be donated to the program that this is traced into.
+      grads: of the parameters; on one device, `laid_out`.
+      input_grads: of the expert's inputs; nothing is done with them.
+      is_whole: the state lies on one device, not spread over several.
+
+    Returns: (bool [2]: the update, and the input gradients, are finite; the new state, or the old one).
+    """
+
+    def step(state: State, grads: PyTree) -> State:
+        params, opt_state = state
+        # In the types that they had: a state that changed its type would be compiled for again.
+        updates, new_state = optimizer.update(grads, opt_state, params, staleness=staleness)
+        return jax.tree.map(in_type_of, (optax.apply_updates(params, updates), new_state), state)
+
+    zeros = jax.tree.map(jnp.zeros_like, input_grads)
+    outcome = step(state, grads)
+    finite = jnp.stack(
+        [stays_finite(old, new, is_whole=is_whole) for old, new in ((state, outcome), (zeros, input_grads))]
+    )
+    branched, selected = functools.partial(_branched, step), functools.partial(_selected, step)
+    new = jax.lax.platform_dependent(state, grads, finite.all(), cpu=branched, default=selected)
+    return finite, cast(State, new)
+
+
+def laid_out(grads: PyTree) -> PyTree:
+    """Gradients as parameters lie in memory, computed once; for a state on one device.
+
+    XLA would take a product's transpose as it comes, and the branch would then read it across; and it would compute the
+    gradients of a single row anew wherever they are used. Either takes half as long again.
+    """
+    return jax.lax.optimization_barrier(jax.tree.map(_in_rows, grads))
+
+
+def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
+    """True if no number became NaN or infinite; what was so before may stay: some optimisers start from infinity."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    sound = [
+        jnp.isfinite(after) | ~jnp.isfinite(before)
+        for before, after in pairs
+        if jnp.issubdtype(before.dtype, jnp.inexact)
+    ]
+    if is_whole:
+        # Arrays of one shape, such as a parameter and its moments, at once: what they are computed from is read once.
+        by_shape: dict[tuple[int, ...], list[Any]] = {}
+        for each in sound:
+            by_shape.setdefault(each.shape, []).append(each)
+        sound = [functools.reduce(jnp.logical_and, alike) for alike in by_shape.values()]
+    return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
+
+
+def _branched(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
+    return cast(State, jax.lax.cond(is_good, step, lambda state, grads: state, state, grads))
+
+
+def _selected(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
+    return cast(State, jax.tree.map(functools.partial(jnp.where, is_good), step(state, grads), state))
+
+
+def _in_rows(grad: Any) -> Any:
+    if grad.ndim < 2:
+        return grad
+    return with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))

@@ -1,12 +1,8 @@
 """Forward and backward requests at a node: read strictly, put into the queue as jobs, and answered.
 
-Theory of operation. Everything that a trainer sent is checked before it costs a flop. What does not fit is refused with
-a message that says what was expected, in the words of the expert's own specification, so that the person at the other
-end can mend it without reading this code. What fits becomes jobs, one for each expert that is asked, and the call waits
-for them: it answers when nothing is missing, and tells a caller that takes parts what is ready ahead of the rest, when
-it has waited a moment for it. Each frame costs both ends as much as a small batch.
-
-A repeated backward request finds the job of the first one and trains nothing a second time (`dmoe_jax.node.job`).
+Everything that a trainer sent is checked before it costs a flop. A request that does not fit is refused with a message
+that says what was expected, in the words of the expert's own specification, so that the person at the other end can
+mend it without reading this code.
 """
 
 import functools
@@ -32,8 +28,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.job import NOT_STALE, Job, RememberedJobs, learnt_before, name_of, one_has_ended
-from dmoe_jax.node.queue import QueueFull
+from dmoe_jax.node.queue import NOT_STALE, Job, QueueFull, RememberedJobs, learnt_before, name_of, one_has_ended
 from dmoe_jax.node.runner import BatchRunner
 from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
 from net.rpc.base import Body, Handler, Reply, Request
@@ -48,19 +43,12 @@ _SEED = optional(integer(0, 2**63 - 1))
 
 _HOLD_S = 0.01
 """Seconds that a ready outcome waits for the rest of its call: a few turns of small batches, less than a wide network
-takes. Parts that take longer do not hold up the others."""
+takes. Each frame costs both ends as much as a small batch, but parts that take longer do not hold up the others."""
 
 
 class Answering:
-    """Answers the calls for experts.
-
-    Args:
-      experts: which may be asked, by uid; a mapping that may change.
-      backends: their states, and those of experts that are being given up.
-      runner: computes.
-      max_rows: of one part of a request.
-      recorder: is told of every part and what became of it.
-    """
+    """Answers the calls for experts: for those in `experts`, a mapping that may change; `backends` also has the experts
+    that are being given up. A part has at most `max_rows` rows."""
 
     def __init__(
         self,
@@ -73,14 +61,14 @@ class Answering:
     ) -> None:
         self.handlers: Mapping[str, Handler] = {
             "expert.info": self._info,
-            FORWARD: functools.partial(self._serve, backward=False),
-            BACKWARD: functools.partial(self._serve, backward=True),
+            FORWARD: functools.partial(self._serve, kind="forward"),
+            BACKWARD: functools.partial(self._serve, kind="backward"),
         }
         """The RPC methods for experts, see `dmoe_jax.expert_calls`."""
         self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         """Jobs by kind, and parts that were turned away or known."""
         self.is_leaving = False
-        """Refuse what was not asked before."""
+        """True: refuse what was not asked before."""
         self._experts = experts
         self._backends = backends
         self._runner = runner
@@ -112,23 +100,19 @@ class Answering:
         }
         return Reply(body=body)
 
-    async def _serve(self, request: Request, *, backward: bool) -> Reply:
+    async def _serve(self, request: Request, *, kind: str) -> Reply:
         self._num_calls += 1
         try:
-            return await self._answer(request, backward=backward)
+            return await self._answer(request, kind)
         finally:
             self._num_calls -= 1
             if not self._num_calls:
                 self._answered_all.set()
                 self._answered_all = trio.Event()
 
-    async def _answer(self, request: Request, *, backward: bool) -> Reply:
-        """Answer a call, part by part. If it is cancelled its jobs leave the queue, but for what somebody else wants.
-
-        Raises:
-          CallRefused: the request as a whole does not fit.
-        """
-        kind = "backward" if backward else "forward"
+    async def _answer(self, request: Request, kind: str) -> Reply:
+        """Answer a call when nothing is missing, and tell a caller that takes parts what is ready ahead of the rest. If
+        it is cancelled its jobs leave the queue, but for those that somebody else wants."""
         jobs, ready, compression = self._begun(request, kind)
         tells_at = math.inf
         try:
@@ -158,7 +142,7 @@ class Answering:
 
     def _begun(self, request: Request, kind: str) -> tuple[dict[int, Job], list[tuple[int, Outcome]], Compression]:
         """Put the parts of a request into the queue. Return, by the numbers of the parts, their jobs, and the outcomes
-        of those that have none; and how the answer's tensors shall travel."""
+        of those without one; and the form in which the answer's tensors shall travel."""
         try:
             parts, compression = jobs_of_untrusted(
                 request, self._experts, max_rows=self._max_rows, backward=kind == "backward"
@@ -181,12 +165,7 @@ class Answering:
         return jobs, ready, compression
 
     def _submitted(self, job: Job) -> Job:
-        """The job, put into the queue, or that of the same part if it was asked before.
-
-        Raises:
-          CallRefused: the node is leaving, or the expert has learnt from the request, whose answer is gone.
-          PeerBusy: too much waits; half of it will be done when it is asked to retry.
-        """
+        """Put a job into the queue and return it, or the job of the same part if it was asked before."""
         replay_key = job.replay_key
         if replay_key is not None and (known := self._remembered.find(replay_key)) is not None:
             self.counts["replayed"] += 1
@@ -200,6 +179,7 @@ class Answering:
             self._runner.submit(job)
         except QueueFull as full:
             self.counts["busy"] += 1
+            # When half of what waits will be done.
             raise PeerBusy(f"the node is busy: {full}", retry_after_s=full.waiting_s / 2) from full
         self.counts[job.kind] += 1
         if replay_key is not None:
@@ -208,11 +188,7 @@ class Answering:
 
 
 def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
-    """The expert that a body names.
-
-    Raises:
-      CallRefused: if it names none, or one that this node does not serve.
-    """
+    """The expert that a body names. Raises CallRefused if it names none, or one that this node does not serve."""
     uid = body.get("uid")
     if not isinstance(uid, str):
         raise CallRefused(f"expected the uid of an expert as a string, got {uid!r:.80}")
@@ -225,10 +201,8 @@ def uid_of(body: Body, experts: Mapping[str, Expert]) -> str:
 def jobs_of_untrusted(
     request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool
 ) -> tuple[list[Job | CallRefused], Compression]:
-    """Check each part of a request against its expert's specification, see `dmoe_jax.expert_calls`.
-
-    Returns: (the parts in their order, with what was expected in place of one that does not fit; how the float32
-      tensors of the answer shall travel).
+    """Check each part of a request against its expert's specification. Return the parts in their order, with what was
+    expected in place of one that does not fit, and the form in which the answer's float32 tensors shall travel.
 
     Raises:
       CallRefused: the request as a whole does not fit.

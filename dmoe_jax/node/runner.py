@@ -1,18 +1,8 @@
 """Carrying out what waits in a node's queues: batch by batch on each device, within what is compiled.
 
-Each device has a queue, turns and a thread of its own; a request goes to the device on which its expert lives. What is
+Each device has a queue, turns and a thread of its own; a job goes to the device on which its expert lives. What is
 bounded for one queue is bounded for each of them: a device whose experts nobody asks does not make room for the
-others' requests, which it could not compute. Small batches of several experts share a turn (`dmoe_jax.node.turn`).
-
-Serving does not wait for the compiler. The first programs are compiled before the experts are announced; batches are
-no larger than what is compiled, and when more waits, the next size is compiled beside the device (`Device.aside`). A
-single request that is larger is answered in parts, or, since a backward in parts would be several updates, waits for
-its program while others are served.
-
-A batch of a large expert takes about as long for one row as for eight. Callers whose answers were just handed out
-mostly ask it again at once; a device that begins with what is there meanwhile serves them in two groups that take turns
-for ever. So before a long batch with fewer requests than its expert's last one, when nothing else is to be done, it
-waits a moment for the others (`NodeConfig.max_queue_delay_s`).
+others' requests, which it could not compute.
 
 A batch whose update would not be finite changes nothing. Its requests are then run one by one, so that only the guilty
 ones are refused.
@@ -24,57 +14,97 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
+import numpy as np
 import trio
 
 from dmoe_jax.device import DeviceTime
-from dmoe_jax.metrics.node import KINDS, NodeRecorder
-from dmoe_jax.node.backend import ExpertBackend, UpdateRejected
+from dmoe_jax.expert_calls import below_one_another
+from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, Outcome, UpdateRejected
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice
-from dmoe_jax.node.figures import BatchCounts, BatchTimes
 from dmoe_jax.node.host_calls import one_at_a_time
-from dmoe_jax.node.job import Job, learnt_before
-from dmoe_jax.node.placement import bytes_by_place
-from dmoe_jax.node.queue import BatchQueue
-from dmoe_jax.node.turn import Jobs, backend_of, below_one_another, joined, rows_of, run_turn, sharing_programs
+from dmoe_jax.node.programs import Batch, warm_bucket_of
+from dmoe_jax.node.queue import BatchQueue, Job, Key, learnt_before
+from dmoe_jax.node.sharding import PlacedDevice, bytes_by_place
 from net.errors import CallRefused, RemoteFailure
 from net.types import Array
 
 logger = logging.getLogger(__name__)
 
+Jobs = Sequence[Job]
+"""Jobs of one batch, so all for one expert; at least one."""
+Backends = Mapping[str, ExpertBackend]
+"""The experts by uid."""
+
 _LONG_BATCH = 4
 """Times the delay in the queue, that a batch takes which waits."""
+_NEWEST = 0.2
+"""Weight of the newest time in the mean: of the last five, about."""
+_FEW_ROWS = 16
+"""Up to so many, what a batch costs is mostly the optimiser's step."""
+_MOST_PADDING, _MOST_PADDING_OF_FEW = 2, 4
+"""A batch is filled up to at most so many times its bucket."""
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """Work done since the start; everything here only grows."""
+
+    batches: int = 0
+    """Batches that were computed."""
+    failed: int = 0
+    """Requests whose batch raised."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Requests whose update was not finite, by `UpdateRejected.reason`."""
+    busy_s: float = 0.0
+    """Seconds in which the device worked on batches, see `Device.busy_s`; rejected ones too."""
+    answered: int = 0
+    """Requests that were computed."""
+    rows: int = 0
+    """Their rows."""
+    call_s: float = 0.0
+    """Seconds that they spent here in all, waiting and computed."""
+
+    def __add__(self, other: "BatchCounts") -> "BatchCounts":
+        return BatchCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+class BatchTimes:
+    """Seconds that batches take, by what decides it: a mean in which older ones fade."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, float] = {}
+
+    def expected_s(self, kind: Hashable) -> float:
+        """Seconds that a batch of this kind will take; infinite if there was none."""
+        return self._seconds.get(kind, math.inf)
+
+    def note(self, kind: Hashable, seconds: float) -> None:
+        """Take in that a batch of this kind took so long."""
+        before = self._seconds.get(kind, seconds)
+        self._seconds[kind] = before + _NEWEST * (seconds - before)
 
 
 class BatchRunner:
-    """Runs the requests for all experts of a node.
-
-    Args:
-      backends: the experts by uid; some may be added while it runs, and taken off when `finish` has returned.
-      devices: where they live, place by place.
-      config: bounds of batches and queues.
-      recorder: is told of every batch.
+    """Runs the jobs for all experts of a node on the devices of its places. Some may be added to `backends` while it
+    runs, and taken off when `finish` has returned.
 
     Raises:
       ValueError: an expert lives where there is no device.
     """
 
     def __init__(
-        self,
-        backends: Mapping[str, ExpertBackend],
-        devices: Sequence[PlacedDevice],
-        config: NodeConfig,
-        recorder: NodeRecorder | None = None,
+        self, backends: Backends, devices: Sequence[PlacedDevice], config: NodeConfig, recorder: NodeRecorder
     ) -> None:
         for uid, backend in backends.items():
             if not backend.place.number < len(devices):
                 raise ValueError(f"expert {uid} lives at place {backend.place.number}, but there are {len(devices)}")
         self._backends = backends
         self._first_rows = min(config.warm_up_rows, config.max_batch_rows)
-        recorder = recorder or NodeRecorder()
         self._loops = [_DeviceLoop(backends, each, config, recorder) for each in devices]
 
     async def run(self) -> None:
@@ -84,15 +114,11 @@ class BatchRunner:
                 nursery.start_soon(loop.run)
 
     def submit(self, job: Job) -> None:
-        """Put a job into the queue of the device on which its expert lives.
-
-        Raises:
-          QueueFull: if too much waits there already.
-        """
+        """Put a job into the queue of the device on which its expert lives. Raises QueueFull as `BatchQueue` does."""
         self._loop_of(self._backends[job.uid]).submit(job)
 
     def withdraw(self, job: Job) -> bool:
-        """Take a job back, whose caller has given up. Returns True if it was still waiting."""
+        """Take a job back, whose caller has given up. Return True if it was still waiting."""
         return any(loop.withdraw(job) for loop in self._loops)
 
     async def finish(self, uid: str) -> None:
@@ -101,7 +127,7 @@ class BatchRunner:
 
     @property
     def counts(self) -> BatchCounts:
-        """What all devices have done together."""
+        """Work of all devices together."""
         return functools.reduce(operator.add, (loop.counts for loop in self._loops))
 
     @property
@@ -115,7 +141,7 @@ class BatchRunner:
         return min((backend.warm_rows for backend in self._backends.values()), default=0)
 
     def status(self) -> list[dict[str, Any]]:
-        """What each device does, as plain CBOR data.
+        """Return the work of each device, as plain CBOR data.
 
         Keys: `name` of the device or mesh, the `experts` that live there and their `nbytes`, seconds `busy_s` in which
         it worked on batches, `batches` and their `rows`, and `waiting_rows` in its queue.
@@ -136,12 +162,12 @@ class BatchRunner:
         ]
 
     def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
-        """What is to be compiled before the experts are announced, smallest first: nothing where it takes no time.
+        """List what is to be compiled before the experts are announced, smallest first; nothing where it takes no time.
 
         Args:
           prototypes: experts of further kinds.
 
-        Returns: pairs of a backend, one of those that share its programs, and a number of rows.
+        Returns: (a backend of those that share its programs, number of rows).
         """
         if not self._loops[0].device.compiles_aside or not self._first_rows:
             return []
@@ -168,13 +194,17 @@ class BatchRunner:
 
 
 class _DeviceLoop:
-    """Takes what waits for one device, runs it there, and answers."""
+    """Takes what waits for one device, runs it there, and answers.
 
-    def __init__(
-        self, backends: Mapping[str, ExpertBackend], placed: PlacedDevice, config: NodeConfig, recorder: NodeRecorder
-    ) -> None:
+    Serving does not wait for the compiler. The first programs are compiled before the experts are announced; batches
+    are no larger than what is compiled, and when more waits, the next size is compiled beside the device. A single
+    request that is larger is answered in parts, or, since a backward in parts would be several updates, waits for its
+    program while others are served.
+    """
+
+    def __init__(self, backends: Backends, placed: PlacedDevice, config: NodeConfig, recorder: NodeRecorder) -> None:
         self.place, self.device = placed.place, placed.device
-        self.queue: BatchQueue[Job] = BatchQueue(
+        self.queue = BatchQueue(
             max_batch_rows=config.max_batch_rows,
             max_waiting_rows=config.max_waiting_rows,
             max_wait_s=config.max_wait_s,
@@ -184,18 +214,17 @@ class _DeviceLoop:
         self._backends = backends
         self._recorder = recorder
         self._max_batch_rows, self._delay_s = config.max_batch_rows, config.max_queue_delay_s
-        self._times = BatchTimes()
-        self._row_times = BatchTimes()
+        self._times = BatchTimes()  # of batches, by `_size_of`, and of rows, by `_work_of`
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
         self._answered_at = -math.inf
         self._together: dict[str, int] = {}  # requests of each expert's last batch, of the last turn
         self._running: Counter[str] = Counter()  # batches that were taken from the queue, by uid
-        self._finishing: set[trio.Event] = set()  # of those who wait until an expert has no work any more
+        self._work_left = trio.Event()  # set, and replaced, when some has ended or was withdrawn
 
     def submit(self, job: Job) -> None:
-        row_s = self._row_times.expected_s(self._work_of(job))
+        row_s = self._times.expected_s(self._work_of(job))
         job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
         self.queue.submit(job)
         self._work_arrived.set()
@@ -206,20 +235,13 @@ class _DeviceLoop:
         return was_waiting
 
     async def finish(self, uid: str) -> None:
-        while self._running[uid] or any(
-            self.queue.waits((uid, kind, has_keys)) for kind in KINDS for has_keys in (False, True)
-        ):
-            news = trio.Event()
-            self._finishing.add(news)
-            try:
-                await news.wait()
-            finally:
-                self._finishing.discard(news)
+        while self._running[uid] or self.queue.waits_for(uid):
+            await self._work_left.wait()
         del self._running[uid]
 
     def _notify(self) -> None:
-        for event in self._finishing:
-            event.set()
+        self._work_left.set()
+        self._work_left = trio.Event()
 
     async def compile(self, backend: ExpertBackend, bucket: int) -> None:
         async with self._compiling:
@@ -231,7 +253,7 @@ class _DeviceLoop:
             while True:
                 await self._wait_for_others()
                 if turn := self._take_turn(nursery):
-                    together = {_uid_of(jobs[0].key): len(jobs) for jobs in turn}
+                    together = {jobs[0].uid: len(jobs) for jobs in turn}
                     await self._run_turn(turn)
                     self._together, self._answered_at = together, trio.current_time()
                     self._has_run(turn)
@@ -243,7 +265,13 @@ class _DeviceLoop:
         await self._work_arrived.wait()
 
     async def _wait_for_others(self) -> None:
-        """Return when what waits had better begin: mostly at once."""
+        """Return when what waits had better begin: mostly at once.
+
+        A batch of a large expert takes about as long for one row as for eight. Callers whose answers were just handed
+        out mostly ask it again at once; a device that begins with what is there meanwhile serves them in two groups
+        that take turns for ever. So before a long batch with fewer requests than its expert's last one, when nothing
+        else is to be done, it waits a moment for the others.
+        """
         until = self._answered_at + self._delay_s
         if trio.current_time() >= until:
             return
@@ -251,38 +279,36 @@ class _DeviceLoop:
             while jobs := self.queue.only_batch():
                 expected_s = self._times.expected_s(self._size_of(jobs))
                 is_long = _LONG_BATCH * self._delay_s <= expected_s < math.inf
-                if not is_long or len(jobs) >= self._together.get(_uid_of(jobs[0].key), 0):
+                if not is_long or len(jobs) >= self._together.get(jobs[0].uid, 0):
                     return
                 await self._news()
 
     def _take_turn(self, nursery: trio.Nursery) -> list[Jobs]:
-        """The batches that the device is given next, each of another expert; empty when nothing waits.
-
-        Compiles in `nursery` what they want, or would want.
-        """
+        """Take the batches that the device is given next, each of another expert; none when nothing waits. Compile in
+        `nursery` what they want, or would want."""
         turn: dict[str, Jobs] = {}
         expected_s = 0.0
         while not turn or expected_s < self.device.turn_s:
-            taken = self.queue.take(self._row_limit, may_run=lambda key: _uid_of(key) not in turn)
+            taken = self.queue.take(self._row_limit, may_run=lambda key: key[0] not in turn)
             if not taken:
                 break
             if not (jobs := self._still_new(taken)):
                 continue
-            key, backend = jobs[0].key, backend_of(jobs, self._backends)
+            backend, uid, key = backend_of(jobs, self._backends), jobs[0].uid, jobs[0].key
             rows, limit = rows_of(jobs), self._row_limit(key)
-            self._running[jobs[0].uid] += 1
+            self._running[uid] += 1
             if rows > limit or (self.queue.waits(key) and limit < self._max_batch_rows):
                 nursery.start_soon(self._grow, backend, backend.bucket_of(max(rows, limit + 1)))
             if rows > limit and (limit == 0 or jobs[0].kind == "backward"):
                 nursery.start_soon(self._run_cold, backend, jobs, backend.bucket_of(rows))
             else:
-                turn[jobs[0].uid] = jobs
+                turn[uid] = jobs
                 expected_s += self._expected_s(jobs, turn)
         return list(turn.values())
 
     def _still_new(self, jobs: Jobs) -> Jobs:
-        """Those from which the expert has not learnt: while they waited it may have been given another copy's state
-        that has."""
+        """The jobs from which the expert has not learnt: while they waited it may have been given the state of another
+        copy that has."""
         known = backend_of(jobs, self._backends).learnt_from
         if not any(job.replay_key in known for job in jobs):
             return jobs
@@ -299,7 +325,7 @@ class _DeviceLoop:
         return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
 
     def _expected_s(self, jobs: Jobs, turn: Iterable[str]) -> float:
-        """Seconds by which this batch makes the turn longer, which has those of these experts, its own among them."""
+        """Seconds by which this batch makes the turn longer, which has batches of these experts, its own among them."""
         share, backend = self._times.expected_s(self._size_of(jobs)), backend_of(jobs, self._backends)
         if not backend.programs.at_once:
             return share
@@ -308,30 +334,26 @@ class _DeviceLoop:
         return 0.0 if sum(self._backends[uid].group is backend.group for uid in turn) % most else most * share
 
     def _has_run(self, turn: Sequence[Jobs]) -> None:
-        """These batches were answered."""
         for jobs in turn:
-            self._running[_uid_of(jobs[0].key)] -= 1
+            self._running[jobs[0].uid] -= 1
         self._notify()
 
     def _size_of(self, jobs: Jobs) -> Hashable:
-        """What decides how long a batch takes."""
-        backend = backend_of(jobs, self._backends)
-        return (*self._work_of(jobs[0]), backend.bucket_of(rows_of(jobs)))
+        """Decides how long a batch takes."""
+        return (*self._work_of(jobs[0]), backend_of(jobs, self._backends).bucket_of(rows_of(jobs)))
 
     def _work_of(self, job: Job) -> tuple[Hashable, ...]:
-        """What decides how long a row takes: the program."""
-        _, *kind = job.key
-        return (self._backends[job.uid].programs.kind, *kind)
+        """Decides how long a row takes: the program."""
+        return (self._backends[job.uid].programs.kind, *job.key[1:])
 
     def _calls_host(self, jobs: Jobs) -> bool:
-        """True if the program of these jobs is known to call the host."""
         return backend_of(jobs, self._backends).programs.calls_host
 
-    def _row_limit(self, key: Hashable) -> int:
+    def _row_limit(self, key: Key) -> int:
         """The most rows of a batch that compiles nothing; of any batch, where compiling takes no time."""
         if not self.device.compiles_aside:
             return self._max_batch_rows
-        return min(self._backends[_uid_of(key)].warm_rows, self._max_batch_rows)
+        return min(self._backends[key[0]].warm_rows, self._max_batch_rows)
 
     async def _grow(self, backend: ExpertBackend, bucket: int) -> None:
         """Compile for larger batches, because they are wanted; one size at a time, and after a failure no more."""
@@ -354,62 +376,73 @@ class _DeviceLoop:
         except Exception as error:
             self._fail(jobs, error)
         else:
-            await self._run_batch(jobs)
+            await self._run_batches([jobs])
         self._has_run([jobs])
 
     async def _run_turn(self, turn: Sequence[Jobs]) -> None:
-        """Run batches together, if there are several; by themselves those that must be cut into parts or call the
-        host."""
+        """Run batches together, but by themselves those that must be cut into parts or call the host."""
         whole = [jobs for jobs in turn if rows_of(jobs) <= self._row_limit(jobs[0].key) and not self._calls_host(jobs)]
-        together = whole if len(whole) > 1 else []
-        if together:
-            await self._run_together(together)
+        if len(whole) > 1:
+            await self._run_batches(whole)
         for jobs in turn:
-            if jobs not in together:
-                await self._run_batch(jobs)
+            if len(whole) < 2 or jobs not in whole:
+                await self._run_batches([jobs])
 
-    async def _run_together(self, turn: Sequence[Jobs]) -> None:
-        """Have XLA begin all of it before anybody waits for the first; batches of one group share a program."""
+    async def _run_batches(self, turn: Sequence[Jobs]) -> None:
+        """Run batches in one turn of the device and answer them; of one that fails refuse who is guilty, if that can
+        be told, and answer the others."""
         started, spent = trio.current_time(), DeviceTime()
-        programs, expected_s = sharing_programs(turn, self._backends), self._turn_s(turn)
         try:
-            done = await self.device.run(
-                run_turn, programs, self._backends, time.perf_counter, spent=spent, expected_s=expected_s
-            )
+            done = await self._compute(turn, spent)
         finally:
             self.counts.busy_s += spent.seconds
         for jobs, outcome, seconds in done:
-            if isinstance(outcome, Exception):
-                await self._go_without(jobs, outcome)
-            else:
-                self._note_time(jobs, self._size_of(jobs), seconds)
+            if not isinstance(outcome, Exception):
+                self._times.note(self._size_of(jobs), seconds)
+                self._times.note(self._work_of(jobs[0]), seconds / rows_of(jobs))
                 self._answer(jobs, outcome, started, seconds)
+            elif not isinstance(outcome, UpdateRejected):
+                self._fail(jobs, outcome)
+            elif len(jobs) == 1:
+                self._refuse(jobs[0], outcome)
+            else:
+                for job in jobs:
+                    await self._run_batches([[job]])
 
-    async def _run_batch(self, jobs: Jobs) -> None:
-        started, spent, size = trio.current_time(), DeviceTime(), self._size_of(jobs)
+    async def _compute(self, turn: Sequence[Jobs], spent: DeviceTime) -> "list[Done]":
+        """Have the device compute batches; its seconds are added to `spent`."""
+        run = functools.partial(self.device.run, spent=spent, expected_s=self._turn_s(turn))
+        if len(turn) > 1:
+            programs = sharing_programs(turn, self._backends)
+            done: list[Done] = await run(run_turn, programs, self._backends, time.perf_counter)
+            return done
+        (jobs,) = turn
+        outcome: Outcome | Exception
         try:
-            results = await self._compute(jobs, spent)
+            outcome = await self._compute_one(jobs, run)
         except Exception as error:
-            await self._go_without(jobs, error)
-            return
-        finally:
-            self.counts.busy_s += spent.seconds
-        self._note_time(jobs, size, spent.seconds)
-        self._answer(jobs, results, started, spent.seconds)
+            outcome = error
+        return [Done(jobs, outcome, spent.seconds)]
 
-    async def _go_without(self, jobs: Jobs, error: Exception) -> None:
-        """The batch failed: refuse who is guilty, if that can be told, and answer the others."""
-        if not isinstance(error, UpdateRejected):
-            self._fail(jobs, error)
-        elif len(jobs) == 1:
-            self._refuse(jobs[0], error)
-        else:
-            for job in jobs:
-                await self._run_batch([job])
-
-    def _note_time(self, jobs: Jobs, size: Hashable, seconds: float) -> None:
-        self._times.note(size, seconds)
-        self._row_times.note(self._work_of(jobs[0]), seconds / rows_of(jobs))
+    async def _compute_one(self, jobs: Jobs, run: Callable[..., Any]) -> tuple[Array, ...]:
+        """Output, or gradients of the inputs, for the rows of all jobs."""
+        backend, batch = backend_of(jobs, self._backends), joined(jobs)
+        forward, backward = backend.forward, backend.backward
+        if self._calls_host(jobs):
+            forward, backward = one_at_a_time(forward), one_at_a_time(backward)
+        inputs, keys = batch.inputs, batch.keys
+        if batch.output_grads is not None:
+            gradients: tuple[Array, ...] = await run(
+                backward, inputs, batch.output_grads, keys, batch.seen, batch.requests
+            )
+            return gradients
+        step = min(batch.rows, self._row_limit(jobs[0].key))
+        outputs = []
+        for start in range(0, batch.rows, step):
+            some = slice(start, start + step)
+            own_keys = None if keys is None else keys[some]
+            outputs.append(await run(forward, [array[some] for array in inputs], own_keys))
+        return (below_one_another(outputs),)
 
     def _answer(self, jobs: Jobs, results: Sequence[Array], started: float, device_s: float) -> None:
         """Hand the jobs of a batch that began at `started` their rows of the results."""
@@ -434,44 +467,110 @@ class _DeviceLoop:
             start, stop = stop, stop + job.rows
             job.answer(tuple(result[start:stop] for result in results), backend.update_count)
 
-    async def _compute(self, jobs: Jobs, spent: DeviceTime) -> tuple[Array, ...]:
-        """Output, or gradients of the inputs, for the rows of all jobs; the device's seconds are added to `spent`."""
-        backend = backend_of(jobs, self._backends)
-        batch = joined(jobs)
-        inputs, keys, grads = batch.inputs, batch.keys, batch.output_grads
-        run = functools.partial(self.device.run, spent=spent, expected_s=self._turn_s([jobs]))
-        forward, backward = backend.forward, backend.backward
-        if self._calls_host(jobs):
-            forward, backward = one_at_a_time(forward), one_at_a_time(backward)
-        if grads is not None:
-            gradients: tuple[Array, ...] = await run(backward, inputs, grads, keys, batch.seen, batch.requests)
-            return gradients
-        step = min(batch.rows, self._row_limit(jobs[0].key))
-        outputs = []
-        for start in range(0, batch.rows, step):
-            some = slice(start, start + step)
-            own_keys = None if keys is None else keys[some]
-            outputs.append(await run(forward, [array[some] for array in inputs], own_keys))
-        return (below_one_another(outputs),)
-
     def _refuse(self, job: Job, rejected: UpdateRejected) -> None:
         self.counts.rejected[rejected.reason] += 1
-        uid = job.uid
-        what = {
-            "update": f"its gradient would make expert {uid} not finite",
-            "input gradient": "the gradient of its input is not finite",
-        }[rejected.reason]
-        job.fail(CallRefused(f"expert {uid} did not learn from the request: {what}"))
+        what = "the gradient of its input is not finite"
+        if rejected.reason == "update":
+            what = f"its gradient would make expert {job.uid} not finite"
+        job.fail(CallRefused(f"expert {job.uid} did not learn from the request: {what}"))
 
     def _fail(self, jobs: Jobs, error: Exception) -> None:
         """Answer the jobs of a batch that raised. Whatever XLA says concerns these requests, not the node."""
-        text, uid = "a batch of %d requests for expert %s failed", jobs[0].uid
-        logger.error(text, len(jobs), uid, exc_info=error)
+        uid = jobs[0].uid
+        logger.error("a batch of %d requests for expert %s failed", len(jobs), uid, exc_info=error)
         self.counts.failed += len(jobs)
         for job in jobs:
             job.fail(RemoteFailure(f"expert {uid} failed to compute; see the node's log"))
 
 
-def _uid_of(key: Hashable) -> str:
-    uid, _, _ = cast(tuple[str, str, bool], key)
-    return uid
+class Done(NamedTuple):
+    """The end of a batch: its arrays, or why there are none, and its share of the seconds of a turn."""
+
+    jobs: Jobs
+    outcome: Outcome | Exception
+    seconds: float
+
+
+def run_turn(programs: Sequence[Sequence[Jobs]], backends: Backends, clock: Callable[[], float]) -> list[Done]:
+    """Begin all programs, then wait for one after the other. What one of them raises concerns its batches alone.
+
+    The way to the device's thread and back costs about as much as a small batch. So a turn takes as many batches, of
+    different experts, as are worth it. The seconds of a program, by `clock`, are those from the end of the one before
+    it: their sum is that of the turn.
+    """
+    before = clock()
+
+    def begin(batches: Sequence[Jobs]) -> Callable[[], list[Outcome]]:
+        asked = [(backend_of(jobs, backends), joined(jobs)) for jobs in batches]
+        return asked[0][0].group.begin(asked)
+
+    begun = [_tried(begin, batches) for batches in programs]
+    done: list[Done] = []
+    for batches, wait in zip(programs, begun, strict=True):
+        outcomes = wait if isinstance(wait, Exception) else _tried(wait)
+        now = clock()
+        share_s = (now - before) / len(batches)
+        for number, jobs in enumerate(batches):
+            done.append(Done(jobs, outcomes if isinstance(outcomes, Exception) else outcomes[number], share_s))
+        before = now
+    return done
+
+
+def sharing_programs(turn: Sequence[Jobs], backends: Backends) -> list[list[Jobs]]:
+    """The batches of a turn, together where they share a program: of one group of experts and one kind of call, the
+    largest first, the others filled up to their bucket. The program of the first batch is the first."""
+    kinds: dict[Hashable, list[tuple[int, int]]] = {}  # (bucket, position) of each batch
+    for position, jobs in enumerate(turn):
+        backend = backend_of(jobs, backends)
+        bucket = warm_bucket_of(rows_of(jobs), backend.programs)
+        kinds.setdefault((id(backend.group), *jobs[0].key[1:]), []).append((bucket, position))
+    programs: list[list[int]] = []
+    for batches in kinds.values():
+        group = backend_of(turn[batches[0][1]], backends).group
+        batches.sort(key=lambda batch: -batch[0])
+        while batches:
+            taken = batches[: _fitting([bucket for bucket, _ in batches], group)]
+            del batches[: len(taken)]
+            programs.append(sorted(position for _, position in taken))
+    return [[turn[position] for position in program] for program in sorted(programs)]
+
+
+def _fitting(buckets: Sequence[int], group: ExpertGroup) -> int:
+    """Number of batches, of which the first has the most rows, that a program takes."""
+    first = buckets[0]
+    least = first // (_MOST_PADDING_OF_FEW if first <= _FEW_ROWS else _MOST_PADDING)
+    return min(max(1, group.programs.most_together(first)), sum(bucket >= least for bucket in buckets))
+
+
+def backend_of(jobs: Jobs, backends: Backends) -> ExpertBackend:
+    """The expert of these jobs."""
+    return backends[jobs[0].uid]
+
+
+def rows_of(jobs: Jobs) -> int:
+    """Rows of all jobs."""
+    return sum(job.rows for job in jobs)
+
+
+def joined(jobs: Jobs) -> Batch:
+    """The rows of all jobs."""
+    inputs = tuple(below_one_another(arrays) for arrays in zip(*(job.inputs for job in jobs), strict=True))
+    grads = [job.output_grads for job in jobs if job.output_grads is not None]
+    keys = [job.keys for job in jobs if job.keys is not None]
+    return Batch(
+        inputs=inputs,
+        output_grads=below_one_another(grads) if grads else None,
+        keys=below_one_another(keys) if keys else None,
+        # Not how stale they are: until the device has time for them, other batches may step the expert.
+        seen=np.repeat([job.seen for job in jobs], [job.rows for job in jobs]),
+        # By which an expert remembers that it has learnt from these requests.
+        requests={job.replay_key: job.arrived_at for job in jobs if job.replay_key is not None},
+    )
+
+
+def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns, or the exception that it raised."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error

@@ -3,14 +3,8 @@
 An expert of 1,200 updates is the checkpoint FOLDER/UID/1200: parameters, optimiser state, and facts. A node that starts
 with the folder of an earlier one, or of several, takes its experts up where they were last saved. What was learnt since
 is lost with a killed node; a node that is stopped saves once more. Several nodes may share a folder. Where two have
-served one expert apart from each other, the one of more updates counts.
-
-An expert that is not finite is worth nothing: one that is there all the same is not taken up. It is set aside, as is
-one that cannot be read: what is learnt after it has lower numbers.
-
-The device is held for as long as it takes to copy one expert: 0.15 s for 1.2 GB on a CPU. Room for the copy is made
-before: into pages that the system has to clear first it would take up to twenty times as long. Whether the expert is
-finite, and the disk, are looked after beside the serving. Memory holds one copy of one expert at a time.
+served one expert apart from each other, the one of more updates counts. An expert that is not finite is neither saved
+nor taken up.
 """
 
 import functools
@@ -18,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import copied
 from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, numbers_in
 from dmoe_jax.device import Device
 from dmoe_jax.disk import CheckpointError, hold_folder
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batch import Programs
-from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.programs import compiled_alone, copied
+from dmoe_jax.node.programs import Programs, compiled_alone
+from dmoe_jax.node.sharding import PlacedDevice, placed
 from dmoe_jax.types import PyTree
 from net.meaning import contradiction
 
@@ -55,178 +49,59 @@ _NICENESS = 15
 _LARGE_BYTES = 16 << 20
 """Least size of an expert that such a thread writes. To write a small one is mostly Python: a thread that holds the
 interpreter and gets no processor would have the whole node wait."""
-
-
-class ExpertStore:
-    """A folder of experts. All methods block.
-
-    Args:
-      folder: made if it is not there.
-      keep: how many checkpoints of an expert are kept: its newest.
-
-    Raises:
-      CheckpointError: the folder holds checkpoints of all experts of a node together, as versions before this one wrote
-        them.
-    """
-
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        self.folder = folder.absolute()
-        if numbers := numbers_in(self.folder):
-            raise CheckpointError(
-                f"{self.folder} holds checkpoints of an earlier version, among them {numbers[-1]}; experts now have "
-                "a folder each, so give another folder"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._keep = keep
-        self._files = CheckpointFiles()
-        self._checkpoints: dict[str, Checkpoints] = {}
-        self._held = ExitStack()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dmoe-writer", initializer=_give_way)
-
-    def save(
-        self,
-        uid: str,
-        updates: int,
-        state: dict[str, PyTree],
-        learnt_from: Iterable[bytes] = (),
-        *,
-        meaning: str = "",
-        gives_way: bool = False,
-    ) -> None:
-        """Write an expert unless it was written with so many updates already, and forget its oldest checkpoints.
-
-        Args:
-          uid: which expert.
-          updates: optimiser steps that it has taken.
-          state, learnt_from: see `ExpertBackend`; sound, and in arrays that nobody changes meanwhile.
-          meaning: see `Expert.meaning`.
-          gives_way: to threads that compute, if it is large, and so takes longer.
-
-        Raises:
-          CheckpointError: it cannot be written.
-        """
-        facts = {"updates": updates, "learnt_from": [name.hex() for name in learnt_from], "meaning": meaning}
-        saving = functools.partial(self._of(uid).save, updates, state, facts)
-        if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
-            self._writer.submit(saving).result()
-        else:
-            saving()
-
-    def restore(self, uid: str, backend: ExpertBackend) -> int | None:
-        """Have a backend take up the newest checkpoint of an expert that can be used; returns its updates, None if
-        there is none. Newer ones are set aside.
-
-        Raises:
-          CheckpointError: the checkpoint is of an expert of another shape, meaning or optimiser.
-        """
-        had_any = bool(numbers_in(self.folder / uid))
-        found = self._of(uid).restore_or_begin(backend.state)
-        if found is None:
-            if had_any:
-                logger.warning("no checkpoint of expert %s can be used: it starts afresh", uid)
-            return None
-        updates, state, facts = found
-        if differ := contradiction(facts.get("meaning", ""), backend.expert.meaning):  # "" fits all
-            what = f"checkpoint {updates} of expert {uid} is of an expert that computes otherwise"
-            raise CheckpointError(f"{what}: {differ[0]}, expected {differ[1]}")
-        backend.load(state, update_count=updates, learnt_from=map(bytes.fromhex, facts.get("learnt_from", ())))
-        return updates
-
-    def hold(self, uids: Iterable[str]) -> None:
-        """Keep other processes from saving these experts here, until `close`.
-
-        Raises:
-          FolderInUse: one does. OSError: the folder cannot be written to.
-        """
-        for uid in uids:
-            self._held.enter_context(hold_folder(self.folder / uid, "saving of the expert"))
-
-    def _of(self, uid: str) -> Checkpoints:
-        if uid not in self._checkpoints:
-            self._checkpoints[uid] = Checkpoints(
-                self.folder / uid, keep=self._keep, files=self._files, is_sound=is_sound
-            )
-        return self._checkpoints[uid]
-
-    def close(self) -> None:
-        """Let others save here, and free Orbax's threads."""
-        self._held.close()
-        self._writer.shutdown()
-        self._files.close()
-
-
-def _give_way() -> None:
-    """Let other threads of this process come first, before this one and those that it starts: whoever computes on all
-    cores would wait for the half that has to wait for a writer. Elsewhere priorities are of whole processes."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def saved_uids(folder: Path) -> tuple[str, ...]:
-    """The uids of the experts that a folder of an `ExpertStore` holds checkpoints of, sorted."""
-    return tuple(sorted(path.name for path in folder.glob("*.*") if _is_uid(path.name) and numbers_in(path)))
-
-
-def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
-    """True if an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
-
-    Args:
-      xp: NumPy, or `jax.numpy` to look under `jit`.
-    """
-
-    def inexact(part: str) -> list[Any]:
-        return [
-            leaf for leaf in map(xp.asarray, jax.tree.leaves(state[part])) if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
-
-    finite = [xp.isfinite(leaf).all() for leaf in inexact("params")]
-    return xp.stack([*finite, *(~xp.isnan(leaf).any() for leaf in inexact("opt_state")), xp.asarray(True)]).all()
-
-
-def _is_uid(name: str) -> bool:
-    try:
-        parse_uid(name)
-    except ValueError:
-        return False
-    return True
+_KEPT = 2
+"""Newest checkpoints of an expert that are kept."""
 
 
 class ExpertSaver:
     """Saves and restores the experts of one node.
 
+    The device is held for as long as it takes to copy one expert: 0.15 s for 1.2 GB on a CPU. Whether the expert is
+    finite, and the disk, are looked after beside the serving. Memory holds one copy of one expert at a time.
+
     Args:
-      folder: where experts are, see `ExpertStore`; nodes may share it.
+      folder: where experts are, made if it is not there; nodes may share it.
       backends: the experts by uid, restored in place. Looked at each time: experts may come and go.
       device: copies an expert's state between two batches, so that its checkpoint is of one moment; or several, one
         for each place in which experts live.
 
     Raises:
-      CheckpointError: the folder is one of an earlier version.
+      CheckpointError: the folder holds checkpoints of all experts of a node together, as earlier versions wrote them.
     """
 
     def __init__(
         self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device | Sequence[PlacedDevice]
     ) -> None:
-        self._store = ExpertStore(folder)
+        self._folder = folder.absolute()
+        if numbers := numbers_in(self._folder):
+            raise CheckpointError(
+                f"{self._folder} holds checkpoints of an earlier version, among them {numbers[-1]}; experts now have "
+                "a folder each, so give another folder"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._backends = backends
         self._devices = [each.device for each in placed(device)]
+        self._files = CheckpointFiles()
+        self._checkpoints: dict[str, Checkpoints] = {}
+        self._held = ExitStack()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dmoe-writer", initializer=_give_way)
         self._saved: dict[str, int] = {}  # updates at the last checkpoint that this node knows of
-        self._copies: dict[int, tuple[Programs, PyTree, Copy]] = {}  # what `_kind_of` says, by number of the programs
+        self._copies: dict[int, tuple[Programs, PyTree, Copy]] = {}  # shapes of room on the host, and what copies
 
     async def restore(self, *, alone: bool = False) -> dict[str, int]:
-        """Take up all experts of which there are checkpoints; returns their updates. Not while they are served.
+        """Take up all experts of which there are checkpoints; return their updates. Not while they are served.
 
         Args:
           alone: keep other processes from saving these experts in the folder, until `close`.
 
         Raises:
-          CheckpointError: a checkpoint is of an expert of another shape or optimiser; it names the expert.
+          CheckpointError: a checkpoint is of an expert of another shape, meaning or optimiser; it names the expert.
           FolderInUse: another process saves one of them; the message says which. OSError: the folder cannot be
             written to.
         """
         try:
-            if alone:
-                self._store.hold(self._backends)
+            for uid in self._backends if alone else ():
+                self._held.enter_context(hold_folder(self._folder / uid, "saving of the expert"))
             found = {uid: await self.restore_one(uid, backend) for uid, backend in tuple(self._backends.items())}
         except BaseException:
             self.close()
@@ -234,16 +109,19 @@ class ExpertSaver:
         return {uid: updates for uid, updates in found.items() if updates is not None}
 
     def close(self) -> None:
-        """Let others save the experts. Blocks while one is written."""
-        self._store.close()
+        """Let others save the experts, and free the writers' threads. Blocks while an expert is written."""
+        self._held.close()
+        self._writer.shutdown()
+        self._files.close()
 
     async def restore_one(self, uid: str, backend: ExpertBackend) -> int | None:
-        """Have a backend that is not served yet take up this expert; returns its updates, None without a checkpoint.
+        """Have a backend that is not served yet take up the newest checkpoint of this expert that can be used; return
+        its updates, None if there is none. Newer ones are set aside.
 
         Raises:
           CheckpointError: as `restore`.
         """
-        updates = await self._device_of(backend).aside(self._store.restore, uid, backend)
+        updates = await self._device_of(backend).aside(self._take_up, uid, backend)
         if updates is not None:
             self._saved[uid] = updates
         return updates
@@ -270,9 +148,13 @@ class ExpertSaver:
             if not await device.aside(is_sound, state):
                 logger.warning("expert %s is not finite: it is not saved, its last good checkpoint stays", uid)
                 continue
+            facts = {
+                "updates": updates,
+                "learnt_from": [name.hex() for name in learnt_from],
+                "meaning": backend.expert.meaning,
+            }
             try:
-                save = functools.partial(self._store.save, meaning=backend.expert.meaning, gives_way=gives_way)
-                await device.aside(save, uid, updates, state, learnt_from)
+                await device.aside(self._write, uid, updates, state, facts, gives_way)
                 self._saved[uid] = updates
             except CheckpointError as error:
                 failed[uid] = error
@@ -313,8 +195,35 @@ class ExpertSaver:
                 if fails:
                     logger.warning("the experts are saved again")
                 fails = False
-            # Of the longest of late: one that found nothing to write says nothing of the next one.
+            # The longest of late: one that found nothing to write says nothing of the next one.
             took_s = max(trio.current_time() - began, 0.8 * took_s)
+
+    def _take_up(self, uid: str, backend: ExpertBackend) -> int | None:
+        had_any = bool(numbers_in(self._folder / uid))
+        found = self._checkpoints_of(uid).restore_or_begin(backend.state)
+        if found is None:
+            if had_any:
+                logger.warning("no checkpoint of expert %s can be used: it starts afresh", uid)
+            return None
+        updates, state, facts = found
+        if differ := contradiction(facts.get("meaning", ""), backend.expert.meaning):  # "" fits all
+            what = f"checkpoint {updates} of expert {uid} is of an expert that computes otherwise"
+            raise CheckpointError(f"{what}: {differ[0]}, expected {differ[1]}")
+        backend.load(state, update_count=updates, learnt_from=map(bytes.fromhex, facts.get("learnt_from", ())))
+        return updates
+
+    def _write(self, uid: str, updates: int, state: PyTree, facts: Mapping[str, Any], gives_way: bool) -> None:
+        saving = functools.partial(self._checkpoints_of(uid).save, updates, state, facts)
+        if gives_way and sum(leaf.nbytes for leaf in jax.tree.leaves(state)) >= _LARGE_BYTES:
+            self._writer.submit(saving).result()
+        else:
+            saving()
+
+    def _checkpoints_of(self, uid: str) -> Checkpoints:
+        if uid not in self._checkpoints:
+            folder = self._folder / uid
+            self._checkpoints[uid] = Checkpoints(folder, keep=_KEPT, files=self._files, is_sound=is_sound)
+        return self._checkpoints[uid]
 
     async def _copying(self, backend: ExpertBackend, device: Device) -> Copy:
         """Make ready, beside the device, all that can be to copy an expert, and return what does it."""
@@ -333,8 +242,44 @@ class ExpertSaver:
         return self._devices[backend.place.number]
 
 
+def saved_uids(folder: Path) -> tuple[str, ...]:
+    """The uids of the experts that a folder of an `ExpertSaver` holds checkpoints of, sorted."""
+    return tuple(sorted(path.name for path in folder.glob("*.*") if _is_uid(path.name) and numbers_in(path)))
+
+
+def _is_uid(name: str) -> bool:
+    try:
+        parse_uid(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
+    """True if an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
+
+    Args:
+      xp: NumPy, or `jax.numpy` to look under `jit`.
+    """
+
+    def inexact(part: str) -> list[Any]:
+        return [
+            leaf for leaf in map(xp.asarray, jax.tree.leaves(state[part])) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        ]
+
+    finite = [xp.isfinite(leaf).all() for leaf in inexact("params")]
+    return xp.stack([*finite, *(~xp.isnan(leaf).any() for leaf in inexact("opt_state")), xp.asarray(True)]).all()
+
+
+def _give_way() -> None:
+    """Let other threads of this process come first, before this one and those that it starts: whoever computes on all
+    cores would wait for the half that has to wait for a writer. Elsewhere priorities are of whole processes."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 def _kind_of(backend: ExpertBackend) -> tuple[PyTree, bool]:
-    """(shape, type and sharding of each array, whether all lie in the host's memory); (None, False) where the state is
+    """(shape, type and sharding of each array, True if all lie in the host's memory); (None, False) where the state is
     gathered from several processes, into arrays of its own."""
     if backend.spans_processes:
         return None, False
@@ -345,10 +290,11 @@ def _kind_of(backend: ExpertBackend) -> tuple[PyTree, bool]:
 
 
 async def _room_for(shapes: PyTree, device: Device) -> PyTree:
-    """Host arrays of these shapes and types, whose pages the system has cleared already.
+    """Host arrays of these shapes and types, whose pages the system has cleared already: a copy into others would take
+    up to twenty times as long.
 
-    It does so piece by piece, and as long as a piece took it rests: who computes meanwhile needs pages, too, and where
-    the memory is new to a virtual machine, clearing it would hold all of its processors.
+    It clears them piece by piece, and as long as a piece took it rests: who computes meanwhile needs pages, too, and
+    where the memory is new to a virtual machine, clearing it would hold all of its processors.
     """
     room = jax.tree.map(lambda shape: np.empty(shape.shape, shape.dtype), shapes)
     for array in jax.tree.leaves(room):

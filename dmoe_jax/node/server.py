@@ -1,24 +1,8 @@
-"""The expert node: serves experts to trainers, batch by batch.
+"""The expert node: serves experts to trainers, batch by batch, and lists them in the DHT.
 
-Theory of operation. Each call is checked and becomes a job (`dmoe_jax.node.requests`) in the queue of a `BatchRunner`,
-which runs batches on a device, off the event loop; each device, or mesh of devices, has one for the experts that live
-there. While a batch runs, further requests gather, so a busy node makes larger batches by itself. The node lists its
-experts in the DHT. Jobs whose caller has given up leave the queue before they cost anything.
-
-Experts may come and go while others are served (`adopt`, `give_up`): queue, runner and savers share one mapping.
-
-A node that leaves first refuses new calls, with a word, so that callers turn elsewhere at once and do not wait for
-nothing; then it withdraws its experts from the DHT, and answers what it had accepted.
-
-A request may ask several experts; each of its parts is a job of its own. What is ready goes ahead of the rest.
-
-Tensors arrive decoded, however their trainer chose to send them; those of the answer are compressed only if the
-request names a compression. They are activations and gradients: no method here sends an expert's parameters; a node
-that replicates its experts gives their states to others who serve them (`dmoe_jax.replicas.state`).
-
-Answers carry how many updates the expert has taken, and a backward request carries as "seen" what the answer to its
-forward said. The updates since then are its staleness, which the optimiser is told: the mean over the rows of a batch,
-0 for those of a request without "seen".
+Each call is checked and becomes jobs (`dmoe_jax.node.requests`) in the queue of a `BatchRunner`, which runs batches on
+a device, off the event loop. While a batch runs, further requests gather, so a busy node makes larger batches by
+itself. Experts may come and go while others are served: queue, runner and savers share one mapping.
 
 RPC methods (body -> body):
   expert.info      {uid} -> {calls, kind, inputs, output, takes_key, meaning, updates, max_rows, warm_rows}; "calls" is
@@ -27,31 +11,104 @@ RPC methods (body -> body):
   node.status      {} -> counters, see `ExpertNode.status`
 """
 
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import trio
 
 from dmoe_jax.device import Device
+from dmoe_jax.directory import declare_experts, find_replicas, withdraw_experts
 from dmoe_jax.freed_memory import give_back
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.grid import ExpertUid, parse_uid
+from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.metrics.node import NodeRecorder
-from dmoe_jax.node.announcing import Announcements, ExpertListing
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, placed
 from dmoe_jax.node.requests import Answering
 from dmoe_jax.node.runner import BatchRunner
-from dmoe_jax.node.strategies import Strategies
+from dmoe_jax.node.sharding import PlacedDevice, placed
+from dmoe_jax.node.stacked import Strategies
 from net.dht.node import DhtNode
+from net.dht.records import Value
 from net.identity import Contact
 from net.nursery import background_nursery
 from net.rpc.base import Caller, Handler, Reply, Request, handlers
 
+logger = logging.getLogger(__name__)
+
 _TIDY_S = 10.0
 _MOST_FREE_BYTES = 64 << 20
 """Freed memory that a node keeps when nobody has called it for so many seconds."""
+_NAMED = 4
+"""Experts that a warning names."""
+
+
+@runtime_checkable
+class ExpertListing(Protocol):
+    """Keeps a node's experts listed in the DHT: alone, or beside others who serve them too (`dmoe_jax.replicas`)."""
+
+    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
+        """Announce experts until `expiration` (swarm time, seconds); return for each True if it is announced."""
+        ...
+
+    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
+        """Take the announcements back."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return its part of `node.status`, as plain CBOR data."""
+        ...
+
+    def facts(self) -> dict[str, Value]:
+        """Return facts for the node's entry as a member, see `dmoe_jax.members.Member.info`."""
+        ...
+
+
+class SoleListing:
+    """Announces experts that nobody else is to serve: in slot 0, whoever is there.
+
+    Args:
+      dht: where. contact: the node.
+      warns: of others that announce the same experts, once for each expert; not of use to a node that claims experts,
+        and decides with the others who serves them.
+    """
+
+    def __init__(self, dht: DhtNode, contact: Contact, *, warns: bool = True) -> None:
+        self._dht, self._contact, self._warns = dht, contact, warns
+        self._looked_for: set[ExpertUid] = set()
+
+    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
+        if self._warns and (fresh := [uid for uid in uids if uid not in self._looked_for]):
+            self._looked_for.update(fresh)
+            await self._warn_of_others(fresh)
+        return await declare_experts(self._dht, uids, self._contact, expiration=expiration)
+
+    async def _warn_of_others(self, uids: Sequence[ExpertUid]) -> None:
+        own, taken = self._contact.peer_id, []
+        for uid, replicas in (await find_replicas(self._dht, uids)).items():
+            others = [replica.contact for replica in replicas if replica.contact.peer_id != own]
+            taken += [f"{uid} ({contact})" for contact in others[:1]]
+        if taken:
+            named = ", ".join(taken[:_NAMED]) + (", ..." if len(taken) > _NAMED else "")
+            logger.warning(
+                "%d experts are announced by other nodes as well: %s. A node that claimed one gives it up; otherwise "
+                "trainers call whoever announced them last, and the copies go apart, unless all of them replicate "
+                "(--replicate); a node that has died goes by itself",
+                len(taken),
+                named,
+            )
+
+    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
+        await withdraw_experts(self._dht, uids, self._contact)
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def facts(self) -> dict[str, Value]:
+        return {}
 
 
 class ExpertNode:
@@ -64,10 +121,11 @@ class ExpertNode:
       device: runs and compiles them; or several, one for each place in which experts live.
       config: settings.
       prototypes: experts of the kinds that it may adopt later, for which it compiles beforehand.
-      listing: keeps the experts listed; None: as a `SoleListing` does.
+      listing: keeps the experts listed; None: a `SoleListing`, which warns of others unless the node may adopt some.
 
     Raises:
-      ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device.
+      ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device, or
+        announcements are to be valid for longer than the DHT allows.
     """
 
     def __init__(
@@ -83,6 +141,9 @@ class ExpertNode:
     ) -> None:
         if not backends and not prototypes:
             raise ValueError("an expert node needs at least one expert")
+        lifetime_s, longest_s = config.record_lifetime_s, dht.config.max_lifetime_s
+        if lifetime_s > longest_s:
+            raise ValueError(f"announcements are valid for at most {longest_s:g} s, got a lifetime of {lifetime_s:g} s")
         self.config = config
         self.state = "compiling"
         """State of the node: "compiling" until it is warm, then "serving", at last "leaving"."""
@@ -92,18 +153,19 @@ class ExpertNode:
         """Returns the status of its claims, `room` and `scope` among it, if it claims experts (`dmoe_jax.claims`)."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
-        self._announcements = Announcements(
-            dht, contact, swarm=config.swarm, lifetime_s=config.record_lifetime_s, listing=listing
-        )
+        self._dht, self._contact = dht, contact
+        self._listing = listing or SoleListing(dht, contact, warns=not prototypes)
+        self._outlasted: dict[ExpertUid, float] = {}  # expirations of others' announcements; at most one for each
         self._backends = backends
         self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
         self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
         self._prototypes = tuple(prototypes)
-        self._runner = BatchRunner(self._backends, placed(device), config, self.recorder)
+        devices = placed(device)
+        self._runner = BatchRunner(self._backends, devices, config, self.recorder)
         self._answering = Answering(
             self._experts, backends, self._runner, max_rows=config.max_batch_rows, recorder=self.recorder
         )
-        self._strategies = Strategies(backends, placed(device), config, may_adopt=bool(prototypes))
+        self._strategies = Strategies(backends, devices, config, may_adopt=bool(prototypes))
         self.handlers: Mapping[str, Handler] = {**self._answering.handlers, "node.status": self._status}
         """Its RPC methods."""
         self._started_at = trio.current_time()
@@ -143,7 +205,7 @@ class ExpertNode:
             "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
             "staleness": staleness / steps if steps else None,
-            **self._announcements.listing.status(),
+            **self._listing.status(),
         }
         return status if self.claims is None else status | {"claims": self.claims()}
 
@@ -157,10 +219,8 @@ class ExpertNode:
                 await self.introduce()
 
     async def _tidy(self) -> None:
-        """Give freed memory back when nobody calls; by itself, since it waits for what is compiled.
-
-        While batches run they would only have to wait for the system to clear the same pages again.
-        """
+        """Give freed memory back when nobody calls; by itself, since it waits for what is compiled. While batches run
+        they would only have to wait for the system to clear the same pages again."""
         batches = 0
         while True:
             await trio.sleep(_TIDY_S)
@@ -169,10 +229,8 @@ class ExpertNode:
                 await self._runner.aside(give_back, _MOST_FREE_BYTES)
 
     async def warm_up(self, on_progress: Callable[[str], None]) -> None:
-        """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts.
-
-        Calls are answered meanwhile, as soon as the program that they need is compiled.
-        """
+        """Compile for batches of up to `warm_up_rows`, listed as compiling, and then announce the experts. Calls are
+        answered meanwhile, as soon as the program that they need is compiled."""
         if self._runner.cold_programs(self._prototypes):
             await self.introduce()
         await self._strategies.settle(on_progress)
@@ -196,14 +254,39 @@ class ExpertNode:
         """
         if self.state == "leaving":
             return
-        info = {"state": self.state, "waiting_rows": self._runner.waiting_rows, **self._load()}
+        grids = list(dict.fromkeys(uid.prefix for uid in self._uids.values()))[:MAX_GRIDS]
+        facts = {"role": "node", "experts": len(self._uids), "grids": grids, **self._listing.facts()}
+        facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **self._load()}
         if self.claims is not None:
             claims = self.claims()
-            info |= {"room": claims["room"], "scope": claims["scope"]}
-        await self._announcements.member(info, self._uids.values())
+            facts |= {"room": claims["room"], "scope": claims["scope"]}
+        peer_id, swarm = self._contact.peer_id, self.config.swarm
+        await declare_member(self._dht, swarm, peer_id, self._contact, facts, expiration=self._expiration())
         if self.state == "serving":
             some = self._uids if uids is None else uids
-            await self._announcements.experts([self._uids[uid] for uid in some if uid in self._uids])
+            await self._announce([self._uids[uid] for uid in some if uid in self._uids])
+
+    async def _announce(self, uids: Sequence[ExpertUid]) -> None:
+        """List experts; warn of those whose announcement does not stand."""
+        usual = self._expiration()
+        self._outlasted = {uid: others for uid, others in self._outlasted.items() if others >= usual}
+        by_expiration: dict[float, list[ExpertUid]] = {}
+        for uid in uids:
+            # A little later than the announcement that it is to replace.
+            expiration = self._outlasted[uid] + 1e-3 if uid in self._outlasted else usual
+            by_expiration.setdefault(expiration, []).append(uid)
+        missing: list[ExpertUid] = []
+        for expiration, some in by_expiration.items():
+            listed = await self._listing.announce(some, expiration=expiration)
+            missing += [uid for uid, stands in listed.items() if not stands]
+        if missing:
+            doubts = self._dht.clock.doubts()
+            logger.warning(
+                "%d experts could not be announced, among them %s%s", len(missing), missing[0], doubts and f"; {doubts}"
+            )
+
+    def _expiration(self) -> float:
+        return self._dht.clock.now() + self.config.record_lifetime_s
 
     def _load(self) -> dict[str, float]:
         """The load since the last time: rows a second, and the mean seconds that a call spent here.
@@ -231,36 +314,42 @@ class ExpertNode:
     async def give_up(self, uid: str, to: Contact) -> None:
         """Leave an expert to another node, which serves it too.
 
-        Further calls for it are refused, its announcement is handed over, and what was accepted is answered; then the
-        node forgets it.
+        Further calls for it are refused, its announcement is replaced by one of that node, so that nobody finds the
+        expert vacant until that announces it the next time, and what was accepted is answered; then the node forgets
+        it.
 
         Raises:
           KeyError: the node does not serve it.
         """
         del self._experts[uid]
-        await self._announcements.hand_over(self._uids.pop(uid), to)
+        grid_uid = self._uids.pop(uid)
+        self._outlasted.pop(grid_uid, None)
+        await declare_experts(self._dht, [grid_uid], to, expiration=self._expiration())
         await self._runner.finish(uid)
         backend = self._backends.pop(uid)
         self._gone = (self._gone[0] + backend.steps_here, self._gone[1] + backend.staleness_total)
 
     def outlast(self, uid: str, expiration: float) -> None:
-        """Announce an expert for longer than another node does, whose announcement ends then (swarm time, seconds)."""
-        if uid in self._uids:
-            self._announcements.outlast(self._uids[uid], expiration)
+        """Announce an expert, from the next time on and as long as it matters, for longer than another node does, whose
+        announcement ends then (swarm time, seconds)."""
+        if uid in self._uids and math.isfinite(expiration):
+            self._outlasted[self._uids[uid]] = expiration
 
     def refuse_calls(self) -> None:
-        """From now on refuse forward and backward calls: this node leaves. Those that it has accepted go on, and what
-        was asked before may be asked again."""
+        """Refuse forward and backward calls from now on, so that callers turn elsewhere at once. Accepted calls go on,
+        and those that were asked before may be asked again."""
         self.state = "leaving"
         self._answering.is_leaving = True
 
-    async def answer_accepted(self) -> None:
-        """Return when every call that was accepted is answered, or given up by its caller."""
-        await self._answering.answer_accepted()
-
-    async def withdraw(self) -> None:
-        """Take the announcements back, so that trainers stop calling at once; what cannot be reached expires."""
-        await self._announcements.withdraw(list(self._uids.values()))
+    async def leave(self) -> None:
+        """Refuse new calls, then take the announcements back, within two seconds (what cannot be reached expires), and
+        answer what was accepted, within `leave_timeout_s`."""
+        self.refuse_calls()
+        with trio.move_on_after(2.0, shield=True):
+            await self._listing.withdraw(list(self._uids.values()))
+            await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
+        with trio.move_on_after(self.config.leave_timeout_s):
+            await self._answering.answer_accepted()
 
     async def _status(self, request: Request) -> Reply:
         del request
@@ -284,18 +373,15 @@ async def open_expert_node(
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
     On entry the node is listed as compiling and answers `node.status`; its experts are announced, and the block begins,
-    when it is warm. On leaving new calls are refused at once, the experts are withdrawn from the DHT within two
-    seconds, for which `caller` and `dht` must still run, calls that were accepted are answered within
-    `config.leave_timeout_s`, and the methods are taken back. If everything is cancelled at once, accepted calls are
-    dropped.
+    when it is warm. At the end it leaves (`ExpertNode.leave`), for which `caller` and `dht` must still run, and the
+    methods are taken back. If everything is cancelled at once, accepted calls are dropped.
 
     Args:
-      backends, prototypes: see `ExpertNode`.
+      backends, prototypes, listing: see `ExpertNode`.
       device: runs and compiles them; or several, one for each place in which experts live.
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
       compiling: what to compile in, so that processes of one machine do not all do the same work.
-      listing: as of `ExpertNode`.
 
     Raises:
       ValueError: if there is no expert, one lives where there is no device, or the peer does not listen or serves
@@ -314,9 +400,5 @@ async def open_expert_node(
                     await node.warm_up(on_progress)
                 yield node
             finally:
-                node.refuse_calls()
-                with trio.move_on_after(2.0, shield=True):
-                    await node.withdraw()
-                with trio.move_on_after(config.leave_timeout_s):
-                    await node.answer_accepted()
+                await node.leave()
                 nursery.cancel_scope.cancel()

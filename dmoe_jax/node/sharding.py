@@ -1,13 +1,13 @@
-"""How the state of an expert lies on devices: whole on one of them, or in parts on a mesh.
+"""Where a node's experts live, and what works there.
 
-A mesh has two axes. Over `model` each array of the parameters and the optimiser's state is split by a rule, one array
-at a time; over `data` the rows of a batch are. XLA works out from these what is exchanged between devices. A single
-device is the mesh of one.
+An expert keeps the *place* in which it began: a device, or a mesh of several. A mesh has two axes. Over `model` each
+array of the parameters and the optimiser's state is split by a rule, one array at a time; over `data` the rows of a
+batch are. XLA works out from these what is exchanged between devices. A single device is the mesh of one.
 """
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from dmoe_jax.device import AllDevices, Device, InlineDevice, ThreadDevice
+from dmoe_jax.own_devices import own_cpu_devices
 from dmoe_jax.types import PyTree
 
 DATA, MODEL = "data", "model"
@@ -36,11 +38,8 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """Read "data=2,model=4"; an axis that is not named has one device.
-
-        Raises:
-          ValueError: it is written otherwise, an axis is named twice, is another one, or has less than one device.
-        """
+        """Read "data=2,model=4"; an axis that is not named has one device. Raises ValueError if it is written
+        otherwise."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             axis, _, size = part.strip().partition("=")
@@ -51,7 +50,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes."""
+        """Devices of the whole mesh."""
         return self.data * self.model
 
     def __str__(self) -> str:
@@ -75,14 +74,11 @@ def shard_largest_dimension(name: str, array: jax.ShapeDtypeStruct, mesh: MeshSh
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The devices that hold an expert together, and how they share it. Equal ones share compiled programs.
-
-    Raises:
-      ValueError: the mesh has another number of devices.
-    """
+    """The devices that hold an expert together, as many as the mesh has, and how they share it. Equal ones share
+    compiled programs."""
 
     devices: tuple[jax.Device, ...]
-    """As many as the mesh has, those of one row of `data` side by side."""
+    """Devices of the mesh, those of one row of `data` side by side."""
     mesh_shape: MeshShape = MeshShape()
     """Devices along each axis."""
     rule: ShardingRule = shard_largest_dimension
@@ -104,34 +100,27 @@ class Layout:
 
     @functools.cached_property
     def spans_processes(self) -> bool:
-        """Whether some of the devices belong to other processes, which must then run the same programs."""
+        """True if some of the devices belong to other processes, which must then run the same programs."""
         return any(device.process_index != device.client.process_index() for device in self.devices)
 
     @functools.cached_property
     def everywhere(self) -> Sharding:
-        """Of an array that is whole on every device."""
+        """Sharding of an array that is whole on every device."""
         return self._sharding(PartitionSpec())
 
     @functools.cached_property
     def rows(self) -> Sharding:
-        """Of an array whose first axis counts the rows of a batch."""
+        """Sharding of an array whose first axis counts the rows of a batch."""
         return self._sharding(PartitionSpec(DATA))
 
     @property
     def results(self) -> Sharding:
-        """Of a result that has a row for each row of the batch: what this process reads must be with it."""
+        """Sharding of a result with a row for each row of the batch: what this process reads must be with it."""
         return self.everywhere if self.spans_processes else self.rows
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """The sharding of each array of a state, by the rule.
-
-        Args:
-          state: arrays, or shapes and types.
-
-        Raises:
-          ValueError: naming the array, if the rule's answer does not fit its shape or names an axis other than data and
-            model.
-        """
+        """The sharding of each array of a state, or of its shapes, by the rule. Raises ValueError, naming the array, if
+        the rule's answer does not fit."""
 
         def of(path: tuple[Any, ...], leaf: Any) -> Sharding:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -148,15 +137,13 @@ class Layout:
 
     def for_program(self, tree: PyTree) -> PyTree:
         """Host arrays as the arguments of a program that takes their rows split as in `rows`; a number is `everywhere`.
-
-        Where the devices are this process's own the program itself distributes them.
-        """
+        Where the devices are this process's own the program itself distributes them."""
         if not self.spans_processes:
             return tree
         return jax.tree.map(lambda leaf: put(leaf, self.rows if np.ndim(leaf) else self.everywhere), tree)
 
     def shape_for_program(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """What `for_program` makes of an array of this shape and type, for compiling without it."""
+        """The shape of what `for_program` makes of an array, for compiling without it."""
         sharding = (self.rows if shape else self.everywhere) if self.spans_processes else None
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -172,10 +159,8 @@ class Layout:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """A copy of an array laid out so; of an array on the host no device holds more than its part.
-
-    Where devices belong to other processes, these call it with the same array at the same time.
-    """
+    """A copy of an array laid out so; of an array on the host no device holds more than its part. Where devices belong
+    to other processes, these call it with the same array at the same time."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding, may_alias=False)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -193,14 +178,8 @@ def to_host(leaf: Any) -> Any:
 
 
 def parse_devices(text: str, num_devices: int) -> tuple[int, ...]:
-    """Numbers of devices: "0-7", "0,2,5", "0-3,6" or "all".
-
-    Args:
-      num_devices: how many there are.
-
-    Raises:
-      ValueError: it is written otherwise, names one twice, or one that is not there.
-    """
+    """Numbers of devices, of so many: "0-7", "0,2,5", "0-3,6" or "all". Raises ValueError if it is written otherwise,
+    names one twice, or one that is not there."""
     if text == "all":
         return tuple(range(num_devices))
     numbers: list[int] = []
@@ -219,11 +198,8 @@ def parse_devices(text: str, num_devices: int) -> tuple[int, ...]:
 def layouts_on(
     devices: Sequence[jax.Device], mesh: MeshShape | None, rule: ShardingRule = shard_largest_dimension
 ) -> tuple[Layout, ...]:
-    """One layout for each device, or with a mesh as many meshes side by side as the devices make up.
-
-    Raises:
-      ValueError: the devices are no multiple of those of a mesh.
-    """
+    """One layout for each device, or with a mesh as many meshes side by side as the devices make up. Raises ValueError
+    if the devices are no multiple of those of a mesh."""
     shape = mesh or MeshShape()
     count = shape.num_devices
     if len(devices) % count or not devices:
@@ -231,3 +207,120 @@ def layouts_on(
         raise ValueError(f"a mesh {shape} takes {count} devices, or a multiple for several side by side, but {have}")
     parts = [tuple(devices[start : start + count]) for start in range(0, len(devices), count)]
     return tuple(Layout(devices=part, mesh_shape=shape, rule=rule) for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One of the places of a node."""
+
+    number: int = 0
+    """Its position among them."""
+    layout: Layout | None = None
+    """How an expert lies there; None: JAX decides, which puts it on its default device."""
+    led: Callable[[str, Any], Any] | None = None
+    """(uid, its `ExpertPrograms`) -> programs like them. If other processes hold parts of the experts, too, these have
+    them do the same (`dmoe_jax.node.lockstep`)."""
+
+    @property
+    def name(self) -> str:
+        """What metrics call it: its devices, or else its number."""
+        return str(self.number) if self.layout is None else self.layout.name
+
+
+DEFAULT_PLACE = Place()
+
+
+def bytes_by_place(held: Iterable[tuple[Place, int]], num_places: int) -> list[int]:
+    """Bytes that each place holds, given the place and the bytes of each expert."""
+    loads = [0] * num_places
+    for place, nbytes in held:
+        loads[place.number] += nbytes
+    return loads
+
+
+def spread(nbytes: Mapping[str, int], places: Sequence[Place]) -> dict[str, Place]:
+    """A place for each expert, in the order of `nbytes`, its bytes by uid: the largest is placed first, each where the
+    fewest bytes are, of equal places the first."""
+    held = [0] * len(places)
+    chosen: dict[str, Place] = {}
+    for uid in sorted(nbytes, key=lambda uid: -nbytes[uid]):
+        least = min(range(len(places)), key=held.__getitem__)
+        held[least] += nbytes[uid]
+        chosen[uid] = places[least]
+    return {uid: chosen[uid] for uid in nbytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedDevice:
+    """A place and what works there."""
+
+    place: Place
+    """Where experts live."""
+    device: Device
+    """Runs their batches, one after the other, and beside other places."""
+
+
+def placed(device: Device | Sequence[PlacedDevice]) -> tuple[PlacedDevice, ...]:
+    """The devices of a node; a single one is at JAX's default place."""
+    if isinstance(device, Sequence):
+        return tuple(device)
+    return (PlacedDevice(place=DEFAULT_PLACE, device=device),)
+
+
+def all_of(devices: Sequence[PlacedDevice]) -> Device:
+    """All of them as one, for work that concerns every expert."""
+    return devices[0].device if len(devices) == 1 else AllDevices([each.device for each in devices])
+
+
+def node_devices(
+    device: Device,
+    devices: str | int | Sequence[PlacedDevice] | None,
+    mesh: MeshShape | str | None,
+    rule: ShardingRule = shard_largest_dimension,
+) -> tuple[PlacedDevice, ...]:
+    """The devices that `Swarm.serve` was asked for.
+
+    Args:
+      device: the process's own; it works at the first place if that is where JAX puts what it is told nothing of.
+      devices: numbers among the local JAX devices (see `parse_devices`), or how many of them, from the first; None:
+        as many as a mesh takes. Beside a loop of somebody's own they are devices that only experts use
+        (`dmoe_jax.own_devices`), in virtual time simulated ones. Devices that are placed already are taken as they are.
+      mesh: the shape of the mesh that each expert lies on; None: an expert lives on one device.
+      rule: how arrays are split over a mesh.
+
+    Raises:
+      ValueError: devices or mesh are written otherwise, or there are not so many devices.
+    """
+    if devices is not None and not isinstance(devices, str | int):
+        if mesh is not None:
+            raise ValueError(f"the mesh {mesh} would have no effect beside devices that are placed already")
+        return tuple(devices)
+    shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
+    beside_loop = isinstance(device, ThreadDevice) and device.beside_loop and jax.default_backend() == "cpu"
+    apart = own_cpu_devices() if beside_loop else ()
+    if devices is None and shape is None:
+        if not apart:
+            return (PlacedDevice(place=DEFAULT_PLACE, device=device),)
+        devices = 1
+    if isinstance(devices, int) and devices < 1:
+        raise ValueError(f"devices must be at least 1, got {devices}")
+    if isinstance(device, InlineDevice) and isinstance(devices, int) and shape is None:
+        places = [Place(number=number) for number in range(devices)]
+        return tuple(PlacedDevice(place=place, device=device.another() if place.number else device) for place in places)
+    local = apart or jax.local_devices()
+    chosen = [local[number] for number in _numbers(devices, shape, len(local))]
+    found = []
+    for number, layout in enumerate(layouts_on(chosen, shape, rule)):
+        own = device if local[0] in layout.devices and not apart else device.another()
+        found.append(PlacedDevice(place=Place(number=number, layout=layout), device=own))
+    return tuple(found)
+
+
+def _numbers(devices: str | int | None, mesh: MeshShape | None, num_local: int) -> tuple[int, ...]:
+    if isinstance(devices, str):
+        return parse_devices(devices, num_local)
+    wanted = devices or (mesh or MeshShape()).num_devices
+    if wanted > num_local:
+        what = f"{wanted} devices" if devices else f"a mesh {mesh} takes {wanted} devices"
+        raise ValueError(f"{what}, but there {'is' if num_local == 1 else 'are'} {num_local}")
+    return tuple(range(wanted))

@@ -3,15 +3,12 @@
 A small expert takes XLA less time than it takes to start a program, with its dozens of arguments. Where experts of one
 kind lie stacked along a leading axis, one program carries out the batches of many of them: it takes the state of those
 that were asked out of the stack, does with each what its own program would have done (`dmoe_jax.node.programs`), with
-its look whether the outcome is finite, and puts it back, in place. There is a program for each number of rows (and
-where large experts are computed at the same time another one for a single batch), compiled from shapes alone.
+its look whether the outcome is finite, and puts it back, in place.
 
-There are two forms. `looped` takes one expert after the other: its state is copied out of the stack and into it and
-nothing else is, and it computes bit by bit what an expert alone does. It is the faster one where a device does one
-thing at a time, and since the number of batches may vary there is one program for each number of rows. `vmapped`
-computes all of them at once, which is what a GPU is good at; the batches beyond the real ones are computed for nothing.
+Size and device decide which experts are stacked, and `NodeConfig.strategy` overrides it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,46 +20,67 @@ from jax.sharding import SingleDeviceSharding
 
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.freed_memory import give_back
-from dmoe_jax.node.batch import Result, State, Work, bucket_of, warm_bucket_of
-from dmoe_jax.node.placement import Place
-from dmoe_jax.node.programs import compiled_alone, functions_of, laid_out_like, nbytes_of, without_grads
+from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.programs import (
+    Result,
+    State,
+    Work,
+    bucket_of,
+    compiled_alone,
+    functions_of,
+    laid_out_like,
+    nbytes_of,
+    warm_bucket_of,
+    without_grads,
+)
+from dmoe_jax.node.sharding import Place, PlacedDevice
 from dmoe_jax.types import PyTree
 from net.types import Array
 
-Form = Literal["looped", "vmapped"]
+logger = logging.getLogger(__name__)
 
+Form = Literal["looped", "vmapped"]
+"""Looped programs take one expert after the other: its state is copied out of the stack and into it and nothing else
+is, and they compute bit by bit what an expert alone does. They are faster where a device does one thing at a time, and
+since the number of batches may vary there is one program for each number of rows. Vmapped programs compute all experts
+at once, which is what a GPU is good at; the batches beyond the real ones are computed for nothing."""
+
+MOST_STACKED_BYTES: dict[Form, int] = {"looped": 512 << 10, "vmapped": 16 << 20}
+"""Bytes of the parameters of an expert that gains by sharing a program, from the tables of `experiments.node_speed`: on
+two cores experts of 0.4 MB make 1.3 to 2.5 times the samples when they are stacked, those of 0.9 MB 0.94 to 0.99 times
+as many; on an H200 those of 6 MB make 4 to 15 times as many."""
 MAX_TOGETHER: dict[Form, int] = {"looped": 16, "vmapped": 64}
-"""Experts of one program at most. One after the other, of 16 small ones the program's start is a small part already. At
+"""Most experts of one program. One after the other, of 16 small ones the program's start is a small part already. At
 once, on an H200, 64 experts of width 256 with 16 rows each take 2.2 times as long as 16."""
 _FEW_TOGETHER = 16
-"""Experts of a further program, for turns that have no more, where all are computed at once."""
+"""Experts of a further vmapped program, for turns that have no more."""
 _MAX_ROWS: dict[Form, int] = {"looped": 512, "vmapped": 4096}
 _MAX_BYTES: dict[Form, int] = {"looped": 1 << 20, "vmapped": 16 << 20}
 """Rows of one program, and bytes of each of its inputs; a single expert's may be more. Beyond it starting a program is
-little; where all are computed at once, still more than the computing for long."""
+little."""
 _IDLE_BYTES = 64 << 20
-"""Of the states of a vmapped program. Up to so many it may well compute all of them for one that was asked; beyond it
-there is another program for one."""
+"""Bytes of the states of a vmapped program. Up to so many it may well compute all of them for one that was asked;
+beyond it there is another program for one."""
 LEAST_ROWS = 4
-"""Of a batch in a program: for experts that are small enough to gain by a stack, fewer rows save a seventh of the time
-at most (d_model 64), and each number of rows takes some 8 MB of programs."""
+"""Fewest rows of a batch in a program: for experts that are small enough to gain by a stack, fewer save a seventh of
+the time at most (d_model 64), and each number of rows takes some 8 MB of programs."""
 _LARGE_BYTES = 16 << 20
-"""Of a stacked array: so much freed memory is worth giving back to the system."""
-
+"""Bytes of a stacked array whose freed parts are worth giving back to the system."""
 
 _ForwardBackward = tuple[Callable[..., Any], Callable[..., tuple[Any, PyTree, tuple[Any, ...]]]]
 
 
 class StackPrograms:
-    """The programs of one group of experts that lie stacked: `dmoe_jax.node.batch.Programs`.
+    """The `Programs` of one group of experts that lie stacked.
 
     Every array of the batches has the axes [batches, rows, ...]; what is compiled is
 
         forward: (params, index, count, inputs, keys) -> outputs
         backward: (state, index, count, inputs, output_grads, keys, staleness) -> (finite, state, input_grads)
 
-    where `index` says whose each batch is, the first `count` batches are real, `state` is donated, `finite` is bool
-    [batches, 2], and `staleness` is float32 [batches].
+    where `index` names the expert of each batch, the first `count` batches are real, `state` is donated, `finite` is
+    bool [batches, 2], and `staleness` is float32 [batches].
 
     Args:
       expert, optimizer: what they all are.
@@ -140,16 +158,11 @@ class StackPrograms:
             inputs, grads, keys, staleness = self._batch_shapes(*size)
             if is_backward:
                 arguments = self._all, _int32(count), _int32(), inputs, grads, keys, staleness
-                known[size] = self._compile(function, arguments, donate_argnums=0)
+                known[size] = compiled_alone(function, arguments, of=self, donate_argnums=0)
             else:
-                known[size] = self._compile(function, (self._all[0], _int32(count), _int32(), inputs, keys))
+                arguments = self._all[0], _int32(count), _int32(), inputs, keys
+                known[size] = compiled_alone(function, arguments, of=self)
         return known[size]
-
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any) -> Callable[..., Any]:
-        return compiled_alone(function, arguments, on_host_call=self._note_host_call, **options)
-
-    def _note_host_call(self) -> None:
-        self.calls_host = True
 
     def _reader_and_writer(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
         if self._access is None:
@@ -211,6 +224,115 @@ def why_not_alike(states: Sequence[State]) -> str:
     if any(other != first for other in others):
         return "their states differ in shape or type"
     return ""
+
+
+def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
+    """Move experts of one kind, each alone so far, into one group while none of their batches runs; blocks.
+
+    Args:
+      form: None: what suits the device.
+
+    Raises:
+      ValueError: they have no state, or their states differ in structure, shapes or types.
+    """
+    first = backends[0]
+    states = [backend.group.read(backend.index) for backend in backends]
+    if reason := why_not_alike(states):
+        raise ValueError(f"experts {first.expert.name} cannot be stacked: {reason}")
+    programs = StackPrograms(first.expert, first.optimizer, states, first.place, form)
+    for backend in backends:
+        backend.group.take()
+    group = ExpertGroup(programs, stacked(states))
+    for index, backend in enumerate(backends):
+        backend.group, backend.index = group, index
+
+
+class Strategies:
+    """The strategies by which the experts of a node are run; of each kind in each place.
+
+    Args:
+      backends: the experts that it begins with, by uid.
+      devices: where they live.
+      config: has the strategy for all of them, or "auto": what suits each kind.
+      may_adopt: experts come and go.
+
+    Raises:
+      ValueError: all are to be stacked, and some cannot be.
+    """
+
+    def __init__(
+        self,
+        backends: dict[str, ExpertBackend],
+        devices: Sequence[PlacedDevice],
+        config: NodeConfig,
+        *,
+        may_adopt: bool,
+    ) -> None:
+        self._devices, self._strategy = devices, config.strategy
+        kinds: dict[tuple[int, int], list[str]] = {}  # the uids of those that could share a stack
+        for uid, backend in backends.items():
+            kinds.setdefault((backend.place.number, backend.programs.kind), []).append(uid)
+        self._kinds = {uids[0]: [backends[uid] for uid in uids] for uids in kinds.values()}
+        self._why = {uid: _why_single(own, may_adopt=may_adopt) for uid, own in self._kinds.items()}
+        self._choices: list[dict[str, Any]] = []
+        if config.strategy == "stacked" and may_adopt:
+            raise ValueError("the strategy stacked does not do for a node that claims experts: a stack cannot grow")
+        if config.strategy == "stacked" and (refused := [(uid, why) for uid, why in self._why.items() if why]):
+            raise ValueError(f"the strategy stacked does not do for {refused[0][0]} and its kind: {refused[0][1]}")
+
+    async def settle(self, on_progress: Callable[[str], None]) -> None:
+        """Choose, and stack what is to be stacked; once, before anything is announced."""
+        for uid, backends in self._kinds.items():
+            device = self._devices[backends[0].place.number].device
+            strategy, why = self._choose(backends, self._why[uid], is_simulated=device.is_simulated)
+            if strategy == "stacked" and backends[0].programs.size == 1:
+                await device.run(stack_up, backends)
+            kind, place, count = backends[0].expert.name, backends[0].place.name, len(backends)
+            self._choices.append({"expert": kind, "place": place, "experts": count, "strategy": strategy, "why": why})
+            text = f"{count} experts {kind} in place {place}: {strategy}, since {why}"
+            logger.info("%s", text)
+            if strategy == "stacked":
+                on_progress(text)
+        self._kinds.clear()
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return the choice for each kind in each place, as plain CBOR data.
+
+        Keys: `expert`, the kind's name; `place`; `experts`, how many; `strategy`; `why`.
+        """
+        return list(self._choices)
+
+    def _choose(
+        self, backends: Sequence[ExpertBackend], why_single: str, *, is_simulated: bool
+    ) -> tuple[Literal["single", "stacked"], str]:
+        """(strategy, the reason in a sentence without its stop)."""
+        if backends[0].programs.size > 1:
+            return "stacked", "they have been stacked before"
+        if self._strategy != "auto":
+            return self._strategy, "it was asked for"
+        if why_single:
+            return "single", why_single
+        if is_simulated:
+            return "single", "in virtual time starting a program costs nothing"
+        nbytes, form = nbytes_of(backends[0].params), form_for(backends[0].place)
+        most, device = MOST_STACKED_BYTES[form], "a CPU" if form == "looped" else "such a device"
+        if nbytes <= most:
+            return "stacked", f"parameters of {nbytes} bytes are at most {most}, the bound on {device}"
+        return "single", f"parameters of {nbytes} bytes are more than {most}, the bound on {device}"
+
+
+def _why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
+    """The reason why experts of one kind in one place cannot be stacked; empty: they can."""
+    first = backends[0]
+    if first.place.led is not None:
+        return "the node is several processes"
+    if first.place.layout is not None and first.place.layout.mesh_shape.num_devices > 1:
+        return f"they lie on a mesh, {first.place.layout.mesh_shape}"
+    if may_adopt:
+        return "experts that a node claims come and go, and a stack cannot grow while it serves"
+    if len(backends) == 1:
+        return "there is only one of them here"
+    return "" if first.programs.size > 1 else why_not_alike([each.group.read(each.index) for each in backends])
 
 
 def _stack(*leaves: Any) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import trio
 
 from dmoe_jax.node.backend import MOST_REMEMBERED
-from dmoe_jax.node.job import NAME_BYTES
+from dmoe_jax.node.queue import NAME_BYTES
 from net.averaging.grouping.group import GROUP_ID_BYTES
 from net.errors import CallRefused, NetError, RemoteProtocolError
 from net.identity import Contact, PeerId

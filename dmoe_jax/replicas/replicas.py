@@ -34,7 +34,7 @@ _MAX_FETCHES = 4
 
 class Replicas:
     """A node's experts as replicas of those that others serve. Made by `replicating`; it is the node's
-    `dmoe_jax.node.announcing.ExpertListing`."""
+    `dmoe_jax.node.server.ExpertListing`."""
 
     def __init__(
         self,

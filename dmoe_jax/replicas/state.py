@@ -26,7 +26,7 @@ from dmoe_jax.device import Device
 from dmoe_jax.directory import find_replicas
 from dmoe_jax.grid import parse_uid
 from dmoe_jax.node.backend import MOST_REMEMBERED, ExpertBackend
-from dmoe_jax.node.job import NAME_BYTES
+from dmoe_jax.node.queue import NAME_BYTES
 from dmoe_jax.node.saving import is_sound
 from dmoe_jax.replicas.learnt import packed, unpacked
 from dmoe_jax.types import PyTree

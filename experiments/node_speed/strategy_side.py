@@ -15,10 +15,10 @@ import numpy as np
 
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.node.backend import ExpertBackend, make_backends
-from dmoe_jax.node.batch import Batch
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.strategies import Strategies
+from dmoe_jax.node.programs import Batch
+from dmoe_jax.node.sharding import PlacedDevice, placed
+from dmoe_jax.node.stacked import Strategies
 from dmoe_jax.runs.setting_up import set_up_jax
 from experiments.node_speed.cases import STRATEGIES, Strategy
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn

@@ -19,7 +19,7 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.batch import buckets_up_to
+from dmoe_jax.node.programs import buckets_up_to
 from experiments.throughput_vs_latency.settings import Block
 from net.types import Array
 

@@ -22,8 +22,8 @@ import trio
 from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
-from dmoe_jax.node.batch import buckets_up_to
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.node.programs import buckets_up_to
 from dmoe_jax.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key

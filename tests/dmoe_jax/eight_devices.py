@@ -18,9 +18,8 @@ from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import feedforward
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.node.backend import ExpertBackend, make_backends
-from dmoe_jax.node.devices import PlacedDevice, node_devices
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.node.sharding import MeshShape, ShardingRule
+from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, node_devices
 from dmoe_jax.security import Plain
 from dmoe_jax.swarm import Swarm, open_swarm
 from tests.dmoe_jax.node_rig import Rig, open_rig, rows

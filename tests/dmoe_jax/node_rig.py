@@ -17,8 +17,8 @@ from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.server import ExpertNode, open_expert_node
+from dmoe_jax.node.sharding import PlacedDevice
 from net.clock import SwarmClock
 from net.dht.node import open_dht_node
 from net.identity import Address, Contact, PeerId

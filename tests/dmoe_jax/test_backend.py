@@ -19,8 +19,7 @@ from dmoe_jax.node.backend import (
     UpdateRejected,
     make_backends,
 )
-from dmoe_jax.node.batch import bucket_of, buckets_up_to
-from dmoe_jax.node.programs import expert_programs, nbytes_of
+from dmoe_jax.node.programs import bucket_of, buckets_up_to, expert_programs, nbytes_of
 
 EXPERT = feedforward(d_model=6)
 OPTIMIZER = optax.adam(1e-2)

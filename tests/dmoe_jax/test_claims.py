@@ -13,6 +13,7 @@ import optax
 import pytest
 import trio
 
+from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.claims.claimer import KEEP
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.device import CostModel, Device, InlineDevice
@@ -20,7 +21,6 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.grid import expand_grid_pattern
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.saving import ExpertStore
 from dmoe_jax.routing import product_key
 from dmoe_jax.serving import Served
 from dmoe_jax.swarm import Swarm, open_swarm
@@ -385,10 +385,9 @@ def test_some_are_served_by_name_and_others_are_claimed() -> None:
 def test_an_expert_that_cannot_be_restored_is_left_to_others(tmp_path: Path) -> None:
     """Not begun again from its seed: what it has learnt would be lost. A node that can serve it does."""
     wide = feedforward(d_model=8)
-    store = ExpertStore(tmp_path)
     wide_one = ExpertBackend(wide, SGD, wide.init(jax.random.key(0)))
     wide_one.backward([np.ones((2, 8), np.float32)], np.ones((2, 8), np.float32))
-    store.save("ffn.1.1", 1, wide_one.state)
+    Checkpoints(tmp_path / "ffn.1.1").save(1, wide_one.state, {"updates": 1})
 
     async def body(world: World, entrance: Swarm) -> None:
         del entrance

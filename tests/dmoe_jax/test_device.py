@@ -80,6 +80,9 @@ async def test_what_is_on_the_host_needs_no_thread() -> None:
     simulated = InlineDevice(CostModel(call_s=1e-3))
     await to_host(simulated, ready)
     assert simulated.busy_s == 1e-3
+    spent = DeviceTime()
+    await simulated.run(np.sum, np.ones((3, 4)), spent=spent)
+    assert (simulated.busy_s, spent.seconds) == (2e-3, 1e-3)
 
 
 def test_costs_are_checked() -> None:

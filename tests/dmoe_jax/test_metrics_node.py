@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import CostModel, DeviceTime, InlineDevice, ThreadDevice
+from dmoe_jax.device import CostModel, DeviceTime, ThreadDevice
 from dmoe_jax.metrics.families import Histogram
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
@@ -50,14 +50,6 @@ async def test_a_thread_device_measures_the_work_and_not_the_wait() -> None:
     assert sorted(each.seconds for each in spent)[0] < 0.15
 
 
-async def test_in_virtual_time_the_declared_cost_counts(autojump_clock: trio.testing.MockClock) -> None:
-    """Two batches of 2 and 3 rows at 1 s and 0.5 s a row: 2 s, and 2.5 s."""
-    device, spent = InlineDevice(CostModel(call_s=1.0, row_s=0.5)), DeviceTime()
-    await device.run(np.sum, np.ones((2, 4)))
-    await device.run(np.sum, np.ones((3, 4)), spent=spent)
-    assert (device.busy_s, spent.seconds) == (4.5, 2.5)
-
-
 async def test_a_node_counts_its_batches(autojump_clock: trio.testing.MockClock) -> None:
     """A forward of 2 rows takes 1 s; meanwhile three of 1 row gather, wait, and become one batch of 3 rows."""
     async with open_rig(cost=CostModel(call_s=1.0)) as rig:
@@ -90,6 +82,9 @@ async def test_what_each_expert_has_done_is_shown(autojump_clock: trio.testing.M
         for index in range(2):
             body = {"uid": "ffn.2.3", "id": bytes([index]), "seen": 0}
             await rig.call("expert.backward", body, rows(2), rows(2, seed=1))
+        staleness = rig.node.recorder.staleness
+        assert staleness.cumulative[:2] == [(0.0, 1), (1.0, 2)]
+        assert (staleness.count, staleness.total) == (2, 1.0)
         found = rig.shown()
     forward, backward = ("ffn.0.1", "forward"), ("ffn.2.3", "backward")
     assert found["dmoe_node_expert_calls_total"] == {(*forward, "ok"): 1, (*backward, "ok"): 2}

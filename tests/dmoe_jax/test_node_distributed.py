@@ -20,8 +20,14 @@ from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts import feedforward
 from dmoe_jax.node.backend import make_backends
-from dmoe_jax.node.lockstep import _devices
-from dmoe_jax.node.orders import Order, encode_order, order_of, parse_header_untrusted
+from dmoe_jax.node.lockstep import (
+    Order,
+    _devices,
+    encode_order,
+    nbytes_of_arrays,
+    parse_header_untrusted,
+    with_arrays,
+)
 from dmoe_jax.node.sharding import shard_largest_dimension
 from net.errors import RemoteProtocolError
 from net.identity import Contact
@@ -156,29 +162,26 @@ def test_wrong_flags(
 
 def test_orders_come_back_as_they_were() -> None:
     """Every field, with arrays of several types, without elements and without dimensions."""
-    order = Order(
-        kind="backward",
-        uid="ffn.1",
-        number=7,
-        inputs=(rows(3), np.zeros((3, 0), np.int64)),
-        output_grads=np.ones((3, 2), jax.numpy.bfloat16),
-        staleness=np.array(1.5, np.float32),
-        state=(np.array(True), np.array(2.5, np.float32)),
-    )
-    length, header, *parts = encode_order(order)
+    arrays = {
+        "inputs": (rows(3), np.zeros((3, 0), np.int64)),
+        "output_grads": (np.ones((3, 2), jax.numpy.bfloat16),),
+        "staleness": (np.array(1.5, np.float32),),
+        "state": (np.array(True), np.array(2.5, np.float32)),
+    }
+    length, header, *parts = encode_order(Order(kind="run", uid="ffn.1", number=7, arrays=arrays))
     assert int.from_bytes(length, "big") == len(header)
-    parsed = parse_header_untrusted(bytes(header))
+    parsed, specs = parse_header_untrusted(bytes(header))
     body = bytearray(b"".join(parts))
-    assert parsed.nbytes == len(body)
-    found = order_of(parsed, body)
-    assert (found.kind, found.uid, found.number, found.keys) == ("backward", "ffn.1", 7, None)
-    for a, b in zip(jax.tree.leaves(_arrays(found)), jax.tree.leaves(_arrays(order)), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_array_equal(a, b)
-
-
-def _arrays(order: Order) -> object:
-    return order.inputs, order.output_grads, order.staleness, order.state
+    assert nbytes_of_arrays(specs) == len(body)
+    found = with_arrays(parsed, specs, body)
+    assert (found.kind, found.uid, found.number, found.one("keys")) == ("run", "ffn.1", 7, None)
+    assert {name: len(several) for name, several in found.arrays.items()} == dict(
+        zip(arrays, (2, 1, 1, 2), strict=True)
+    )
+    for name, several in arrays.items():
+        for a, b in zip(found.arrays[name], several, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,17 @@ import trio.testing
 
 from dmoe_jax.device import CostModel
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.queue import BatchQueue
 from tests.dmoe_jax.node_rig import open_rig, rows
-from tests.dmoe_jax.test_batching import Asked, queue_of
+from tests.dmoe_jax.test_batching import asked, queue_of
 
 
 def test_only_what_would_be_one_batch_may_wait() -> None:
     """Where a device has something else to do it does that."""
-    empty: BatchQueue[Asked] = BatchQueue(max_batch_rows=4, max_waiting_rows=8)
-    assert empty.only_batch() == ()
-    one = Asked("a", 1, "a1"), Asked("a", 3, "a2")
+    assert queue_of(max_batch_rows=4).only_batch() == ()
+    one = asked("a", 1, "a1"), asked("a", 3, "a2")
     assert queue_of(*one, max_batch_rows=4).only_batch() == one
     assert queue_of(*one, max_batch_rows=3).only_batch() == ()
-    assert queue_of(*one, Asked("b", 1), max_batch_rows=8).only_batch() == ()
+    assert queue_of(*one, asked("b", 1), max_batch_rows=8).only_batch() == ()
 
 
 async def mean_rows(cost_s: float, *, callers: int = 8, delay_s: float = 0.02, away_s: float = 0.002) -> float:

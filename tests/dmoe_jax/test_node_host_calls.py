@@ -17,9 +17,8 @@ from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice
 from dmoe_jax.node.host_calls import calls_host
-from dmoe_jax.node.placement import Place
+from dmoe_jax.node.sharding import Place, PlacedDevice
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
 
 WIDTH = 512

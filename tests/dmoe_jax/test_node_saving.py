@@ -22,7 +22,7 @@ from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node import saving
 from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
-from dmoe_jax.node.batch import Batch, Result, Work
+from dmoe_jax.node.programs import Batch, Result, Work
 from dmoe_jax.node.saving import ExpertSaver
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import open_rig
@@ -224,7 +224,7 @@ async def test_a_snapshot_is_no_view(
 
     class Learning(InlineDevice):
         async def aside(self, function: Any, *args: Any) -> Any:
-            if getattr(getattr(function, "func", function), "__name__", "") == "save":
+            if function.__name__ == "_write":
                 backends["a.0"].backward([X], X)
             return await super().aside(function, *args)
 

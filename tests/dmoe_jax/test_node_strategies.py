@@ -13,13 +13,12 @@ from flax import linen as nn
 from dmoe_jax.cli import main
 from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import expert_from_linen
-from dmoe_jax.node import strategies as strategies_module
-from dmoe_jax.node.backend import ExpertBackend, make_backends, stack_up
+from dmoe_jax.node import stacked as stacked_module
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.devices import PlacedDevice, placed
-from dmoe_jax.node.placement import Place
 from dmoe_jax.node.saving import ExpertSaver, saved_uids
-from dmoe_jax.node.strategies import Strategies
+from dmoe_jax.node.sharding import Place, PlacedDevice, placed
+from dmoe_jax.node.stacked import Strategies, stack_up
 from dmoe_jax.replicas.averaging import add_average
 from dmoe_jax.replicas.copies import CopyLayout
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
@@ -73,7 +72,7 @@ async def test_small_experts_are_stacked(
     most: int, strategy: str, monkeypatch: pytest.MonkeyPatch, compilations: Any
 ) -> None:
     """A kernel of 4 by 4 numbers and a bias of 4 have 80 bytes. Then nothing is compiled but what is warmed up."""
-    monkeypatch.setattr(strategies_module, "MOST_STACKED_BYTES", {"looped": most, "vmapped": most})
+    monkeypatch.setattr(stacked_module, "MOST_STACKED_BYTES", {"looped": most, "vmapped": most})
     said: list[str] = []
     experts = dense(3)
     strategies = Strategies(experts, placed(ThreadDevice()), NodeConfig(strategy="auto"), may_adopt=False)

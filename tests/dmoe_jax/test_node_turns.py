@@ -13,10 +13,9 @@ import trio
 from dmoe_jax.device import CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import KINDS
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
-from dmoe_jax.node.figures import BatchTimes
-from dmoe_jax.node.job import Job
 from dmoe_jax.node.programs import expert_programs
-from dmoe_jax.node.turn import run_turn, sharing_programs
+from dmoe_jax.node.queue import Job
+from dmoe_jax.node.runner import BatchTimes, run_turn, sharing_programs
 from net.errors import CallRefused
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 

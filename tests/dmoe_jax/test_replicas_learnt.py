@@ -12,7 +12,7 @@ import trio.testing
 from dmoe_jax.device import CostModel
 from dmoe_jax.expert_calls import BACKWARD
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.job import name_of
+from dmoe_jax.node.queue import name_of
 from dmoe_jax.replicas import ReplicaConfig, learnt
 from dmoe_jax.replicas.learnt import LEARNT, LearntNames, packed, unpacked
 from net.errors import CallRefused

@@ -24,7 +24,6 @@ from dmoe_jax.layer_config import Route
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
-from dmoe_jax.node.saving import ExpertStore
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
@@ -182,9 +181,9 @@ def test_the_nodes_checkpoints_complete_it(
         for at, uid in enumerate(uids)
     }
     last = [uids[-1] for uids in UIDS]
-    one, two = ExpertStore(tmp_path / "one"), ExpertStore(tmp_path / "two")
     for uid, state in whole.items():
-        (two if uid in last else one).save(uid, 6, jax.tree.map(np.asarray, state))
+        folder = tmp_path / ("two" if uid in last else "one") / uid
+        Checkpoints(folder).save(6, jax.tree.map(np.asarray, state), {"updates": 6})
     figures = inspect(capsys, path, "--experts", tmp_path / "one", tmp_path / "two")
     for layer, expected in enumerate(local_run.shares):
         np.testing.assert_allclose(list(figures["layers"][f"layer{layer}"]["shares"].values()), expected, atol=1e-9)
