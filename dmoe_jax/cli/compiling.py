@@ -25,7 +25,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
     while the first process is in the block, is not empty then. Nor without a cache, nor on Windows.
 
     Args:
-      programs: what is compiled, in a text that is the same for the same programs.
+      programs: text that is the same for the same programs.
       while_waiting: is entered if another process is in the block, and left when that is done or gone.
     """
     marker = None if sys.platform == "win32" else _open_marker(programs)
@@ -47,7 +47,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
 
 
 def _open_marker(programs: str) -> IO[bytes] | None:
-    """The file for these programs, which stands at its end; None if there is no folder for it, and so no cache."""
+    """Open the file for these programs at its end; None if there is no folder for it, and so no cache."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not folder or "://" in folder:
         return None

@@ -156,7 +156,7 @@ class DemoCommand:
         return 0
 
     def _report(self, out: Path) -> dict[str, Any]:
-        """Write the run's report anew: the trainer told what it saw; this adds what was done to it, and the command."""
+        """Write the trainer's report anew, with the kills and the command; the headline."""
         from dmoe_jax.runs.report import write_report
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 

@@ -14,13 +14,10 @@ from dmoe_jax.runs.speech import say
 from net.errors import ListenFailed
 from net.identity import Address
 
-METRICS_LINE = "metrics at http://"
-"""How the line begins that says where they are."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsOptions:
-    """Where a process shows what it does."""
+    """Metrics of a process."""
 
     metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT")] = None
     """Serve /metrics for Prometheus, /healthz and /readyz at this port; 0 lets the system choose one, which is printed.
@@ -36,25 +33,17 @@ class MetricsOptions:
         if not self.metrics_host:
             raise ValueError("--metrics-host must not be empty")
 
-    @property
-    def address(self) -> Address | None:
-        """Where; None: nowhere."""
-        return None if self.metrics_port is None else Address(self.metrics_host, self.metrics_port)
-
     @asynccontextmanager
     async def opened(
         self, command: str, more: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
     ) -> AsyncIterator[Monitor]:
-        """The process's monitor, as `open_monitor`.
-
-        Raises:
-          UsageError: the port is taken, or the host is not this machine's.
-        """
+        """Open the process's monitor, as `open_monitor`. Raises UsageError if there is no such host or port to have."""
+        address = None if self.metrics_port is None else Address(self.metrics_host, self.metrics_port)
         async with AsyncExitStack() as stack:
             try:
-                monitor = await stack.enter_async_context(open_monitor(self.address, command=command, more=more))
+                monitor = await stack.enter_async_context(open_monitor(address, command=command, more=more))
             except ListenFailed as error:
                 raise UsageError(f"--metrics-port: {error}") from error
             if monitor.address is not None:
-                say(f"{METRICS_LINE}{monitor.address}/metrics")
+                say(f"metrics at http://{monitor.address}/metrics")
             yield monitor

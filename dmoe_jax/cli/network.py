@@ -1,4 +1,4 @@
-"""How a process takes part in a swarm: who it is, where it is called, and whom it joins. Nothing here imports JAX."""
+"""Flags of a process's place in a swarm: its identity, its address, and the swarm. Nothing here imports JAX."""
 
 import ipaddress
 import os
@@ -35,7 +35,7 @@ _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """Who this process is and which swarm it belongs to. Links are encrypted, and both ends prove who they are."""
+    """Identity of this process, and its swarm. Links are encrypted, and both ends prove who they are."""
 
     identity: _File = None
     """This peer's private key; made if missing. One process at a time. Without it, a fresh identity each time."""
@@ -48,16 +48,12 @@ class NetworkOptions:
 
     @property
     def secret_file(self) -> Path | None:
-        """Where the swarm's secret is: the flag, else the environment; None for an open swarm."""
+        """File of the swarm's secret: the flag, else the environment; None for an open swarm."""
         named = os.environ.get(SECRET_VARIABLE)
         return self.swarm_secret_file or (Path(named) if named else None)
 
     def security(self) -> Security:
-        """How links are protected.
-
-        Raises:
-          UsageError: plain TCP was asked for beside a protection.
-        """
+        """Protection of links. Raises UsageError if plain TCP was asked for beside a protection."""
         if not self.insecure_loopback:
             return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
         given = {
@@ -72,17 +68,16 @@ class NetworkOptions:
         return Plain()
 
     def flags_for_others(self) -> str:
-        """What the peers of the same swarm must give too, as words of a command line, with a space before each."""
+        """Flags that the peers of the same swarm must give too, with a space before each word."""
         if self.insecure_loopback:
             return " --insecure-loopback"
-        return (
-            "" if self.secret_file is None else f" --swarm-secret-file {shlex.quote(os.path.abspath(self.secret_file))}"
-        )
+        file = self.secret_file
+        return "" if file is None else f" --swarm-secret-file {shlex.quote(os.path.abspath(file))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberOptions(NetworkOptions):
-    """Who this process is, and under which name its swarm is listed."""
+    """Identity of this process, and its swarm's name."""
 
     swarm: str = "dmoe"
     """Name under which members of the swarm find each other."""
@@ -106,11 +101,7 @@ class BudgetOptions:
         self.budget()
 
     def budget(self) -> MemoryBudget:
-        """The budget.
-
-        Raises:
-          ValueError: it is no size, or too small.
-        """
+        """The budget. Raises ValueError if it is no size, or too small."""
         try:
             return MemoryBudget(self.memory_budget)
         except ValueError as error:
@@ -119,7 +110,7 @@ class BudgetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Where a process that serves is called."""
+    """Address of a process that serves."""
 
     listen: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     """Address to listen on; port 0 lets the system choose. 0.0.0.0 is all of this machine's and needs --announce."""
@@ -128,30 +119,29 @@ class ListenOptions:
 
     def __post_init__(self) -> None:
         address = self.address
-        if self.announce is None and _is_every_address(address.host):
+        if self.announce is not None:
+            check_announced(self.announce, "--announce")
+        elif _is_every_address(address.host):
             raise ValueError(
                 f"--listen {self.listen} is every address of this machine: --announce must say under which name or "
                 "address others reach it"
             )
-        if self.announce is not None:
-            check_announced(self.announce, "--announce")
 
     @property
     def address(self) -> Address:
-        """Where to listen."""
+        """Address to listen at."""
         return Address.parse(self.listen)
 
 
 def _is_every_address(host: str) -> bool:
-    """True for the IP address that stands for all of a machine's."""
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
+    except ValueError:  # a name
         return False
 
 
 def check_join(join: Sequence[str]) -> None:
-    """Raise `UsageError` naming the text that is no peer to join through."""
+    """Check that each text is a peer to join through. Raises UsageError naming the one that is not."""
     try:
         parse_targets(tuple(join))
     except ValueError as error:
@@ -166,7 +156,7 @@ def join_swarm(
     faults: FaultPlan | None = None,
     budget: BudgetOptions | None = None,
 ) -> AbstractAsyncContextManager[SwarmPeer]:
-    """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
+    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm."""
     config = PeerConfig(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
@@ -178,5 +168,5 @@ def join_swarm(
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:
-    """The line to paste on another terminal, or another machine: how to join through this peer."""
+    """Line to paste on another terminal, or another machine, to join through this peer."""
     return f"Join it with:  dmoe {command} --join {peer.contact}{network.flags_for_others()}"

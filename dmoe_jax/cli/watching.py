@@ -1,4 +1,4 @@
-"""Who watches a run of `dmoe train`: scrapers, and a trace."""
+"""Watchers of a run of `dmoe train`: scrapers, and a trace."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,7 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.averaging import Round
-from dmoe_jax.collaboration import GlobalStep
-from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.metrics.families import counter
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.metrics.trace import Trace
@@ -21,7 +20,7 @@ from dmoe_jax.training.swarm_engine import SwarmEngine
 
 
 class Watching:
-    """Told what happens in a run. Made by `watching`."""
+    """Told of what happens in a run. Made by `watching`."""
 
     def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
         self._monitor = monitor
@@ -37,15 +36,17 @@ class Watching:
         """Every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
-    def trainers(self, trainers: Trainers | CollaborativeTrainers) -> None:
-        """These train."""
+    def steps_of(self, trainers: Trainers) -> None:
+        """Watch the steps of these trainers."""
         for trainer in trainers.trainers:
             trainer.on_span = self._span
-        if isinstance(trainers, CollaborativeTrainers):
-            self._monitor.show(partial(collaboration_families, trainers.peer))
 
-    def engine(self, engine: SwarmEngine, unit: str) -> None:
-        """The run loop begins; `unit` is what the engine's items are."""
+    def collaboration(self, peer: Collaboration) -> None:
+        """Show this collaboration."""
+        self._monitor.show(partial(collaboration_families, peer))
+
+    def begins(self, engine: SwarmEngine, unit: str) -> None:
+        """The run loop begins; `unit` names the engine's items."""
         self._monitor.show(
             lambda: training_families(
                 self._recorder, engine.totals(), step=engine.step, loss=engine.last_loss, unit=unit
@@ -72,11 +73,10 @@ class Watching:
 
 @contextmanager
 def watching(swarm: Swarm, monitor: Monitor, trace_to: Path | None, say: Callable[[str], None]) -> Iterator[Watching]:
-    """Watch a run while the block runs; its trace is written at the end, however that comes.
+    """Watch a run while the block runs, and at its end, however that comes, write a trace of it.
 
     Args:
-      trace_to: where; None: there is none. A file that cannot be written ends no run: the user is told.
-      say: tells the user.
+      trace_to: file of the trace; None: there is none. One that cannot be written ends no run: the user is told.
     """
     trace = None if trace_to is None else Trace(trio.current_time())
     try:
