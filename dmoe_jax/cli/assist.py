@@ -10,13 +10,13 @@ import tyro
 
 from dmoe_jax.cli.averaging import MeetingOptions
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     BudgetOptions,
     EndsWithInput,
     JoinTexts,
     ListenOptions,
     MemberOptions,
+    MetricsOptions,
     join_line,
     join_swarm,
 )

@@ -11,6 +11,7 @@ from typing import IO
 import jax
 import trio
 
+from dmoe_jax.runs.speech import say
 from dmoe_jax.xla_threads import xla_threads
 
 if sys.platform != "win32":
@@ -37,6 +38,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
             try:
                 fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                say("waiting for another process, which compiles the same")
                 async with while_waiting:
                     await trio.to_thread.run_sync(fcntl.flock, marker, fcntl.LOCK_SH, abandon_on_cancel=True)
             except OSError:  # a file system without locks

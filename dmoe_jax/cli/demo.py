@@ -16,7 +16,7 @@ from rich.console import Console
 from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch, headline_of, show_headline
-from dmoe_jax.cli.monitoring import MetricsOptions
+from dmoe_jax.cli.network import MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand

@@ -9,8 +9,15 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import EndsWithInput, JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.network import (
+    EndsWithInput,
+    JoinTexts,
+    ListenOptions,
+    MetricsOptions,
+    NetworkOptions,
+    join_line,
+    join_swarm,
+)
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed

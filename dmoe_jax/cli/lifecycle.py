@@ -33,13 +33,12 @@ class Stop:
         self._body: trio.CancelScope | None = None
 
     @contextlib.contextmanager
-    def body(self, *, leave_timeout_s: float | None = None) -> Iterator[trio.CancelScope]:
-        """Part of a command that runs until it is stopped, then ends quietly, while the command goes on: for at most
-        `leave_timeout_s` seconds (None: as it was made)."""
+    def body(self, *, patience: float = 1) -> Iterator[trio.CancelScope]:
+        """Part of a command that runs until it is stopped, and then ends quietly, while the command goes on for as long
+        as it may take to leave, times `patience`."""
         with trio.CancelScope() as scope:
             self._body = scope
-            if leave_timeout_s is not None:
-                self._leave_timeout_s = leave_timeout_s
+            self._leave_timeout_s *= patience
             try:
                 yield scope
             finally:

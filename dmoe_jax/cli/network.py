@@ -1,12 +1,13 @@
-"""Flags of a process's place in a swarm: its identity, its address, and the swarm. Nothing here imports JAX."""
+"""Flags of a process's place in a swarm: its identity, addresses, memory and metrics. Nothing here imports JAX."""
 
 import ipaddress
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
@@ -14,9 +15,12 @@ import tyro
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import check_prefix
 from dmoe_jax.joining import parse_targets
+from dmoe_jax.metrics.monitor import Monitor, open_monitor
 from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.speech import say
 from dmoe_jax.security import Plain, Security, Tls
+from net.errors import ListenFailed
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
@@ -98,12 +102,8 @@ class BudgetOptions:
     256MiB, 2GiB; at least 1MiB. With less than a long line wants, they take longer."""
 
     def __post_init__(self) -> None:
-        self.budget()
-
-    def budget(self) -> MemoryBudget:
-        """The budget. Raises ValueError if it is no size, or too small."""
         try:
-            return MemoryBudget(self.memory_budget)
+            MemoryBudget(self.memory_budget)
         except ValueError as error:
             raise ValueError(f"--memory-budget: {error}") from error
 
@@ -140,6 +140,40 @@ def _is_every_address(host: str) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsOptions:
+    """Metrics of a process."""
+
+    metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT")] = None
+    """Serve /metrics for Prometheus, /healthz and /readyz at this port; 0 lets the system choose one, which is printed.
+    Default: nowhere."""
+    metrics_host: Annotated[str, tyro.conf.arg(metavar="HOST")] = "127.0.0.1"
+    """Address to serve them at. Whoever reaches it reads them: nothing asks who it is."""
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is None and self.metrics_host != "127.0.0.1":
+            raise ValueError("--metrics-host would have no effect without --metrics-port")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"--metrics-port must be 0 to 65535, got {self.metrics_port}")
+        if not self.metrics_host:
+            raise ValueError("--metrics-host must not be empty")
+
+    @asynccontextmanager
+    async def opened(
+        self, command: str, more: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
+    ) -> AsyncIterator[Monitor]:
+        """Open the process's monitor, as `open_monitor`. Raises UsageError if there is no such host or port to have."""
+        address = None if self.metrics_port is None else Address(self.metrics_host, self.metrics_port)
+        async with AsyncExitStack() as stack:
+            try:
+                monitor = await stack.enter_async_context(open_monitor(address, command=command, more=more))
+            except ListenFailed as error:
+                raise UsageError(f"--metrics-port: {error}") from error
+            if monitor.address is not None:
+                say(f"metrics at http://{monitor.address}/metrics")
+            yield monitor
+
+
 def check_join(join: Sequence[str]) -> None:
     """Check that each text is a peer to join through. Raises UsageError naming the one that is not."""
     try:
@@ -162,7 +196,7 @@ def join_swarm(
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
-        memory_budget=None if budget is None else budget.budget(),
+        memory_budget=None if budget is None else budget.memory_budget,
     )
     return open_peer(tuple(join), config)
 

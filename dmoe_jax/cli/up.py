@@ -17,8 +17,7 @@ from rich.console import Console
 from dmoe_jax.cli.checks import check_at_least, check_no_effect
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
-from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, NetworkOptions
+from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data import check_source
