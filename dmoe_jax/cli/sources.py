@@ -7,7 +7,7 @@ checked in one way wherever it stands.
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -18,7 +18,7 @@ from dmoe_jax.environment import NO_FLAGS, PREFIX
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.flags import Flag, as_words, flags_of, key_of, meant, words_of
-from dmoe_jax.runs.run_folder import flat
+from dmoe_jax.runs.run_folder import flat, plain
 from dmoe_jax.training.saving import check_code
 
 C = TypeVar("C")
@@ -28,8 +28,8 @@ _TEXT = "Flags from a file, TOML or a run's config.json, where neither the comma
 ConfigFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help=_TEXT)]
 """A file of flags, as each command takes it."""
 
-_OF_THE_RUN = ("join", "json", "exit_on_stdin_eof")
-"""Settings that a run's config.json tells of its process only."""
+_OF_ITS_PROCESS = ("join", "json", "exit_on_stdin_eof")
+"""Settings in a run's config.json that another process does not take from it."""
 
 _ANSWERS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -97,18 +97,23 @@ def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, n
             origins[flag.word] = variable
     path = _config_path([*typed, *environment])
     config = []
-    for key, value in () if path is None else _entries(path):
+    for key, value in () if path is None else _entries(path).items():
         if key not in flags or key == "config":
             guess = meant(key, [*flags])
-            raise UsageError(
-                f"{path}: dmoe {name} has no setting {key}" + (f"; did you mean {guess}?" if guess else "")
-            )
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise UsageError(f"{path}: dmoe {name} has no setting {key}{hint}")
         flag = flags[key]
         if key not in given and flag.word not in origins:
             words = _words(flag, value, f"{path}: {key}")
             config += words
             origins |= {flag.word: f"{path}: {key}"} if words else {}
     return Given(typed=typed, environment=environment, config=config, file=path, origins=origins)
+
+
+def settings_of_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run by the keys of their flags. As in JSON, which has no infinity, None stands for it."""
+    by_key = {name.rpartition(".")[2]: value for name, value in flat(plain(settings)).items()}
+    return {key: value for key, value in by_key.items() if key not in _OF_ITS_PROCESS}
 
 
 def _config_path(words: Sequence[str]) -> Path | None:
@@ -120,16 +125,13 @@ def _config_path(words: Sequence[str]) -> Path | None:
     return Path(found) if found else None
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+def _entries(path: Path) -> dict[str, Any]:
     """The settings in a file by the keys of their flags."""
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-            found = {key.rpartition(".")[2]: value for key, value in flat(settings).items()}
-            yield from ((key, value) for key, value in found.items() if key not in _OF_THE_RUN)
-        else:
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
-            yield from ((key.rpartition(".")[2], value) for key, value in flat(settings).items())
+            return settings_of_run(json.loads(text)["settings"])
+        return {key.rpartition(".")[2]: value for key, value in flat(tomllib.loads(text)).items()}
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

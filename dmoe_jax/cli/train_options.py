@@ -10,13 +10,12 @@ import tyro
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
-from dmoe_jax.cli.sources import ConfigFile
+from dmoe_jax.cli.sources import ConfigFile, settings_of_run
 from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_flags, flag_of, flags_of, named_flags, settings_of
-from dmoe_jax.runs.run_folder import flat, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +160,6 @@ _ON_OR_OFF = ("average_every", "target_batch_size", "weight_decay", "grad_clip")
 _NO_SETTINGS = ("--resume", "--trust-run", "--out", "--config", "--metrics-port", "--metrics-host", "--trace")
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
-OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
-"""Settings that a resumed run does not take from the one before."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOptions:
@@ -249,18 +245,11 @@ class TrainOptions:
         return settings
 
 
-def by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a run, in whatever groups, by the keys of their flags. JSON has no infinity: None stands for it."""
-    return {name.rpartition(".")[2]: value for name, value in flat(plain(settings)).items()}
-
-
 def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
     """Flags that a run was begun with, where they differ from the defaults; those that are none now are left out."""
-    defaults, then = by_key(TrainOptions(join=()).settings()), by_key(saved)
+    defaults, then = settings_of_run(TrainOptions(join=()).settings()), settings_of_run(saved)
     changed = {key: then[key] for key in defaults if then.get(key, defaults[key]) != defaults[key]}
-    return as_flags(
-        {key: "inf" if value is None else value for key, value in changed.items() if key not in OF_THIS_PROCESS}
-    )
+    return as_flags({key: "inf" if value is None else value for key, value in changed.items()})
 
 
 def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -270,7 +259,8 @@ def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, An
       UsageError: naming the flag that cannot change.
     """
     # A run of an older version had what is the default now.
-    before, now = by_key(TrainOptions(join=()).settings()) | by_key(saved), by_key(settings)
+    before = settings_of_run(TrainOptions(join=()).settings()) | settings_of_run(saved)
+    now = settings_of_run(settings)
     for key, is_now in now.items():
         was = before[key]
         line = f"the run in {out} was begun with {flag_of(key)} {was!r} and cannot be resumed with {is_now!r}"
