@@ -27,7 +27,7 @@ _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
 while the nodes are still there, and a node its checkpoints."""
 
 _HURRIED_GRACE_S = 4.0
-"""The same when everything ends at once. A node withdraws its experts within two seconds."""
+"""Grace when everything ends at once. A node withdraws its experts within two seconds."""
 
 _READY_TIMEOUT_S, _LOOK_PERIOD_S = 300.0, 0.1
 """Seconds for a process to serve, and between two looks at its log."""
@@ -59,7 +59,7 @@ class SwarmProcess:
     last_line: str = ""
     """The last whole line of its log."""
     settled: trio.Event = field(default_factory=trio.Event)
-    """Set when it has printed its contact, or has ended."""
+    """Event that it has printed its contact, or has ended."""
 
     @property
     def address(self) -> str:

@@ -36,7 +36,7 @@ class Served:
     def __init__(self, node: ExpertNode, backends: Mapping[str, ExpertBackend]) -> None:
         self.node = node
         self.backends = backends
-        """By uid: parameters and optimiser states, as they are now. Of a node that claims experts they come and go."""
+        """Parameters and optimiser states by uid, as they are now. Claimed experts come and go."""
         self._leave = trio.Event()
         self._gone = trio.Event()
 

@@ -141,7 +141,7 @@ class Swarm:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this process is."""
+        """Id of this process."""
         return self.peer.rpc.peer_id
 
     @property

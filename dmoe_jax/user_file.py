@@ -22,7 +22,7 @@ Kind = Literal["router", "expert", "optimizer", "model"]
 
 
 class UserFileError(ValueError):
-    """What is named cannot be had from the user's file. The message names it and says why."""
+    """An object cannot be had from the user's file. The message names it and says why."""
 
 
 def load_from_file(spec: str, *, kind: Kind, choices: Sequence[str] = ()) -> Any:

@@ -55,7 +55,7 @@ class AssistCommand:
     meeting: Annotated[MeetingOptions, tyro.conf.arg(name="")] = field(default_factory=MeetingOptions)
     """As the --average-... flags of the trainers."""
     compression: Compression = Compression.NONE
-    """How answers travel; as --average-compression of the trainers."""
+    """Form of the answers on the wire; as --average-compression of the trainers."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     config: ConfigFile = None

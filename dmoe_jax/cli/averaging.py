@@ -30,7 +30,7 @@ class MeetingOptions:
     name: str = "trunk"
     """Processes that give the same name average with each other."""
     window_s: float = 5.0
-    """How long a group waits for more members, seconds, the same for all; a full one begins at once."""
+    """Seconds that a group waits for more members, the same for all; a full one begins at once."""
     timeout_s: float = 30.0
     """Longest that a round takes, seconds, the same for all; training goes on meanwhile."""
     up: float = 0.0
@@ -70,10 +70,10 @@ class SparseOptions:
     value_bits: Literal[2, 4] = 2
     """With top-k: bits of a value that travels, with its sign; the same for all."""
     residual_decay: float = 0.95
-    """With top-k: what is left from one average to the next of what did not travel, 0 to 1."""
+    """With top-k: share of what did not travel that is kept for the next average, 0 to 1."""
 
     def feedback(self) -> "ErrorFeedback":
-        """The same for the optimiser. Raises ValueError if a setting is out of range."""
+        """Settings for the optimiser. Raises ValueError if one is out of range."""
         from dmoe_jax.optim.compression import ErrorFeedback
 
         return ErrorFeedback(coding=replace(_CODING, kept=self.kept, bits=self.value_bits), decay=self.residual_decay)
@@ -118,21 +118,21 @@ class AveragingOptions:
     gather together; 0: each process steps by itself. Whoever joins, leaves or is slow, --steps and schedules count the
     steps of all. With --average parameters or pseudo-gradients processes step by themselves in between."""
     average: Literal["auto", "parameters", "gradients", "pseudo-gradients", "noloco"] = "auto"
-    """What is averaged, the same for all processes: parameters as they are; accumulated gradients, with one step of the
-    optimiser for each average; or how far parameters came since the last average, which an outer optimiser takes as a
-    gradient (DiLoCo). noloco: the latter with parameters drawn together as well, for groups that are small: see
+    """Numbers that are averaged, the same for all processes: parameters as they are; accumulated gradients, with one
+    step of the optimiser for each average; or how far parameters came since the last average, which an outer optimiser
+    takes as a gradient (DiLoCo). noloco: the latter with parameters drawn together as well, for small groups: see
     --average-side 2 and --average-dims. auto: parameters, but with --target-batch-size gradients."""
     average_share: float = 1.0
-    """Of the parameters, drawn anew for each group, that are averaged, such as 0.005 every update (SPARTA); the same
-    for all processes."""
+    """Share of the parameters, drawn anew for each group, that is averaged, such as 0.005 every update (SPARTA); the
+    same for all processes."""
     average_fragments: int = 1
     """With pseudo-gradients: parts of the model that are averaged by turns, each every --average-every updates, while
     training goes on (Streaming DiLoCo); the same for all processes."""
     average_by_samples: bool = True
-    """Whether a process counts by the samples that it has seen since its last average, or all count alike, as they
+    """Count each process by the samples that it has seen since its last average; without it all count alike, as they
     always do with noloco and with --average-fragments."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8", "top-k"] = "none"
-    """How numbers travel. With --target-batch-size all processes make the same step whatever is lost on the way. top-k:
+    """Form of numbers on the wire. With --target-batch-size all processes make the same step whatever it loses. top-k:
     the largest of each block in a few bits, the rest is kept for later (error feedback, SparseLoCo); for gradients and
     pseudo-gradients with --average-every, the same for all processes."""
     meeting: Annotated[TrainerMeetingOptions, tyro.conf.arg(name="")] = field(default_factory=TrainerMeetingOptions)

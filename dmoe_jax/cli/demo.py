@@ -53,7 +53,7 @@ class DemoDataOptions(DataOptions):
 @named_flags("steps", "max_minutes")
 @dataclass(frozen=True, kw_only=True)
 class DemoRunOptions(RunOptions):
-    """How long the demonstration takes."""
+    """Length of the demonstration."""
 
     steps: int = 600
     """Trunk updates of each process, all its trainers together."""

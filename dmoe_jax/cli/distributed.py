@@ -52,9 +52,9 @@ class DeviceOptions:
     default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
     COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of these processes."""
     process_id: int | None = None
-    """Which of them this is, from 0."""
+    """Number of this one among them, from 0."""
 
     def check(self) -> None:
         """Raise `UsageError` for a flag out of range, or if they do not belong together."""

@@ -38,13 +38,13 @@ class InspectCommand:
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
     """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl."""
     experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
-    """Where the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run shows the
-    first layer's choices only. Default: where dmoe up and dmoe demo --save-experts have them, or
+    """Folders in which the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run
+    shows the first layer's choices only. Default: those of dmoe up, of dmoe demo --save-experts, or of
     experiments.transformer_xl."""
     join: JoinTexts = ()
     """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
-    """Who this process is in that swarm."""
+    """Identity of this process in that swarm."""
     data: str | None = None
     """The text that the run was trained on, as for dmoe train. Default: as the run had it."""
     split: Literal["valid", "test", "train"] = "valid"

@@ -98,7 +98,7 @@ class BudgetOptions:
     """Memory that averaging may take."""
 
     memory_budget: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "512MiB"
-    """What averages and states under way may hold in a process that averages, beyond the few MiB that each begins with:
+    """Memory for averages and states under way in a process that averages, beyond the few MiB that each begins with:
     256MiB, 2GiB; at least 1MiB. With less than a long line wants, they take longer."""
 
     def __post_init__(self) -> None:

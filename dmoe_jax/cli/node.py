@@ -56,7 +56,7 @@ class HandOptions:
     has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
     their seeds."""
     of: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
-    """Which experts may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
+    """Experts that may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
 
     def patterns(self) -> tuple[str, ...]:
         """Patterns of --experts, or its default, and of --of; raises UsageError if --claim and --of do not fit."""
@@ -99,12 +99,12 @@ class KindOptions:
     """Kind of an expert."""
 
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
+    """Kind of an expert: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     route: Route = "sequence"
-    """What a transformer_xl expert serves: sequence, it is a whole layer; token, it is the feed-forward network of a
-    layer, whose attention stays with the trainers. They need the same --route."""
+    """Unit that a transformer_xl expert serves. sequence: it is a whole layer; token: it is the feed-forward network of
+    a layer, whose attention stays with the trainers. They need the same --route."""
 
     def make(self) -> "Expert":
         """Make the expert.
@@ -150,7 +150,7 @@ class LearningOptions:
     """Optimiser of the experts."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    """Optimiser of the experts: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one. Default: Adam, with the step size and so on given here."""
     recipe: Annotated[ExpertRecipe, tyro.conf.arg(name="")] = field(default_factory=ExpertRecipe)
 

@@ -52,8 +52,8 @@ class LanguageModelOptions:
     layer: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     route: Route = "sequence"
-    """What has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are the
-    feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
+    """Unit that has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are
+    the feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
     expert_choice is not for tokens."""
     num_layers: int = 2
     """DMoE layers; layer i calls the experts under "layer<i>."."""
@@ -209,7 +209,7 @@ class TrainOptions:
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
-    """Where others call this process, if it averages; one that does not listens nowhere."""
+    """Address of this process, if it averages; one that does not listens nowhere."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     report: Annotated[ReportOptions, tyro.conf.arg(name="")] = field(default_factory=ReportOptions)
     config: ConfigFile = None

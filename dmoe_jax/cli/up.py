@@ -39,13 +39,13 @@ from dmoe_jax.runs.run_folder import CONFIG, replaced_file
 from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
-"""For ending all processes in order: trainers write their reports, nodes their checkpoints."""
+"""Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""
 
 _OF_THIS_PROCESS = ("--out", "--resume", "--trust-run", "--config", "--exit-on-stdin-eof")
 """Flags that a resumed run does not take from the one before."""
 
 Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
-"""Called with the swarm and the progress of each trainer process, by its name."""
+"""Function of the swarm and of the progress of each trainer process, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ class OwnCodeOptions:
     experts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
     """Experts to serve instead of those layers, for a model of your own: patterns such as ffn.[0:4].[0:4]."""
     kind: Annotated[str, tyro.conf.arg(name="expert")] = "transformer_xl"
-    """What an expert is; as for `dmoe node`, also my_file.py:my_expert."""
+    """Kind of an expert; as for `dmoe node`, also my_file.py:my_expert."""
     optimizer: str = ""
-    """What experts learn with; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
+    """Optimiser of the experts; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
     model: str = ""
-    """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
+    """Model to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
     trunk_optimizer: str = ""
     """Optimiser of the trunks; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
     size and so on given here."""
@@ -113,7 +113,7 @@ class UpCommand:
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     network: Annotated[LocalNetworkOptions, tyro.conf.arg(name="")] = field(default_factory=LocalNetworkOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where this process shows how the others are. Each of them then has a port of its own, and /targets lists these
+    """Address at which this process shows the others. Each of them then has a port of its own, and /targets lists these
     for Prometheus' http_sd_configs."""
     config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False

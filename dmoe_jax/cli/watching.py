@@ -20,7 +20,7 @@ from dmoe_jax.training.swarm_engine import SwarmEngine
 
 
 class Watching:
-    """Told of what happens in a run. Made by `watching`."""
+    """Hears of a run, for scrapers and the trace. Made by `watching`."""
 
     def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
         self._monitor = monitor
@@ -33,7 +33,7 @@ class Watching:
         monitor.show(lambda: [counter("dmoe_device_busy_seconds_total", text, swarm.device.busy_s)])
 
     def found_experts(self) -> None:
-        """Every layer has a living expert."""
+        """Hear that every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
     def steps_of(self, trainers: Trainers) -> None:
@@ -46,7 +46,7 @@ class Watching:
         self._monitor.show(partial(collaboration_families, peer))
 
     def begins(self, engine: SwarmEngine, unit: str) -> None:
-        """The run loop begins; `unit` names the engine's items."""
+        """Hear that the run loop begins; `unit` names the engine's items."""
         self._monitor.show(
             lambda: training_families(
                 self._recorder, engine.totals(), step=engine.step, loss=engine.last_loss, unit=unit
@@ -54,7 +54,7 @@ class Watching:
         )
 
     def averaged(self, done: Round | GlobalStep) -> None:
-        """A round of averaging is over, or a step of a collaboration is made."""
+        """Hear of a round of averaging, or of a step of a collaboration, that is over."""
         if isinstance(done, GlobalStep):
             self._recorder.global_step(done)
         else:

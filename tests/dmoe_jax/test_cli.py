@@ -58,11 +58,7 @@ def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         ("node --claim 4", 2, "--claim needs --of PATTERN"),
         ("node --of a.0", 2, "--of would have no effect without --claim N"),
         ("node --claim 4 --of a.[", 2, r"bad grid pattern 'a.\['"),
-        (
-            "node --claim 4 --of a.[0:4] --experts a.3",
-            2,
-            r"--of together must .*, got a.3 in a.3 and in a.\[0:4\]",
-        ),
+        ("node --claim 4 --of a.[0:4] --experts a.3", 2, r"--of together must .*, got a.3 in a.3 and in a.\[0:4\]"),
         ("node --claim 4 --of a.[0:2000].[0:4]", 2, "2000 rows of their grids, at most 1024"),
         ("status --join nowhere", 2, "expected an address as HOST:PORT, got 'nowhere'"),
         ("node --faults late", 2, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
