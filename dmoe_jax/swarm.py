@@ -248,7 +248,8 @@ class Swarm:
                 compiling=compiling,
                 on_progress=told,
             )
-            self._served = served = await self._nursery.start(serving.run)
+            served: Served = await self._nursery.start(serving.run)
+        self._served = served
         return served
 
     async def close_served(self) -> None:

@@ -96,15 +96,6 @@ class OuterOptions:
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"--outer-momentum must be at least 0 and below 1, got {self.momentum}")
 
-    def optimizer(self, rate: float, momentum: float | None) -> "optax.GradientTransformation":
-        """Make the optimiser. Rate and momentum are its defaults; None stands for no state of a momentum."""
-        import optax
-
-        # An explicit 0 has a state, as checkpoints of earlier versions do; it is as large as the parameters.
-        momentum = momentum if self.momentum is None else self.momentum
-        rate = rate if self.learning_rate is None else self.learning_rate
-        return optax.sgd(rate, momentum=momentum, nesterov=momentum is not None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingOptions:
@@ -251,9 +242,15 @@ class AveragingOptions:
         """The outer optimiser, which only pseudo-gradients have."""
         if self.kind != "pseudo_gradients":
             return None
-        if self.is_sparse:
-            return self.outer.optimizer(1.0, None)
-        return self.outer.optimizer(0.4 if self.average_fragments > 1 else 0.7, 0.9)
+        import optax
+
+        rate, momentum = self.outer.learning_rate, self.outer.momentum
+        if rate is None:
+            rate = 1.0 if self.is_sparse else 0.4 if self.average_fragments > 1 else 0.7
+        if momentum is None and not self.is_sparse:
+            momentum = 0.9
+        # An explicit 0 has a state, as checkpoints of earlier versions do; it is as large as the parameters.
+        return optax.sgd(rate, momentum=momentum, nesterov=momentum is not None)
 
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
         """Have the trunk's optimiser average with others as these flags say; without averaging, return it as it is."""

@@ -3,20 +3,18 @@
 import json
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import trio
 
-from dmoe_jax.averaging import Round
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching, watching
-from dmoe_jax.collaboration import Collaboration, GlobalStep
+from dmoe_jax.collaboration import Collaboration
 from dmoe_jax.disk import CheckpointError
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.coverage import TooFewExperts, check_coverage
@@ -35,6 +33,8 @@ from dmoe_jax.training.saving import PreparedRun
 from dmoe_jax.training.swarm_engine import SwarmEngine
 from dmoe_jax.trunk import open_trunk_averaging
 from net.nursery import background_nursery
+
+_Figures = Callable[[], Mapping[str, float | int | None]]
 
 
 async def run_training(
@@ -67,13 +67,9 @@ async def run_training(
             await _wait_for_experts(training.mixtures, options.calls.wait_s, progress)
             watch.found_experts()
             try:
-                async with _opened_trainers(options, swarm, training, progress, watch) as (trainers, averaged):
+                async with _opened_trainers(options, swarm, training, progress, watch) as (trainers, figures):
                     engine = facts.engine = SwarmEngine(
-                        trainers,
-                        swarm.statistics,
-                        training.evaluation,
-                        layers=training.layers,
-                        figures=averaged.figures,
+                        trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures
                     )
                     watch.begins(engine, training.task.unit)
                     headline = await train(
@@ -83,7 +79,7 @@ async def run_training(
                         training.task,
                         progress,
                         facts=training.facts,
-                        records=averaged.records,
+                        records=watch.records,
                         on_end=lambda headline: print(json.dumps(headline)) if options.report.json else None,
                     )
                     check_coverage(swarm.statistics, options.calls.max_skipped)
@@ -111,46 +107,14 @@ def _plan(options: TrainOptions) -> Plan:
     )
 
 
-class _Averaged:
-    """Rounds and steps with other processes, for the metrics, and totals of them for the headline."""
-
-    def __init__(self, watch: Watching) -> None:
-        self._watch = watch
-        self._done: deque[Round | GlobalStep] = deque()
-        self.figures: Callable[[], Mapping[str, float | int | None]] = dict
-
-    def note(self, done: Round | GlobalStep) -> None:
-        """One more is over."""
-        self._done.append(done)
-        self._watch.averaged(done)
-
-    def records(self) -> list[tuple[str, Mapping[str, object]]]:
-        """Records of those since the last call."""
-        return [_record(self._done.popleft()) for _ in range(len(self._done))]
-
-
-def _record(done: Round | GlobalStep) -> tuple[str, Mapping[str, object]]:
-    if isinstance(done, GlobalStep):
-        return "global_step", asdict(done)
-    if done.why_lost:
-        return "event", {"name": "average_lost", "detail": done.why_lost}
-    return "average", {
-        "round": done.number,
-        "peers": done.peers,
-        "peers_lost": len(done.lost),
-        "received": done.received,
-        "sent_bytes": done.moved_bytes,
-        "took_s": done.took_s,
-    }
-
-
 @asynccontextmanager
 async def _opened_trainers(
     options: TrainOptions, swarm: Swarm, training: Training, progress: TrainingProgress, watch: Watching
-) -> AsyncIterator[tuple[Trainers, _Averaged]]:
-    """The trainers of this process, caught up with others that are ahead, and their averaging if the flags want it."""
+) -> AsyncIterator[tuple[Trainers, _Figures]]:
+    """The trainers of this process, caught up with others that are ahead, and the headline's figures of averaging."""
     averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
-    model, batches, averaged = training.model, training.batches, _Averaged(watch)
+    model, batches = training.model, training.batches
+    figures: _Figures = dict
     with mistakes_in_one_line():
         optimizer = averaging.wrap(trunk_optimizer(options))
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
@@ -170,7 +134,7 @@ async def _opened_trainers(
                 params=params,
                 seed=seed,
                 config=averaging.collaboration(),
-                on_step=averaged.note,
+                on_step=watch.averaged,
             )
             trainers = together = await stack.enter_async_context(collaborating)
             if together.step:
@@ -178,7 +142,7 @@ async def _opened_trainers(
             nursery = await stack.enter_async_context(background_nursery())
             nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
             watch.collaboration(together.peer)
-            averaged.figures = together.peer.totals.headline
+            figures = together.peer.totals.headline
         else:
             trainers = alone = swarm.trainer(model, optimizer, batches, params=params, seed=seed)
             if averaging.average_every:
@@ -190,16 +154,16 @@ async def _opened_trainers(
                     config=replace(averaging.config(), meaning=model.meaning),
                     max_step=max_step,
                     device=swarm.device,
-                    on_round=averaged.note,
+                    on_round=watch.averaged,
                 )
                 averager = await stack.enter_async_context(opened)
                 if await alone.trunk.catch_up(min_lead=averaging.average_every, max_step=max_step):
                     progress.say(f"took the state of a process that was ahead: step {alone.trunk.step}")
                 elif averager.why_not:
                     progress.say(f"{averager.why_not}; training alone until then")
-                averaged.figures = averager.totals.headline
+                figures = averager.totals.headline
         watch.steps_of(trainers)
-        yield trainers, averaged
+        yield trainers, figures
 
 
 async def _show_swarm(peer: Collaboration, target: int, progress: TrainingProgress) -> None:

@@ -1,7 +1,9 @@
 """Watchers of a run of `dmoe train`: scrapers, and a trace."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ class Watching:
     def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
         self._monitor = monitor
         self._trace = trace
+        self._averages: deque[Round | GlobalStep] = deque()
         self._recorder = TrainingRecorder()
         swarm.watch_calls(self._call)
         monitor.why_not_ready = lambda: "waiting for experts"
@@ -55,10 +58,15 @@ class Watching:
 
     def averaged(self, done: Round | GlobalStep) -> None:
         """Hear of a round of averaging, or of a step of a collaboration, that is over."""
+        self._averages.append(done)
         if isinstance(done, GlobalStep):
             self._recorder.global_step(done)
         else:
             self._recorder.round(done)
+
+    def records(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Records, for the run's metrics, of the averages since the last call."""
+        return [_record(self._averages.popleft()) for _ in range(len(self._averages))]
 
     def _call(self, record: CallRecord) -> None:
         self._recorder.call(record)
@@ -69,6 +77,21 @@ class Watching:
         self._recorder.step(span)
         if self._trace is not None:
             self._trace.add(span)
+
+
+def _record(done: Round | GlobalStep) -> tuple[str, Mapping[str, object]]:
+    if isinstance(done, GlobalStep):
+        return "global_step", asdict(done)
+    if done.why_lost:
+        return "event", {"name": "average_lost", "detail": done.why_lost}
+    return "average", {
+        "round": done.number,
+        "peers": done.peers,
+        "peers_lost": len(done.lost),
+        "received": done.received,
+        "sent_bytes": done.moved_bytes,
+        "took_s": done.took_s,
+    }
 
 
 @contextmanager
