@@ -4,11 +4,10 @@
         print(swarm.experts())
         mixture = swarm.mixture("ffn", feedforward(d_model=64), product_key((4, 4)))
 
-In a notebook leave the `with` out and call `swarm.close()` in the end: the swarm lives on between cells. trio runs in a
-thread of its own; every method here is one of `dmoe_jax.swarm` or `dmoe_jax.trainer` that is carried out there and
-waited for, from whatever thread it is called, also where an event loop of another kind runs already, as in Jupyter.
-Callbacks run in the swarm's thread. Ctrl-C cancels what is being waited for; in a layer under `jit` it comes as soon as
-the program has ended (`dmoe_jax.interrupts`).
+In a notebook leave the `with` out and call `swarm.close()` in the end. trio runs in a thread of its own; every method
+here is one of `dmoe_jax.swarm` or `dmoe_jax.trainer` that is carried out there and waited for, from whatever thread it
+is called, also beside an event loop of another kind, as in Jupyter. Callbacks run in the swarm's thread. Ctrl-C cancels
+what is being waited for; in a layer under `jit` it comes as soon as the program has ended (`dmoe_jax.interrupts`).
 """
 
 import atexit
@@ -47,10 +46,7 @@ class Closed(RuntimeError):
 
 
 def _keep_backends() -> None:
-    """Keep alive in a forked process all that JAX holds.
-
-    JAX's threads are not there: as Python ends, destructors would wait for them for ever, or crash.
-    """
+    # JAX's threads are not in a fork: as Python ends, destructors would wait for them for ever, or crash.
     gc.freeze()
     modules = [vars(module) for name, module in [*sys.modules.items()] if name.partition(".")[0] in ("jax", "jaxlib")]
     clients = {device.client for device in jax.local_devices()}
@@ -84,14 +80,12 @@ class TrioThread:
         self._token, self._nursery = ready.result()
 
     def run(self, function: Callable[..., Awaitable[_T]], *args: Any) -> _T:
-        """`await function(*args)` in the thread, and wait for it; from any other thread, several at once.
-
-        A KeyboardInterrupt while waiting cancels the call.
+        """`await function(*args)` in the thread, and wait for it; from any other thread, several at once. A
+        KeyboardInterrupt while waiting cancels the call.
 
         Raises:
           Closed: the thread has ended, or does so before the call is over; or this process was forked and has none.
           RuntimeError: called in the thread itself, which would wait for itself for ever.
-          Whatever the function raises.
         """
         if self.is_elsewhere:
             raise Closed(
@@ -171,8 +165,7 @@ class TrioThread:
                 raise failures[0]
 
     def close(self) -> None:
-        """End everything that runs in the thread, in order, and the thread. A second call does nothing, and neither
-        does one in a forked process."""
+        """End everything that runs in the thread, in order, and the thread; in a forked process do nothing."""
         if self.is_elsewhere:
             return
         with contextlib.suppress(trio.RunFinishedError):
@@ -192,26 +185,23 @@ class Waiting(Generic[_T]):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)
-        return _waiting(found, self._thread) if inspect.iscoroutinefunction(found) else found
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        @functools.wraps(found)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            return self._thread.run(functools.partial(found, *args, **kwargs))
+
+        return wait
 
     def __dir__(self) -> Iterable[str]:
         return {*super().__dir__(), *dir(self.inner)}
 
 
-def _waiting(method: Callable[_P, Awaitable[_T]], thread: TrioThread) -> Callable[_P, _T]:
-    """The method, with its arguments and docstring, carried out in the thread and waited for."""
-
-    @functools.wraps(method)
-    def wait(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return thread.run(functools.partial(method, *args, **kwargs))
-
-    return wait
-
-
 def _holding(
     method: Callable[Concatenate[Swarm, _P], AbstractAsyncContextManager[_T]],
 ) -> Callable[Concatenate["BlockingSwarm", _P], AbstractContextManager[Waiting[_T]]]:
-    """The asynchronous context manager that the method returns as an ordinary one, whose value waits."""
+    """Make the method return an ordinary context manager, whose value waits."""
 
     @functools.wraps(method)
     @contextlib.contextmanager
@@ -225,7 +215,7 @@ def _holding(
 def _making(
     method: Callable[Concatenate[Swarm, _P], _T], wrap: Callable[[_T, TrioThread], _W]
 ) -> Callable[Concatenate["BlockingSwarm", _P], _W]:
-    """The method with its result wrapped. It runs here, since the swarm's thread must not wait for JAX."""
+    """Wrap the method's result. It runs here, since the swarm's thread must not wait for JAX."""
 
     @functools.wraps(method)
     def make(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> _W:
@@ -285,7 +275,7 @@ class BlockingSwarm(Waiting[Swarm]):
 def _arguments_of(
     opener: Callable[_P, AbstractAsyncContextManager[Swarm]],
 ) -> Callable[[Callable[..., BlockingSwarm]], Callable[_P, BlockingSwarm]]:
-    """Decorator that gives a function the arguments of `opener`, for readers and type checkers."""
+    """Give a function the arguments of `opener`, for readers and type checkers."""
 
     def give(function: Callable[..., BlockingSwarm]) -> Callable[_P, BlockingSwarm]:
         function.__signature__ = inspect.signature(opener).replace(return_annotation=BlockingSwarm)  # type: ignore[attr-defined]
@@ -302,9 +292,6 @@ def connect(*args: Any, **options: Any) -> BlockingSwarm:
     for their calls, and for loops over several CPU devices (see `dmoe_jax.xla_threads.make_room`). Experts served here
     have CPU devices of their own (`dmoe_jax.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit`
     as KeyboardInterrupt.
-
-    Raises:
-      ValueError, NetError: as of `open_swarm`.
     """
     make_room()
     _prepare_for_forks()

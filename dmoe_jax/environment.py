@@ -20,4 +20,4 @@ Environment:
   DMOE_LOGLEVEL           INFO or DEBUG tell more, such as each failed call and why (default: WARNING)
   DMOE_XLA_CACHE          folder for compiled code; empty turns the cache off (default: a folder in ~/.cache/dmoe_jax)
 """
-"""What `dmoe --help` says about them."""
+"""Text about them in `dmoe --help`."""

@@ -18,8 +18,10 @@ _AGAIN_S = 2e-3
 
 
 def put_off_in_callbacks() -> Callable[[], None]:
-    """Put off interrupts in host callbacks, if this is the main thread and nobody else handles them; returns what
-    undoes it."""
+    """Put off interrupts in host callbacks, if this is the main thread and nobody else handles them.
+
+    Returns a function that undoes it.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         return lambda: None

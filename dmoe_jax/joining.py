@@ -1,4 +1,4 @@
-"""Finding a swarm: whom to join through, and making sure who answers there."""
+"""Finding a swarm: peers to join through, and making sure that it is they who answer."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,10 @@ Target = str | Contact | Address
 """A peer to join through: HOST:PORT is whoever answers there, PEERID@HOST:PORT that peer alone."""
 
 _ANSWER_TIMEOUT_S = 5.0
-"""How long a peer to join through may take to answer, with connecting. Across the world it takes a second; the rest is
-for a busy one."""
+"""Seconds for a peer to answer, with connecting. Across the world it takes one; the rest is for a busy peer."""
 
 _GRACE_S = 0.5
-"""How long the others may take once one has answered; the DHT waits as long in the same place."""
+"""Seconds for the others once one has answered; the DHT waits as long in the same place."""
 
 
 class WrongPeer(DialFailed):
@@ -28,17 +27,13 @@ class WrongPeer(DialFailed):
 
 
 def parse_targets(targets: Target | Sequence[Target]) -> tuple[Contact | Address, ...]:
-    """Peers to join through, each as HOST:PORT, PEERID@HOST:PORT, or parsed already.
+    """Parse peers to join through. Raises ValueError naming the text that is neither form."""
 
-    Raises:
-      ValueError: naming the text that is neither.
-    """
+    def parse(text: str) -> Contact | Address:
+        return Contact.parse(text) if "@" in text else Address.parse(text)
+
     several = [targets] if isinstance(targets, str | Contact | Address) else targets
-    return tuple(_parse(target) if isinstance(target, str) else target for target in several)
-
-
-def _parse(text: str) -> Contact | Address:
-    return Contact.parse(text) if "@" in text else Address.parse(text)
+    return tuple(parse(target) if isinstance(target, str) else target for target in several)
 
 
 async def find_entrances(
@@ -47,20 +42,21 @@ async def find_entrances(
     """Ask everybody to join through at once; wait for every answer, but only half a second after the first.
 
     Args:
-      caller: places the calls.
-      targets: whom to ask.
-      terms: how we knock at the swarm's door, for messages, such as "over TLS without a secret".
+      terms: terms on which we join, for messages, such as "over TLS without a secret".
       is_plain: without encryption a peer cannot say that this is what is wrong.
 
     Returns:
-      whom to hand to the DHT. One that was named with its peer is among them only if that peer has answered
-      there; of the others, those that are down too, for the DHT tries them again later.
+      Entrances for the DHT. One that was named with its peer is among them only if that peer has answered there; of the
+      others, those that are down too, for the DHT tries them again later.
 
     Raises:
       WrongPeer: another peer answers where one was named.
       DialFailed: there are targets besides ourselves, and nobody answers; the message says why of each.
     """
-    others = [target for target in dict.fromkeys(targets) if not _is_ourselves(caller, target)]
+    # All peers of a swarm may be started with one list, in which each finds itself.
+    ours = (caller.peer_id, caller.address)
+    named = {each: each.peer_id if isinstance(each, Contact) else each for each in targets}
+    others = [target for target, name in named.items() if name not in ours]
     answered: set[Contact | Address] = set()
     failures: dict[Contact | Address, NetError] = {}
     impostors: list[NetError] = []
@@ -95,13 +91,6 @@ async def find_entrances(
     return tuple(target for target in others if target in answered or isinstance(target, Address))
 
 
-def _is_ourselves(caller: Caller, target: Contact | Address) -> bool:
-    """Whether the target is this peer: all peers of a swarm may be started with one list."""
-    if isinstance(target, Contact):
-        return target.peer_id == caller.peer_id
-    return target == caller.address
-
-
 async def _why_no_answer(caller: Caller, target: Contact | Address, deadline: float) -> NetError | None:
     """None if the target answers anything at all, else what went wrong."""
     try:
@@ -114,7 +103,7 @@ async def _why_no_answer(caller: Caller, target: Contact | Address, deadline: fl
 
 
 def _is_about_trust(error: BaseException | None) -> bool:
-    """Whether somebody is there, and it came to nothing because of who is who."""
+    """True if somebody is there, and it came to nothing because of who is who."""
     while error is not None and not isinstance(error, HandshakeFailed):
         error = error.__cause__
     return error is not None

@@ -1,15 +1,16 @@
-"""Who takes part in a swarm: nodes, trainers, averagers and auxiliary peers tell the DHT, and `dmoe status` reads it.
+"""Members of a swarm: nodes, trainers, averagers and auxiliary peers tell the DHT, and `dmoe status` reads it.
 
 Each member has one entry for each of its roles under the key `members:SWARM`, with the contact that it listens at (none
-in client mode), a small dictionary of facts, and the version of its calls and records. Entries live until their
-expiration: members announce again and again, and silence is how a crashed one disappears. Strangers write these
-records, so whatever is malformed is left out.
+in client mode), a small dictionary of facts, and the version of its calls and records. Members announce again and
+again, and silence is how a crashed one disappears. Strangers write these records: whatever is malformed is left out.
 """
 
+import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import trio
 
@@ -20,13 +21,18 @@ from net.dht.records import Dictionary, Entry, Value
 from net.errors import NetError, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
+from net.rpc.base import Caller
 from net.wire.fields import integer
 from net.wire.versions import CALLS, MAX_VERSION
 
+_log = logging.getLogger(__name__)
+
 ROLES = ("node", "trainer", "averager", "auxiliary", "collaborator")
-"""What a member may be. One peer may have several roles at once."""
+"""Roles of members. One peer may have several at once."""
 
 _VERSION = integer(1, MAX_VERSION)
+
+_STATUS_TIMEOUT_S = 2.0
 
 MAX_FACTS = 32
 """Most facts that a member tells."""
@@ -38,12 +44,11 @@ MAX_GRIDS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What a member of a swarm says about itself."""
+    """A member of a swarm, as it describes itself."""
 
     peer_id: PeerId
-    """Who it is."""
     contact: Contact | None
-    """Where it can be called; None for a client, which listens nowhere."""
+    """Contact to call it at; None for a client, which listens nowhere."""
     info: Mapping[str, Value]
     """Facts by name: texts and finite numbers. "role" is always among them; "state" (such as "compiling" or "serving")
     and "grids" (the prefixes that a node serves) often are."""
@@ -72,15 +77,10 @@ async def declare_member(
     *,
     expiration: float,
 ) -> bool:
-    """Announce a member under its swarm's name. Returns whether the announcement stands.
-
-    Args:
-      contact: where it can be called; None in client mode.
-      info: see `Member.info`; it must name a role.
-      expiration: swarm time until which the announcement stands, seconds.
+    """Announce a member under its swarm's name; True if the announcement stands. Arguments as the fields of `Member`.
 
     Raises:
-      ValueError: if a fact is of another kind than `Member.info` describes.
+      ValueError: a fact is of another kind than `Member.info` describes.
     """
     facts = check_info(info)
     value = [None if contact is None else contact_to_wire(contact), facts, CALLS]
@@ -95,6 +95,24 @@ async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:
     return tuple(member for member in members if member is not None)
 
 
+async def node_statuses(rpc: Caller, members: Sequence[Member]) -> dict[PeerId, Mapping[str, Any]]:
+    """Counters of the nodes among the members that answer within two seconds; see `ExpertNode.status`."""
+    statuses: dict[PeerId, Mapping[str, Any]] = {}
+
+    async def ask(node: Contact) -> None:
+        try:
+            answer = await rpc.call(node, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
+            statuses[node.peer_id] = answer.body
+        except NetError as error:
+            _log.info("node %s does not say what it serves: %s", node, error)
+
+    async with trio.open_nursery() as nursery:
+        for member in members:
+            if member.role == "node" and member.contact is not None:
+                nursery.start_soon(ask, member.contact)
+    return statuses
+
+
 async def withdraw_member(dht: DhtNode, swarm: str, peer_id: PeerId, role: str) -> None:
     """Take a member's announcement in this role back."""
     await withdraw(dht, [(_key(swarm), _subkey(peer_id, role))], lambda value: value is not None)
@@ -105,7 +123,7 @@ async def withdraw(dht: DhtNode, steps: Sequence[tuple[str, str]], is_ours: Call
 
     Args:
       steps: key and subkey of each.
-      is_ours: whether an entry's value is one to take back.
+      is_ours: True of an entry's value that is one to take back.
     """
     found = await dht.get_many(dict.fromkeys(key for key, _ in steps))
     items = []
@@ -131,17 +149,16 @@ async def listed_member(
 ) -> AsyncIterator[None]:
     """Keep a member listed while the context is open, and take its announcement back at the end.
 
-    An announcement that reaches nobody does no harm: it is made again, and each is valid for three periods. Taking it
-    back takes at most two seconds, for which `dht` must still run.
+    Each announcement is valid for three periods; one that reaches nobody does no harm. Taking it back takes at most two
+    seconds, for which `dht` must still run.
 
     Args:
-      contact: where it can be called; None in client mode.
+      contact: as of `Member`.
       info: called for each announcement; see `Member.info`.
       period_s: seconds between announcements.
 
     Raises:
-      ValueError: a fact of the first announcement is of another kind than `Member.info` describes, or three periods
-        are longer than the DHT keeps a record.
+      ValueError: as `declare_member`, or three periods are longer than the DHT keeps a record.
     """
     if 3 * period_s > dht.config.max_lifetime_s:
         longest_s = dht.config.max_lifetime_s / 3
@@ -165,11 +182,7 @@ async def listed_member(
 
 
 def check_info(info: Mapping[str, Value]) -> dict[str, Value]:
-    """A copy of a member's facts.
-
-    Raises:
-      ValueError: naming the fact that is not as `Member.info` describes.
-    """
+    """Copy a member's facts. Raises ValueError naming the fact that is not as `Member.info` describes."""
     if info.get("role") not in ROLES:
         raise ValueError(f"expected a role among {', '.join(ROLES)}, got {info.get('role')!r:.80}")
     if len(info) > MAX_FACTS:

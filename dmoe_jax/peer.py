@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _Entrances = tuple[Contact | Address, ...]
 
 SIM_PORT = 1
-"""The port of every peer in a simulation: each has a host of its own."""
+"""Port of every peer in a simulation: each has a host of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +41,21 @@ class SwarmPeer:
     dht: DhtNode
     """Finds peers and records."""
     rng: random.Random
-    """What this peer draws from."""
+    """Source of what this peer draws."""
     is_simulated: bool
     """True in virtual time."""
 
     @property
-    def contact(self) -> str:
-        """PEERID@HOST:PORT, what others join through.
+    def own_contact(self) -> Contact | None:
+        """Contact of this peer; None if it listens nowhere."""
+        return None if self.rpc.address is None else Contact(self.rpc.peer_id, self.rpc.address)
 
-        Raises:
-          ValueError: this peer listens nowhere.
-        """
-        if self.rpc.address is None:
+    @property
+    def contact(self) -> str:
+        """PEERID@HOST:PORT, what others join through. Raises ValueError if this peer listens nowhere."""
+        if self.own_contact is None:
             raise ValueError("this peer is a client: nobody can join through it; give listen='HOST:PORT'")
-        return Contact(self.rpc.peer_id, self.rpc.address).full
+        return self.own_contact.full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,24 @@ class PeerConfig:
     seed: int | None = None
     faults: FaultPlan | None = None
     memory_budget: int | str | MemoryBudget | None = None
+
+    def budget(self) -> MemoryBudget | None:
+        """The memory budget. Raises ValueError if it is none."""
+        if self.memory_budget is None or isinstance(self.memory_budget, MemoryBudget):
+            return self.memory_budget
+        try:
+            return MemoryBudget(self.memory_budget)
+        except ValueError as error:
+            raise ValueError(f"memory_budget: {error}") from error
+
+    def where_to_listen(self, targets: _Entrances) -> Address | None:
+        """Address to listen at beside those to join through; None: this peer only calls."""
+        if self.listen != "auto":
+            return Address.parse(self.listen) if isinstance(self.listen, str) else self.listen
+        if self.host:
+            return Address(self.host, SIM_PORT)
+        are_here = all(_is_loopback(each.address if isinstance(each, Contact) else each) for each in targets)
+        return Address("127.0.0.1", 0) if are_here else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,50 +108,45 @@ async def open_peer(
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
-    Args: as of `dmoe_jax.swarm.open_swarm`.
-
-    Raises:
-      ValueError, DialFailed, ListenFailed: as of `open_swarm`.
+    Arguments and errors are those of `dmoe_jax.swarm.open_swarm`.
     """
     config, seams = config or PeerConfig(), testing or Seams()
-    targets, network = parse_targets(join), config.network
+    targets, is_simulated = parse_targets(join), config.network is not None
     if config.memory_budget is not None and seams.caller is not None:
         raise ValueError("memory_budget would have no effect: the caller that was given has one already")
     rng: random.Random = random.SystemRandom() if config.seed is None else random.Random(f"{config.seed}/{config.host}")
     async with AsyncExitStack() as stack:
-        if seams.caller is None:
+        caller = seams.caller
+        if caller is None:
             caller, targets = await _open_caller(stack, config, targets, rng)
-        else:
-            caller = seams.caller
-        clock = seams.clock or (SwarmClock.wall() if network is None else SwarmClock.virtual())
         node = await stack.enter_async_context(
             open_dht_node(
                 caller,
-                clock=clock,
+                clock=seams.clock or (SwarmClock.virtual() if is_simulated else SwarmClock.wall()),
                 rng=rng,
                 initial_peers=targets,
                 client_mode=caller.address is None,
                 # A simulation has no strangers, and may announce as rarely as it likes.
-                config=DhtConfig() if network is None else DhtConfig(max_lifetime_s=86_400.0),
+                config=DhtConfig(max_lifetime_s=86_400.0) if is_simulated else DhtConfig(),
             )
         )
-        yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=network is not None)
+        yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=is_simulated)
 
 
 async def _open_caller(
     stack: AsyncExitStack, config: PeerConfig, targets: _Entrances, rng: random.Random
 ) -> tuple[Caller, _Entrances]:
     """This peer's connections, open until the stack is, and who answers among those to join through."""
-    budget = _memory_budget(config.memory_budget)
+    budget, security = config.budget(), config.security
     transport: Transport
     if config.network is None:
-        transport, peer_id = stack.enter_context(config.security.open())
+        transport, peer_id = stack.enter_context(security.open())
     elif config.host:
         peer_id = PeerId.draw(rng)
         transport = config.network.transport(config.host, peer_id)
     else:
         raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
-    here = _where_to_listen(config.listen, targets, config.host)
+    here = config.where_to_listen(targets)
     caller = await stack.enter_async_context(
         open_rpc_peer(
             transport,
@@ -144,34 +158,11 @@ async def _open_caller(
         )
     )
     if config.network is None:
-        security = config.security
         if here is not None and security.is_open and not _is_loopback(here):
             _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
         is_plain = not isinstance(security, Tls)
         targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
     return caller, targets
-
-
-def _memory_budget(size: int | str | MemoryBudget | None) -> MemoryBudget | None:
-    if size is None or isinstance(size, MemoryBudget):
-        return size
-    try:
-        return MemoryBudget(size)
-    except ValueError as error:
-        raise ValueError(f"memory_budget: {error}") from error
-
-
-def _where_to_listen(
-    listen: str | Address | None, targets: Sequence[Contact | Address], simulated_host: str
-) -> Address | None:
-    if listen is None or isinstance(listen, Address):
-        return listen
-    if listen != "auto":
-        return Address.parse(listen)
-    if simulated_host:
-        return Address(simulated_host, SIM_PORT)
-    are_here = all(_is_loopback(each.address if isinstance(each, Contact) else each) for each in targets)
-    return Address("127.0.0.1", 0) if are_here else None
 
 
 def _is_loopback(address: Address) -> bool:

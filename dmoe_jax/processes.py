@@ -1,11 +1,9 @@
 """A swarm of `dmoe` processes on this machine, for `dmoe up`, the demonstration and measurements.
 
-Every process is started with a pipe as its standard input and told to end when that closes, so that none outlives the
-one that started it, even if that is killed. Each runs in a session of its own: Ctrl-C in a terminal reaches only the
-supervisor, which ends the others in order. Each writes to a log file of its own, which the supervisor reads.
-
-Links are encrypted, and every process joins through a peer that proves to be the one that was started. The swarm has
-no secret unless it is given one: it listens on loopback only, and lives as long as its supervisor.
+Every process is started with a pipe as its standard input and told to end when that closes, so that none outlives its
+supervisor, even if that is killed. Each runs in a session of its own: Ctrl-C in a terminal reaches only the supervisor,
+which ends the others in order. Each writes to a log file of its own, which the supervisor reads. Links are encrypted;
+the swarm has no secret unless it is given one, and listens on loopback only.
 """
 
 import os
@@ -25,18 +23,17 @@ from dmoe_jax.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
 from dmoe_jax.grid import ExpertUid
 
 _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
-"""How long a process has between SIGTERM and SIGKILL, by its command, in the order in which they end: a trainer writes
-its report while the nodes are still there, and a node its checkpoints."""
+"""Seconds between SIGTERM and SIGKILL, by command, in the order in which processes end: a trainer writes its report
+while the nodes are still there, and a node its checkpoints."""
 
 _HURRIED_GRACE_S = 4.0
-"""The same when everything ends at once. A node withdraws its experts within two seconds."""
+"""Grace when everything ends at once. A node withdraws its experts within two seconds."""
 
 _READY_TIMEOUT_S, _LOOK_PERIOD_S = 300.0, 0.1
 """Seconds for a process to serve, and between two looks at its log."""
 
 _JOIN_LINE = re.compile(r"^Join it with: .*--join (\S+).*\n", re.MULTILINE)
 """The whole line, since a contact cut in two would still match."""
-
 
 _METRICS_LINE = re.compile(r"^metrics at http://(\S+)/metrics\n", re.MULTILINE)
 
@@ -50,7 +47,6 @@ class SwarmProcess:
     """One `dmoe` process."""
 
     name: str
-    """Name in logs and tables."""
     kind: str
     """Its command: dht, node or train."""
     process: trio.Process
@@ -63,7 +59,7 @@ class SwarmProcess:
     last_line: str = ""
     """The last whole line of its log."""
     settled: trio.Event = field(default_factory=trio.Event)
-    """Set when it has printed its contact, or has ended."""
+    """Event that it has printed its contact, or has ended."""
 
     @property
     def address(self) -> str:
@@ -76,11 +72,7 @@ class SwarmProcess:
         return self.process.poll() is None
 
     async def ready(self) -> None:
-        """Wait until it has printed the line to join it with.
-
-        Raises:
-          ProcessFailed: it ended, or was not ready within five minutes.
-        """
+        """Wait until it has printed the line to join it with; raise ProcessFailed if it ends, or after five minutes."""
         with trio.move_on_after(_READY_TIMEOUT_S):
             await self.settled.wait()
         if not self.contact:
@@ -98,9 +90,7 @@ class LocalSwarm:
         self._log_folder = log_folder
         # Neither the secret of somebody's real swarm is for this one, nor what stands for flags. Several processes may
         # share one GPU: none may take its whole memory. Lines in a log are not cut at the width of a terminal.
-        inherited = {
-            name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(PREFIX)
-        }
+        inherited = {key: value for key, value in os.environ.items() if key in NO_FLAGS or not key.startswith(PREFIX)}
         own = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", SECRET_VARIABLE: ""}
         self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **inherited, **own, **environment}
         self._network_flags = tuple(network_flags)
@@ -108,11 +98,11 @@ class LocalSwarm:
         """Every process started, in order."""
 
     def of_kind(self, kind: str) -> list[SwarmProcess]:
-        """The processes that run this command, in the order in which they were started."""
+        """Return the processes that run this command, in the order in which they were started."""
         return [process for process in self.processes if process.kind == kind]
 
     async def launch(self, name: str, command: Sequence[str], *, in_foreground: bool = False) -> SwarmProcess:
-        """Run `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal; do not wait for it."""
+        """Start `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal."""
         log = self._log_folder / f"{name}.log"
         with nullcontext() if in_foreground else log.open("wb") as output:
             process = await trio.lowlevel.open_process(
@@ -130,7 +120,7 @@ class LocalSwarm:
         return launched
 
     async def start(self, name: str, command: Sequence[str]) -> SwarmProcess:
-        """Run `dmoe COMMAND` and wait until it is ready; see `SwarmProcess.ready`."""
+        """Start `dmoe COMMAND` and wait until it is ready; see `SwarmProcess.ready`."""
         started = await self.launch(name, command)
         await started.ready()
         return started
@@ -160,7 +150,7 @@ class LocalSwarm:
 async def open_local_swarm(
     log_folder: Path, environment: Mapping[str, str] | None = None, *, network_flags: Sequence[str] = ()
 ) -> AsyncIterator[LocalSwarm]:
-    """A swarm whose processes are all gone when the context ends: in order, or if it is cancelled at once.
+    """Open a swarm whose processes are all gone when the block ends: in order, or if it is cancelled at once.
 
     Args:
       log_folder: existing folder for one log file a process.
@@ -179,7 +169,7 @@ async def open_local_swarm(
 
 
 def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
-    """The experts of each node, dealt out in turn, so that every layer and grid row loses a few when one dies."""
+    """Deal experts out to nodes in turn, so that every layer and grid row loses a few when one dies."""
     hands: list[list[str]] = [[] for _ in range(num_nodes)]
     rows: dict[tuple[object, ...], int] = {}
     for index, uid in enumerate(uids):
@@ -197,12 +187,11 @@ async def launch_nodes(
     *,
     named_by: str = "--experts",
 ) -> None:
-    """Start a node for each hand of experts, all at once; do not wait for them.
+    """Start a node for each hand of experts, all at once, to join through `dht`; do not wait for them.
 
     Args:
-      dht: whom they join.
-      flags_of: further flags of `dmoe node`, by the node's index.
-      named_by: the flag for its hand; "--of" for nodes that claim experts.
+      flags_of: returns further flags of `dmoe node`, by the node's index.
+      named_by: flag for its hand; "--of" for nodes that claim experts.
     """
     for index, hand in enumerate(hands):
         await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), named_by, *hand])
@@ -212,20 +201,20 @@ def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -
     """Flags of `dmoe train` for one of several trainer processes that average their trunks in one group.
 
     Args:
-      seeds: the seed of the parameters, which is the same for all, and the seed of its own text and dropout.
+      seeds: seed of the parameters, the same for all, and seed of its own text and dropout.
     """
     averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
     return ["--seed", str(seeds[0]), "--data-seed", str(seeds[1]), *(averaging if num_processes > 1 else [])]
 
 
 def check_status(process: SwarmProcess, status: int) -> None:
-    """Raise ProcessFailed if a process ended with an error of its own; to be killed from outside is none."""
+    """Raise ProcessFailed if a process ended with an error of its own; a kill from outside is none."""
     if status not in (0, -getattr(signal, "SIGKILL", 9)):
         raise ProcessFailed(f"{process.name} ended with status {status}: {last_lines(process.log)}")
 
 
 def last_lines(log: Path, count: int = 3) -> str:
-    """The end of a log in one line."""
+    """Last lines of a log in one line."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return " / ".join(lines[-count:]) if lines else "it printed nothing"
 

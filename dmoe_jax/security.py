@@ -1,4 +1,4 @@
-"""How a swarm's links are protected, and who this peer is on them."""
+"""Protection of a swarm's links, and this peer's identity on them."""
 
 import random
 from collections.abc import Iterator
@@ -22,41 +22,34 @@ class Tls:
     """This peer's private key, or the file that holds it (made if missing; one process at a time). None: a fresh key,
     so that the peer has another id after a restart."""
     secret: bytes | str | Path | None = None
-    """What all peers of the swarm share, or the file that holds it. None: the swarm is open to everybody."""
+    """Secret that all peers of the swarm share, or its file. None: the swarm is open to everybody."""
     allowed: frozenset[PeerId] | str | Path | None = None
     """The only peers to talk to, or a file with a peer id a line. None: all who know the secret."""
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody may join who finds us."""
+        """True if everybody may join who finds us."""
         return self.secret is None and self.allowed is None
 
     @property
     def terms(self) -> str:
-        """How this peer knocks at a swarm's door, for messages."""
+        """Terms on which this peer joins, for messages."""
         if self.secret is None:
             return "over TLS without a secret"
-        return (
-            "over TLS with a secret" if isinstance(self.secret, bytes) else f"over TLS with the secret in {self.secret}"
-        )
+        return f"over TLS with {'a secret' if isinstance(self.secret, bytes) else f'the secret in {self.secret}'}"
 
     @contextmanager
     def open(self) -> Iterator[tuple[Transport, PeerId]]:
-        """The transport, and who we are on it. Holds the identity's file for the block.
+        """Open the transport, and yield it with this peer's id. Holds the identity's file for the block.
 
         Raises:
           IdentityError: a file cannot be used; the message names it.
         """
         with ExitStack() as stack:
-            if self.identity is None:
-                identity = Identity.generate()
-            elif isinstance(self.identity, Identity):
-                identity = self.identity
-            else:
-                identity = stack.enter_context(hold_identity(self.identity))
-            secret = self.secret if isinstance(self.secret, bytes) else b""
-            if isinstance(self.secret, str | Path):
-                secret = load_swarm_secret(self.secret)
+            identity = Identity.generate() if self.identity is None else self.identity
+            if not isinstance(identity, Identity):
+                identity = stack.enter_context(hold_identity(identity))
+            secret = load_swarm_secret(self.secret) if isinstance(self.secret, str | Path) else self.secret or b""
             allowed = load_allow_list(self.allowed) if isinstance(self.allowed, str | Path) else self.allowed
             membership = Membership(secret=secret, allowed=allowed)
             yield TlsTransport(identity, membership=membership), identity.peer_id
@@ -68,17 +61,17 @@ class Plain:
 
     @property
     def is_open(self) -> bool:
-        """Everybody may join."""
+        """True: everybody may join."""
         return True
 
     @property
     def terms(self) -> str:
-        """How this peer knocks at a swarm's door, for messages."""
+        """Terms on which this peer joins, for messages."""
         return "over plain TCP"
 
     @contextmanager
     def open(self) -> Iterator[tuple[Transport, PeerId]]:
-        """The transport, and a name drawn for this process."""
+        """Yield the transport, and an id drawn for this process."""
         yield TcpTransport(), PeerId.draw(random.SystemRandom())
 
 

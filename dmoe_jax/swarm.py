@@ -37,7 +37,7 @@ from dmoe_jax.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.joining import Target
-from dmoe_jax.members import Member, list_members, listed_member
+from dmoe_jax.members import Member, list_members, listed_member, node_statuses
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -52,14 +52,13 @@ from dmoe_jax.peer import PeerConfig, Seams, SwarmPeer, open_peer
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.security import Security, Tls
-from dmoe_jax.serving import Served, ServedExpert, serve_until_left
+from dmoe_jax.serving import Served, ServedExpert, Serving
 from dmoe_jax.trainer import Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.dht.records import Value
-from net.errors import NetError
-from net.identity import Address, Contact, PeerId
+from net.identity import Address, PeerId
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 from net.rpc.bulk import MemoryBudget
@@ -69,20 +68,14 @@ from net.wire.compression import Compression
 
 _log = logging.getLogger(__name__)
 
-_STATUS_TIMEOUT_S = 2.0
-
 _SLOW_S = 5.0
-"""Seconds after which the log says what `serve` is doing."""
+"""Seconds after which the log tells the progress of `serve`."""
 
 
 @contextmanager
 def told_when_slow(on_progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Pass on what the block says that it is doing; to the log if nobody asked for it.
-
-    Args:
-      on_progress: is told at once; None: the log warns after five seconds, then ever less often, so that nobody waits
-        for minutes without a word.
-    """
+    """Pass on the progress that the block tells; without `on_progress` to the log, after five seconds and then ever
+    less often, so that nobody waits for minutes without a word."""
     if on_progress is not None:
         yield on_progress
         return
@@ -147,7 +140,7 @@ class Swarm:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who this process is."""
+        """Id of this process."""
         return self.peer.rpc.peer_id
 
     @property
@@ -182,27 +175,26 @@ class Swarm:
           experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
           optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
           seed: with the uid it decides an expert's initial parameters, on whichever node it lives. None: the swarm's.
-          config: how batches are made and how often experts are announced.
+          config: settings of batches and announcements.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
-          devices: the local JAX devices over which the experts are spread, each expert on one, about as many bytes on
-            each: their numbers as "0-7", "0,2,5" or "all", or how many. In virtual time a number of simulated devices,
-            which work at the same time. None: JAX's default device. For a node that spans processes, what
+          devices: local JAX devices over which the experts are spread, each expert on one, about as many bytes on each:
+            their numbers as "0-7", "0,2,5" or "all", or a count. In virtual time a number of simulated devices, which
+            work at the same time. None: JAX's default device. For a node that spans processes, what
             `dmoe_jax.node.lockstep.open_lead` yields.
           mesh: such as "data=2,model=4": each expert is spread over a mesh of so many of the devices, rows of a batch
             over `data`, parameters and optimiser state over `model`. More devices make several meshes side by side,
             which share the experts; without `devices` there is one mesh, of the first devices.
           sharding_rule: says of each array of an expert how it lies on the mesh.
-          checkpoint_dir: where experts are saved, each by itself, and taken up from if they are there, whoever saved
-            them; nodes may share it.
-          checkpoint_period_s: seconds that the newest checkpoint may be old, of those that have learnt since; one more
-            is made at the end.
+          checkpoint_dir: folder in which each expert is saved by itself, and from which it is taken up, whoever saved
+            it; nodes may share it.
+          checkpoint_period_s: most seconds between checkpoints of an expert that learns; one more is made at the end.
           claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
             node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
             should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
           replicas: serve the experts beside others who serve them too: begin with their state, share the load, and
             average with them. All of them need it. None: whoever else serves one of them is warned of by name.
-          on_progress: told what it is doing, in a few words. None: after five seconds a warning in the log says so.
+          on_progress: told the progress in a few words. None: after five seconds the log warns with it.
           compiling: is entered while programs are compiled, so that processes of one machine may wait for each other.
 
         Raises:
@@ -219,7 +211,7 @@ class Swarm:
                 "close these first, or name the experts of all layers in one call: "
                 "serve({'layer0.[0:4]': expert, 'layer1.[0:4]': other}, ...)"
             )
-        config = NodeConfig(swarm=self.name) if config is None else replace(config, swarm=self.name)
+        config = replace(config or NodeConfig(), swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
         if claim is not None and replicas is not None:
@@ -243,15 +235,19 @@ class Swarm:
             if saver is not None and (restored := await saver.restore(alone=alone)):
                 several = f"{len(restored)} of {len(backends)} experts"
                 told(f"{several} go on from {checkpoint_dir} ({sum(restored.values())} updates)")
-            serving = functools.partial(
-                serve_until_left,
+            serving = Serving(
+                peer=self.peer,
+                devices=own,
+                backends=backends,
+                config=config,
+                saver=saver,
                 period_s=checkpoint_period_s,
-                on_progress=told,
                 claimable=claimable,
-                replicate=replicas,
+                replicas=replicas,
                 compiling=compiling,
+                on_progress=told,
             )
-            served: Served = await self._nursery.start(serving, self.peer, own, backends, config, saver)
+            served: Served = await self._nursery.start(serving.run)
         self._served = served
         return served
 
@@ -275,10 +271,9 @@ class Swarm:
         Args:
           prefix: the part of the experts' uids that names the layer. expert: their network, for its shapes.
           router: chooses the experts of each sample; see `dmoe_jax.routing`.
-          config: how it calls experts and waits for them; None: the defaults of `MixtureConfig`.
+          config: settings of its calls; None: the defaults of `MixtureConfig`.
           seed: seed of dropout in experts that take keys; None: the swarm's.
-          settings: fields of the config that are to be others, such as k_best=2, k_min=1, grace_s=1.0, timeout_s=10.0,
-            max_rows=256, compression="float16", on_shortfall="raise" or max_skipped=0.5; see `MixtureConfig`.
+          settings: fields of the config that are to be others, such as k_best=2, timeout_s=10.0, compression="float16".
 
         Raises:
           ValueError: a setting is out of range. TypeError: there is no such setting.
@@ -422,45 +417,33 @@ class Swarm:
         ) as peer:
             yield CollaborativeTrainers(model, peer, several, seed=seed)
 
-    @asynccontextmanager
-    async def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AsyncIterator[None]:
+    def announced(self, role: str, facts: Callable[[], Mapping[str, Value]]) -> AbstractAsyncContextManager[None]:
         """List this process in the swarm in a role, such as "trainer", as long as the block lasts.
 
         Args:
-          facts: what `dmoe status` shows of it, asked again every ten seconds; see `dmoe_jax.members.Member`.
+          facts: returns what `dmoe status` shows of it, every ten seconds; see `dmoe_jax.members.Member`.
         """
-        contact = None if self.rpc.address is None else Contact(self.peer_id, self.rpc.address)
-        async with listed_member(self.dht, self.name, self.peer_id, contact, lambda: {"role": role, **facts()}):
-            yield
+        contact = self.peer.own_contact
+        return listed_member(self.dht, self.name, self.peer_id, contact, lambda: {"role": role, **facts()})
 
     def watch_calls(self, on_call: Callable[[CallRecord], None] | None) -> None:
-        """Have a function told of each expert call of this process when it has ended, from now on; None: nobody."""
+        """Call a function with each expert call of this process that has ended, from now on; None: nobody."""
         self._caller.on_call = on_call
 
     async def members(self) -> tuple[Member, ...]:
-        """Who takes part: nodes, those that still compile too, trainers, averagers and auxiliary peers, as they say."""
+        """Members of the swarm: nodes, those that still compile too, trainers, averagers and auxiliary peers."""
         return await list_members(self.dht, self.name)
 
     async def experts(self) -> dict[str, ServedExpert]:
         """Every expert that a node of this swarm serves now, by uid; of replicas the one with the most updates. Nodes
         that do not answer are left out."""
-        found: dict[str, ServedExpert] = {}
-
-        async def ask(contact: Contact) -> None:
-            try:
-                reply = await self.rpc.call(contact, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)
-            except NetError as error:
-                _log.info("node %s does not say what it serves: %s", contact, error)
-                return
-            updates = reply.body.get("updates")
+        members, found = await self.members(), dict[str, ServedExpert]()
+        contacts = {each.peer_id: each.contact for each in members if each.role == "node" and each.contact is not None}
+        for peer_id, status in (await node_statuses(self.rpc, members)).items():
+            updates = status.get("updates")
             for uid, count in updates.items() if isinstance(updates, dict) else ():
                 if isinstance(count, int) and (uid not in found or count > found[uid].updates):
-                    found[uid] = ServedExpert(contact=contact, updates=count)
-
-        async with trio.open_nursery() as nursery:
-            for member in await self.members():
-                if member.role == "node" and member.contact is not None:
-                    nursery.start_soon(ask, member.contact)
+                    found[uid] = ServedExpert(contact=contacts[peer_id], updates=count)
         return dict(sorted(found.items()))
 
 
@@ -494,12 +477,12 @@ async def open_swarm(
       name: the swarm's: members find each other under it.
       seed: seed of what this process draws. In a simulation its identity follows from it and the host. None: chance.
       device: runs XLA work; None: a worker thread, in a simulation the calling task.
-      faults: what is to go wrong with this peer's answers, on purpose.
-      directory: how experts are looked up.
-      memory_budget: what averages and states under way may hold in this process beyond the few MiB that each of them
-        begins with, in bytes or as "256MiB", at least 1 MiB; swarms of one process may share a `MemoryBudget`. With
+      faults: errors of this peer's answers, on purpose.
+      directory: settings of the look-up of experts.
+      memory_budget: bytes, or a text such as "256MiB", that averages and states under way may hold in this process
+        beyond the few MiB that each begins with, at least 1 MiB; swarms of one process may share a `MemoryBudget`. With
         less than a long line wants they take longer. None: 512 MiB.
-      testing: what a test or an experiment puts in the place of parts of it.
+      testing: parts that a test or an experiment puts in the place of this swarm's.
 
     Raises:
       ValueError: an address or file cannot be used, or the budget is none; the message names it.

@@ -22,16 +22,15 @@ Kind = Literal["router", "expert", "optimizer", "model"]
 
 
 class UserFileError(ValueError):
-    """What is named cannot be had from the user's file. The message names it and says why."""
+    """An object cannot be had from the user's file. The message names it and says why."""
 
 
 def load_from_file(spec: str, *, kind: Kind, choices: Sequence[str] = ()) -> Any:
-    """The attribute that a file defines. A file is run once a process; changes made to it later have no effect.
+    """Return the attribute that a file defines. A file is run once a process; later changes to it have no effect.
 
     Args:
       spec: "path/to/file.py:attribute".
-      kind: what it is to be; for messages.
-      choices: names that the caller understands in place of a file; for messages.
+      kind, choices: kind of the attribute, and names that the caller understands in place of a file, for messages.
 
     Raises:
       UserFileError: there is no such file or attribute, or the file raised an exception.
@@ -54,11 +53,7 @@ def load_from_file(spec: str, *, kind: Kind, choices: Sequence[str] = ()) -> Any
 
 
 def call_user(spec: str, function: Callable[..., Any], *args: Any, kind: Kind) -> Any:
-    """What the function from a user's file returns. It is called once for equal arguments.
-
-    Raises:
-      UserFileError: naming the exception that it raised.
-    """
+    """Call a function from a user's file, once for equal arguments. Raises UserFileError naming what it raised."""
     try:
         return _called_once(function, *args)
     except (Exception, SystemExit) as error:
@@ -67,10 +62,10 @@ def call_user(spec: str, function: Callable[..., Any], *args: Any, kind: Kind) -
 
 
 def user_expert(spec: str) -> Expert:
-    """The expert of "path/to/file.py:attribute": an `Expert`, or a function without arguments that returns one.
+    """Return the expert of "path/to/file.py:attribute": an `Expert`, or a function without arguments that returns one.
 
     Raises:
-      UserFileError: if there is none, or it does not keep to the contract of experts (`check_expert`).
+      UserFileError: there is none, or it does not keep to the contract of experts (`check_expert`).
     """
     found: Expert = _found_or_made(spec, "expert", Expert, "an Expert (see dmoe_jax.experts.as_expert)")
     try:
@@ -81,22 +76,17 @@ def user_expert(spec: str) -> Expert:
 
 
 def user_optimizer(spec: str) -> optax.GradientTransformation:
-    """The optimiser of "path/to/file.py:attribute": an Optax transformation, or a function without arguments that
-    returns one.
-
-    Raises:
-      UserFileError: if there is none.
-    """
+    """Return the optimiser of "path/to/file.py:attribute": an Optax transformation, or a function without arguments
+    that returns one. Raises UserFileError if there is none."""
     kinds = optax.GradientTransformation | optax.MultiSteps
     found = _found_or_made(spec, "optimizer", kinds, "an optax.GradientTransformation")
     return found.gradient_transformation() if isinstance(found, optax.MultiSteps) else found
 
 
 def user_model(spec: str) -> Callable[[Any], Any]:
-    """The function `model(swarm)` of "path/to/file.py:attribute", which returns a `dmoe_jax.model.Model`.
+    """Return the function `model(swarm)` of "path/to/file.py:attribute", which makes a `dmoe_jax.model.Model`.
 
-    Raises:
-      UserFileError: if there is none.
+    Raises UserFileError if there is none.
     """
     found = load_from_file(spec, kind="model")
     if not callable(found):
@@ -110,7 +100,7 @@ def _called_once(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _found_or_made(spec: str, kind: Kind, wanted: Any, expected: str) -> Any:
-    """What the file defines, or, where that is a function and none of the `wanted` types, what the function makes."""
+    """Return what the file defines, or what it makes where it is a function and none of the `wanted` types."""
     found = load_from_file(spec, kind=kind)
     if not isinstance(found, wanted) and callable(found):
         found = call_user(spec, found, kind=kind)

@@ -1,5 +1,4 @@
-"""The `dmoe` command: run a DHT peer or an expert node, train over a swarm, reduce averages for others, look at
-a swarm or at what was learnt, name a key; or all at once.
+"""The `dmoe` command.
 
 Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
 need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
@@ -48,7 +47,11 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a mistake of the user's, 130 after Ctrl-C."""
     words = list(sys.argv[1:] if args is None else args)
     if words == ["--version"]:
-        say(f"dmoe_jax {_version()}")
+        try:
+            version = importlib.metadata.version("dmoe-jax")
+        except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
+            version = "of an unknown version"
+        say(f"dmoe_jax {version}")
         return
     if words[:1] == ["completion"]:
         words = ["--tyro-print-completion", *words[1:]]
@@ -78,7 +81,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _given(words: Sequence[str]) -> Given:
-    """The flags of all sources for the command that the words call, if they call one and do not ask for help."""
+    """Flags of all sources for the command that the words call, if they call one and do not ask for help."""
     name, *typed = [*words] or [""]
     command = commands_of(Command).get(name)
     if command is None or {"--help", "-h"} & {*typed}:
@@ -86,10 +89,3 @@ def _given(words: Sequence[str]) -> Given:
     # `dmoe inspect` asks a swarm only if it is told to.
     environ = {key: value for key, value in os.environ.items() if (name, key) != ("inspect", JOIN_VARIABLE)}
     return gather(command, typed, environ, name=name)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("dmoe-jax")
-    except importlib.metadata.PackageNotFoundError:  # a folder that was never installed
-        return "of an unknown version"

@@ -10,13 +10,13 @@ import tyro
 
 from dmoe_jax.cli.averaging import MeetingOptions
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.monitoring import MetricsOptions
 from dmoe_jax.cli.network import (
     BudgetOptions,
     EndsWithInput,
     JoinTexts,
     ListenOptions,
     MemberOptions,
+    MetricsOptions,
     join_line,
     join_swarm,
 )
@@ -35,7 +35,6 @@ from net.averaging.grouping.group_key import check_prefix
 from net.averaging.plan import AveragingPlan
 from net.averaging.reduction.partition import AllReduceConfig
 from net.dht.records import Value
-from net.identity import Contact
 from net.wire.compression import Compression
 
 _ANNOUNCE_PERIOD_S = 5.0
@@ -56,7 +55,7 @@ class AssistCommand:
     meeting: Annotated[MeetingOptions, tyro.conf.arg(name="")] = field(default_factory=MeetingOptions)
     """As the --average-... flags of the trainers."""
     compression: Compression = Compression.NONE
-    """How answers travel; as --average-compression of the trainers."""
+    """Form of the answers on the wire; as --average-compression of the trainers."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     config: ConfigFile = None
@@ -68,11 +67,7 @@ class AssistCommand:
         return run_until_done(self._assist, exit_on_stdin_eof=self.exit_on_stdin_eof)
 
     def check(self) -> None:
-        """Refuse flags that cannot be meant.
-
-        Raises:
-          UsageError: naming the flag.
-        """
+        """Raise `UsageError` naming a flag that cannot be meant."""
         if not self.join:
             raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
         checks = {"--name": lambda: check_prefix(self.meeting.name), "--up, --down": self.meeting.speeds}
@@ -104,72 +99,56 @@ class AssistCommand:
             monitor.show(partial(peer_families, peer))
             monitor.show(totals.families)
             monitor.why_not_ready = lambda: "" if totals.state == "assisting" else "nobody averages yet"
-            rpc = peer.rpc
-            assert rpc.address is not None
-            contact = Contact(rpc.peer_id, rpc.address)
+            rpc, dht, name, rng = peer.rpc, peer.dht, self.meeting.name, random.SystemRandom()
             say(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
             say(join_line("train", self.network, peer))
             async with listed_member(
-                peer.dht, self.network.swarm, rpc.peer_id, contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
+                dht, self.network.swarm, rpc.peer_id, peer.own_contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
             ):
                 with stop.body():
-                    if await is_collaboration(peer.dht, self.meeting.name):
-                        await assist_collaboration(
-                            rpc,
-                            peer.dht,
-                            prefix=self.meeting.name,
-                            rng=random.SystemRandom(),
-                            config=self.rounds(),
-                            on_plan=totals.begin,
-                            on_step=totals.count_step,
-                        )
-                    await assist(
-                        rpc,
-                        peer.dht,
-                        prefix=self.meeting.name,
-                        rng=random.SystemRandom(),
-                        config=self.averager(),
-                        on_plan=totals.begin,
-                        on_round=totals.count,
-                    )
+                    if await is_collaboration(dht, name):
+                        together = partial(assist_collaboration, config=self.rounds(), on_step=totals.count_step)
+                        await together(rpc, dht, prefix=name, rng=rng, on_plan=totals.begin)
+                    by_groups = partial(assist, config=self.averager(), on_round=totals.count)
+                    await by_groups(rpc, dht, prefix=name, rng=rng, on_plan=totals.begin)
         say(f"assisted in {totals.rounds} rounds, {_megabytes(totals.moved_bytes)} each way")
         return EXIT_INTERRUPTED
 
 
 class _Totals:
-    """What came of it so far: for the terminal, and for `dmoe status`."""
+    """Rounds and bytes so far: for the terminal, and for `dmoe status`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.state = "waiting"
-        """"waiting" until it is known what is averaged, then "assisting"."""
+        """"waiting" until there is a plan of what is averaged, then "assisting"."""
         self.rounds = 0
         self.moved_bytes = 0.0
 
     def begin(self, plan: AveragingPlan) -> None:
-        """It is known what is averaged."""
+        """Take the plan of what is averaged."""
         self.state = "assisting"
         say(f"{self._name}: averages of {plan.size:,} numbers in groups of {plan.grid.side}")
 
     def count(self, done: AveragingStep) -> None:
-        """A round is over."""
+        """Count a round."""
         self.rounds += 1
         self.moved_bytes += done.moved_bytes
         moved = f"{_megabytes(done.moved_bytes)} each way, {_megabytes(self.moved_bytes)} in all"
         say(f"round {self.rounds}: {len(done.peers)} peers, {moved}")
 
     def count_step(self, done: Averaged) -> None:
-        """A step of a collaboration is made."""
+        """Count a step of a collaboration."""
         self.rounds += 1
         say(f"step {self.rounds}: {len(done.members)} peers, {done.weight:,.0f} samples")
 
     def facts(self) -> Mapping[str, Value]:
-        """What the swarm is told."""
+        """Facts that the swarm is told."""
         facts: dict[str, Value] = {"role": "auxiliary", "state": self.state, "group": self._name}
         return facts | {"averages": self.rounds, "moved_mb": self.moved_bytes / 1e6}
 
     def families(self) -> list[Family]:
-        """What scrapers are shown."""
+        """Figures for scrapers."""
         text = "Bytes of averages that went each way; those of steps of a collaboration are not counted."
         return [
             counter("dmoe_assist_rounds_total", "Rounds and steps assisted in.", self.rounds),

@@ -1,9 +1,8 @@
-"""The flags for averaging with other trainer processes, and what they set up."""
+"""Flags for averaging with other trainer processes, and the settings that they stand for."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -17,26 +16,21 @@ from net.wire.sparse import SparseCoding
 if TYPE_CHECKING:
     import optax
 
-    from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig
-    from dmoe_jax.averaging.settings import CompressionName
+    from dmoe_jax.averaging import TreeAveragerConfig
     from dmoe_jax.collaboration import CollaborationConfig
-    from dmoe_jax.device import Device
     from dmoe_jax.optim.compression import ErrorFeedback
-    from dmoe_jax.trunk import SharedTrunk
-    from net.dht.node import DhtNode
-    from net.rpc.base import Caller
 
 _BYTES_IN_A_MEGABIT = 125_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingOptions:
-    """How a process meets others for a round of averaging, and what its line carries."""
+    """A process's rounds of averaging with others, and the speed of its line."""
 
     name: str = "trunk"
     """Processes that give the same name average with each other."""
     window_s: float = 5.0
-    """How long a group waits for more members, seconds, the same for all; a full one begins at once."""
+    """Seconds that a group waits for more members, the same for all; a full one begins at once."""
     timeout_s: float = 30.0
     """Longest that a round takes, seconds, the same for all; training goes on meanwhile."""
     up: float = 0.0
@@ -45,11 +39,7 @@ class MeetingOptions:
     """Megabits a second that it can receive; 0: it is measured."""
 
     def speeds(self) -> Speeds:
-        """What is known of this machine's line.
-
-        Raises:
-          ValueError: one of the speeds is out of range.
-        """
+        """Known speeds of this machine's line. Raises ValueError if one is out of range."""
         up, down = (each * _BYTES_IN_A_MEGABIT if each else None for each in (self.up, self.down))
         return Speeds(up=up, down=down)
 
@@ -73,21 +63,17 @@ _CODING = SparseCoding()
 @named_flags(prefix="average-")
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions:
-    """How few values travel with top-k."""
+    """Values that travel with top-k."""
 
     kept: int = _CODING.kept
     """With top-k: values that travel of each block of 4,096, the same for all."""
     value_bits: Literal[2, 4] = 2
     """With top-k: bits of a value that travels, with its sign; the same for all."""
     residual_decay: float = 0.95
-    """With top-k: what is left from one average to the next of what did not travel, 0 to 1."""
+    """With top-k: share of what did not travel that is kept for the next average, 0 to 1."""
 
     def feedback(self) -> "ErrorFeedback":
-        """What the averaging knows of it.
-
-        Raises:
-          ValueError: a setting is out of range.
-        """
+        """Settings for the optimiser. Raises ValueError if one is out of range."""
         from dmoe_jax.optim.compression import ErrorFeedback
 
         return ErrorFeedback(coding=replace(_CODING, kept=self.kept, bits=self.value_bits), decay=self.residual_decay)
@@ -110,19 +96,10 @@ class OuterOptions:
         if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ValueError(f"--outer-momentum must be at least 0 and below 1, got {self.momentum}")
 
-    def optimizer(self, rate: float, momentum: float | None) -> "optax.GradientTransformation":
-        """The optimiser; the arguments are what it has by default, None stands for no state of a momentum."""
-        import optax
-
-        # An explicit 0 has a state, as checkpoints of earlier versions do; it is as large as the parameters.
-        momentum = momentum if self.momentum is None else self.momentum
-        rate = rate if self.learning_rate is None else self.learning_rate
-        return optax.sgd(rate, momentum=momentum, nesterov=momentum is not None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingOptions:
-    """How this process's trunk is kept together with those of others."""
+    """Averaging of this process's trunk with the trunks of others."""
 
     average_every: int = 0
     """Trunk updates between two averages with other trainer processes of the swarm; 0: never. Give each process its own
@@ -132,21 +109,21 @@ class AveragingOptions:
     gather together; 0: each process steps by itself. Whoever joins, leaves or is slow, --steps and schedules count the
     steps of all. With --average parameters or pseudo-gradients processes step by themselves in between."""
     average: Literal["auto", "parameters", "gradients", "pseudo-gradients", "noloco"] = "auto"
-    """What is averaged, the same for all processes: parameters as they are; accumulated gradients, with one step of the
-    optimiser for each average; or how far parameters came since the last average, which an outer optimiser takes as a
-    gradient (DiLoCo). noloco: the latter with parameters drawn together as well, for groups that are small: see
+    """Numbers that are averaged, the same for all processes: parameters as they are; accumulated gradients, with one
+    step of the optimiser for each average; or how far parameters came since the last average, which an outer optimiser
+    takes as a gradient (DiLoCo). noloco: the latter with parameters drawn together as well, for small groups: see
     --average-side 2 and --average-dims. auto: parameters, but with --target-batch-size gradients."""
     average_share: float = 1.0
-    """Of the parameters, drawn anew for each group, that are averaged, such as 0.005 every update (SPARTA); the same
-    for all processes."""
+    """Share of the parameters, drawn anew for each group, that is averaged, such as 0.005 every update (SPARTA); the
+    same for all processes."""
     average_fragments: int = 1
     """With pseudo-gradients: parts of the model that are averaged by turns, each every --average-every updates, while
     training goes on (Streaming DiLoCo); the same for all processes."""
     average_by_samples: bool = True
-    """Whether a process counts by the samples that it has seen since its last average, or all count alike, as they
+    """Count each process by the samples that it has seen since its last average; without it all count alike, as they
     always do with noloco and with --average-fragments."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8", "top-k"] = "none"
-    """How numbers travel. With --target-batch-size all processes make the same step whatever is lost on the way. top-k:
+    """Form of numbers on the wire. With --target-batch-size all processes make the same step whatever it loses. top-k:
     the largest of each block in a few bits, the rest is kept for later (error feedback, SparseLoCo); for gradients and
     pseudo-gradients with --average-every, the same for all processes."""
     meeting: Annotated[TrainerMeetingOptions, tyro.conf.arg(name="")] = field(default_factory=TrainerMeetingOptions)
@@ -154,15 +131,9 @@ class AveragingOptions:
     outer: Annotated[OuterOptions, tyro.conf.arg(name="")] = field(default_factory=OuterOptions)
 
     def check(self) -> None:
-        """Refuse flags that cannot be meant.
-
-        Raises:
-          UsageError: naming the flag.
-        """
+        """Raise `UsageError` naming a flag that cannot be meant."""
         check_at_least(0, self, "average_every", "target_batch_size")
         check_at_least(1, self, "average_fragments")
-        if self.target_batch_size and self.average_every:
-            raise UsageError("--target-batch-size says when to average: leave --average-every out")
         for line, is_so in self._misfits().items():
             if is_so:
                 raise UsageError(line)
@@ -179,20 +150,21 @@ class AveragingOptions:
             raise UsageError(f"--average-...: {error}") from error
 
     def _misfits(self) -> Mapping[str, bool]:
-        """Lines that refuse what belongs to another method of averaging -> True if it is so."""
-        every, together = bool(self.average_every), bool(self.target_batch_size)
+        """Lines that refuse flags of another method of averaging -> True if they are given."""
+        every, together, sparse = bool(self.average_every), bool(self.target_batch_size), self.is_sparse
         share, parts = self.average_share, self.average_fragments
         top_k = "--average-compression top-k is for"
         turns = f"{parts} cannot each have a turn within --average-every {self.average_every} updates"
         return {
+            "--target-batch-size says when to average: leave --average-every out": every and together,
             f"{top_k} --average-every: a batch of --target-batch-size is reduced, not gathered; take blockwise8": (
-                self.is_sparse and together
+                sparse and together
             ),
             f"{top_k} --average gradients or pseudo-gradients: the largest parameters alone are no model": (
-                self.is_sparse and every and self.kind == "parameters"
+                sparse and every and self.kind == "parameters"
             ),
             f"{top_k} gradients or pseudo-gradients of the whole model": (
-                self.is_sparse and (self.average == "noloco" or parts > 1)
+                sparse and (self.average == "noloco" or parts > 1)
             ),
             f"--average-share must be above 0 and at most 1, got {share}": not 0 < share <= 1,
             "--average-share is for --average parameters with --average-every": (
@@ -208,7 +180,7 @@ class AveragingOptions:
         }
 
     def _needs(self) -> Iterator[tuple[str, bool, list[Flag]]]:
-        """Flags that do something only with another one: (the other one, True if it is given, the flags)."""
+        """Flags that need another one: (the other one, True if it is given, the flags)."""
         every, together = bool(self.average_every), bool(self.target_batch_size)
         alone = ("average_share", "average_fragments", "average_by_samples", "average_dims")
         flags = {flag.key: flag for flag in flags_of(self)}
@@ -226,7 +198,7 @@ class AveragingOptions:
 
     @property
     def kind(self) -> Literal["parameters", "gradients", "pseudo_gradients", "noloco"]:
-        """What is averaged."""
+        """Numbers that are averaged."""
         if self.average == "auto":
             return "gradients" if self.target_batch_size else "parameters"
         return "pseudo_gradients" if self.average == "pseudo-gradients" else self.average
@@ -236,57 +208,52 @@ class AveragingOptions:
         """True if others call this process."""
         return bool(self.average_every or self.target_batch_size) and not self.meeting.client
 
-    @property
-    def _codec(self) -> "CompressionName":
-        """How numbers travel where all do."""
-        return "none" if self.average_compression == "top-k" else self.average_compression
+    def _of_both(self) -> dict[str, Any]:
+        """Settings of an averager and of a collaboration alike."""
+        return {
+            "timeout_s": self.meeting.timeout_s,
+            "role": "client" if self.meeting.client else "auto",
+            "speeds": self.meeting.speeds(),
+            "compression": "none" if self.is_sparse else self.average_compression,
+        }
 
     def config(self) -> "TreeAveragerConfig":
-        """The averager's settings.
-
-        Raises:
-          ValueError: one of them is out of range.
-        """
+        """Settings of the averager. Raises ValueError if one is out of range."""
         from dmoe_jax.averaging import TreeAveragerConfig
 
+        meeting = self.meeting
         return TreeAveragerConfig(
-            side=self.meeting.side,
-            dims=self.meeting.dims,
-            window_s=self.meeting.window_s,
-            timeout_s=self.meeting.timeout_s,
-            compression=self._codec,
+            side=meeting.side,
+            dims=meeting.dims,
+            window_s=meeting.window_s,
             share=self.average_share,
-            role="client" if self.meeting.client else "auto",
-            speeds=self.meeting.speeds(),
+            **self._of_both(),
         )
 
     def collaboration(self) -> "CollaborationConfig":
-        """How this process takes part in one large batch.
-
-        Raises:
-          ValueError: a setting is out of range.
-        """
+        """Settings of this process's part in one large batch. Raises ValueError if one is out of range."""
         from dmoe_jax.collaboration import CollaborationConfig
 
         return CollaborationConfig(
-            target_batch_size=self.target_batch_size,
-            lead_s=self.meeting.window_s,
-            timeout_s=self.meeting.timeout_s,
-            role="client" if self.meeting.client else "auto",
-            speeds=self.meeting.speeds(),
-            compression=self._codec,
+            target_batch_size=self.target_batch_size, lead_s=self.meeting.window_s, **self._of_both()
         )
 
     def outer_optimizer(self) -> "optax.GradientTransformation | None":
         """The outer optimiser, which only pseudo-gradients have."""
         if self.kind != "pseudo_gradients":
             return None
-        return self.outer.optimizer(
-            *((1.0, None) if self.is_sparse else (0.4 if self.average_fragments > 1 else 0.7, 0.9))
-        )
+        import optax
+
+        rate, momentum = self.outer.learning_rate, self.outer.momentum
+        if rate is None:
+            rate = 1.0 if self.is_sparse else 0.4 if self.average_fragments > 1 else 0.7
+        if momentum is None and not self.is_sparse:
+            momentum = 0.9
+        # An explicit 0 has a state, as checkpoints of earlier versions do; it is as large as the parameters.
+        return optax.sgd(rate, momentum=momentum, nesterov=momentum is not None)
 
     def wrap(self, inner: "optax.GradientTransformation") -> "optax.GradientTransformation":
-        """The trunk's optimiser: `inner`, averaged with others' as these flags say; without averaging, as it is."""
+        """Have the trunk's optimiser average with others as these flags say; without averaging, return it as it is."""
         if not self.average_every:
             return inner
         from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
@@ -304,49 +271,3 @@ class AveragingOptions:
             weighted=self.average_by_samples,
             compress=self.sparse.feedback() if self.is_sparse else None,
         )
-
-
-@asynccontextmanager
-async def open_averaging(
-    options: AveragingOptions,
-    rpc: "Caller",
-    dht: "DhtNode",
-    trunk: "SharedTrunk",
-    device: "Device",
-    say: Callable[[str], None],
-    *,
-    meaning: str,
-    max_step: int,
-    on_round: "Callable[[Round], None]" = lambda done: None,
-) -> "AsyncIterator[TreeAverager | None]":
-    """This process's averaging, caught up with others that are ahead; None if there is to be none.
-
-    Args:
-      trunk: its optimiser was made by `options.wrap`.
-      say: tells the user. meaning: of the model, see `Model.meaning`.
-      max_step: where the run ends.
-      on_round: called after each round.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
-    if not options.average_every:
-        yield None
-        return
-    from dmoe_jax.trunk import open_trunk_averaging
-
-    async with open_trunk_averaging(
-        rpc,
-        dht,
-        trunk,
-        name=options.meeting.name,
-        config=replace(options.config(), meaning=meaning),
-        max_step=max_step,
-        device=device,
-        on_round=on_round,
-    ) as averager:
-        if await trunk.catch_up(min_lead=options.average_every, max_step=max_step):
-            say(f"took the state of a process that was ahead: step {trunk.step}")
-        elif averager.why_not:
-            say(f"{averager.why_not}; training alone until then")
-        yield averager

@@ -11,6 +11,7 @@ from typing import IO
 import jax
 import trio
 
+from dmoe_jax.runs.speech import say
 from dmoe_jax.xla_threads import xla_threads
 
 if sys.platform != "win32":
@@ -25,7 +26,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
     while the first process is in the block, is not empty then. Nor without a cache, nor on Windows.
 
     Args:
-      programs: what is compiled, in a text that is the same for the same programs.
+      programs: text that is the same for the same programs.
       while_waiting: is entered if another process is in the block, and left when that is done or gone.
     """
     marker = None if sys.platform == "win32" else _open_marker(programs)
@@ -37,6 +38,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
             try:
                 fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                say("waiting for another process, which compiles the same")
                 async with while_waiting:
                     await trio.to_thread.run_sync(fcntl.flock, marker, fcntl.LOCK_SH, abandon_on_cancel=True)
             except OSError:  # a file system without locks
@@ -47,7 +49,7 @@ async def compiled_once(programs: str, *, while_waiting: AbstractAsyncContextMan
 
 
 def _open_marker(programs: str) -> IO[bytes] | None:
-    """The file for these programs, which stands at its end; None if there is no folder for it, and so no cache."""
+    """Open the file for these programs at its end; None if there is no folder for it, and so no cache."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if not folder or "://" in folder:
         return None

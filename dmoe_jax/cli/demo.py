@@ -16,7 +16,7 @@ from rich.console import Console
 from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import TrainerWatch, headline_of, show_headline
-from dmoe_jax.cli.monitoring import MetricsOptions
+from dmoe_jax.cli.network import MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand
@@ -53,7 +53,7 @@ class DemoDataOptions(DataOptions):
 @named_flags("steps", "max_minutes")
 @dataclass(frozen=True, kw_only=True)
 class DemoRunOptions(RunOptions):
-    """How long the demonstration takes."""
+    """Length of the demonstration."""
 
     steps: int = 600
     """Trunk updates of each process, all its trainers together."""
@@ -156,7 +156,7 @@ class DemoCommand:
         return 0
 
     def _report(self, out: Path) -> dict[str, Any]:
-        """Write the run's report anew: the trainer told what it saw; this adds what was done to it, and the command."""
+        """Write the trainer's report anew, with the kills and the command; the headline."""
         from dmoe_jax.runs.report import write_report
         from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 

@@ -9,8 +9,15 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import EndsWithInput, JoinTexts, ListenOptions, NetworkOptions, join_line, join_swarm
+from dmoe_jax.cli.network import (
+    EndsWithInput,
+    JoinTexts,
+    ListenOptions,
+    MetricsOptions,
+    NetworkOptions,
+    join_line,
+    join_swarm,
+)
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed
@@ -27,7 +34,7 @@ class DhtCommand:
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     LEAVE_TIMEOUT_S: ClassVar[float] = 5.0
-    """Within which the process ends in order once it is stopped; then it ends anyhow."""
+    """Seconds within which the process ends in order once it is stopped; then it ends anyhow."""
     config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
@@ -46,14 +53,10 @@ class DhtCommand:
             monitor.why_not_ready = lambda: ""
             say(f"DHT peer {peer.rpc.peer_id.short} listens on {peer.rpc.address}")
             if not say(join_line("node", self.network, peer)) and not self.join:
-                self._check_heard()
+                error = why_unheard()
+                # A reader that has gone may have read the line; on a full disk it stands nowhere.
+                if error is not None and error.errno == errno.ENOSPC:
+                    raise CommandFailed(f"nobody can join: standard output cannot be written: {error.strerror}")
             with stop.body():
                 await trio.sleep_forever()
         return EXIT_INTERRUPTED
-
-    @staticmethod
-    def _check_heard() -> None:
-        """Refuse to be a meeting point whose address stands nowhere; whose reader has gone may have read it."""
-        error = why_unheard()
-        if error is not None and error.errno == errno.ENOSPC:
-            raise CommandFailed(f"nobody can join: standard output cannot be written: {error.strerror}")

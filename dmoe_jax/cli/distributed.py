@@ -3,18 +3,28 @@
 import os
 import sys
 import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import trio
 import tyro
 
+from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.runs.endings import UsageError, one_line
 from dmoe_jax.runs.speech import say
 from net.identity import Address
 
+if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
+    import optax
+
+    from dmoe_jax.experts import Expert
+    from dmoe_jax.node.devices import PlacedDevice
+
 _END_TIMEOUT_S = 10.0
-"""XLA may wait for ever for a process that is gone: so long after that this one ends, whatever it is at."""
+"""Seconds after which this process ends once another one is gone: XLA may wait for that one for ever."""
 
 _SHUTDOWN_TIMEOUT_S = 10
 """Seconds that processes wait for each other at their end."""
@@ -42,9 +52,9 @@ class DeviceOptions:
     default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
     COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of these processes."""
     process_id: int | None = None
-    """Which of them this is, from 0."""
+    """Number of this one among them, from 0."""
 
     def check(self) -> None:
         """Raise `UsageError` for a flag out of range, or if they do not belong together."""
@@ -61,7 +71,10 @@ class DeviceOptions:
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
         if self.devices is not None:
             raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
-        self._host()
+        try:
+            Address.parse(self.distributed)
+        except ValueError as error:
+            raise UsageError(f"--distributed: {error}") from error
 
     @property
     def follows(self) -> bool:
@@ -69,15 +82,9 @@ class DeviceOptions:
         return self.distributed is not None and self.process_id != 0
 
     @property
-    def host(self) -> str:
-        """Host of process 0."""
-        return self._host()
-
     def _host(self) -> str:
-        try:
-            return Address.parse(self.distributed or "").host
-        except ValueError as error:
-            raise UsageError(f"--distributed: {error}") from error
+        """Host of process 0."""
+        return Address.parse(self.distributed or "").host
 
     def check_there(self) -> None:
         """Raise ValueError if there are not so many devices. JAX is initialized by then."""
@@ -91,7 +98,7 @@ class DeviceOptions:
             mesh_of_all(self.mesh)
 
     async def initialize(self) -> None:
-        """Have JAX see the devices of all processes; nothing without the flag. Before JAX computes anything.
+        """Have JAX see the devices of all processes, with --distributed, before it computes anything.
 
         Raises:
           UsageError: the others do not come, or the coordinator cannot be reached.
@@ -103,30 +110,65 @@ class DeviceOptions:
         # It would take SIGTERM for itself, which asks a node to leave in order.
         jax.config.update("jax_enable_preemption_service", False)
 
-        def initialize() -> None:
-            jax.distributed.initialize(
-                self.distributed,
-                self.num_processes,
-                self.process_id,
-                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
-            )
-
+        place = (self.distributed, self.num_processes, self.process_id)
+        initialize = partial(jax.distributed.initialize, *place, shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S)
         say(f"process {self.process_id} of {self.num_processes} waits for the others")
         try:
             await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
         except RuntimeError as error:
             raise UsageError(f"--distributed {self.distributed}: {one_line(error)}") from error
 
+    @asynccontextmanager
+    async def opened_lead(self, stop: Stop) -> "AsyncIterator[tuple[PlacedDevice, ...] | None]":
+        """Lead the other processes while the block lasts, and yield the devices of all; None without the flag."""
+        from dmoe_jax.node.lockstep import mesh_of_all, open_lead
+
+        if self.distributed is None:
+            yield None
+            return
+        ask = stop.request_for_another
+        async with open_lead(
+            host=self._host, mesh=mesh_of_all(self.mesh), on_lost=_end_soon, on_leave_asked=ask
+        ) as placed:
+            yield placed
+
+    async def follow(
+        self,
+        stop: Stop,
+        experts: "Mapping[str, Expert]",
+        optimizer: "optax.GradientTransformation | None",
+        *,
+        seed: int,
+    ) -> None:
+        """Do as process 0 does until it leaves; a wish to stop ends the whole node in order."""
+        from dmoe_jax.node.lockstep import follow, mesh_of_all
+
+        async def until_told_to_stop() -> None:
+            # Process 0 leaves within the time that a node has, and tells us.
+            with stop.body(patience=2):
+                await trio.sleep_forever()
+            say("asks process 0 to leave")
+
+        say(f"process {self.process_id} does as process 0 does")
+        await follow(
+            experts,
+            optimizer,
+            host=self._host,
+            seed=seed,
+            mesh=mesh_of_all(self.mesh),
+            on_lost=_end_soon,
+            until_told_to_stop=until_told_to_stop,
+        )
+
     def end(self, status: object) -> None:
-        """End a process that failed at once: what JAX does at the end would wait for those that are gone. Nothing
-        without the flag."""
+        """End a process that failed at once, with --distributed: JAX would wait at the end for those that are gone."""
         if self.distributed is not None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status if isinstance(status, int) else 1)
 
 
-def end_soon(sentence: str) -> None:
+def _end_soon(sentence: str) -> None:
     """End this process within ten seconds, with this sentence, unless it has ended by itself."""
 
     def end() -> None:

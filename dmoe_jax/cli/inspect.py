@@ -1,12 +1,12 @@
 """`dmoe inspect`: pictures of what a run's router learnt."""
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import trio
 import tyro
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from dmoe_jax.inspection.reading import Reading
     from dmoe_jax.inspection.saved_model import SavedModel
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, kw_only=True)
 class InspectCommand:
@@ -40,13 +38,13 @@ class InspectCommand:
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
     """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl."""
     experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
-    """Where the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run shows the
-    first layer's choices only. Default: where dmoe up and dmoe demo --save-experts have them, or
+    """Folders in which the nodes of a swarm saved its experts, each one's --checkpoint-dir. Without its experts a run
+    shows the first layer's choices only. Default: those of dmoe up, of dmoe demo --save-experts, or of
     experiments.transformer_xl."""
     join: JoinTexts = ()
     """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
-    """Who this process is in that swarm."""
+    """Identity of this process in that swarm."""
     data: str | None = None
     """The text that the run was trained on, as for dmoe train. Default: as the run had it."""
     split: Literal["valid", "test", "train"] = "valid"
@@ -79,12 +77,14 @@ class InspectCommand:
             if not self.trust_run:
                 check_code(run.path, [run.router], named=[self.router or ""])
         set_up_jax()
+        # In a thread, so that Ctrl-C is heard.
+        in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True)
         with mistakes_in_one_line():
-            model, corpus = await _in_thread(partial(self._load, run))
+            model, corpus = await in_thread(self._load, run)
         experts = f"{int(model.known.sum())} of {model.known.size} experts saved"
         console.print(f"{run.path}: step {model.step}, {experts}; reading {corpus.name}")
-        reading = await (self._ask(model, corpus) if self.join else _in_thread(partial(self._read, model, corpus)))
-        figures = await _in_thread(partial(self._write, run, model, reading, corpus))
+        reading = await (self._ask(model, corpus) if self.join else in_thread(self._read, model, corpus))
+        figures = await in_thread(self._write, run, model, reading, corpus)
         console.print(f"{run.inspection / 'report.md'}: {', '.join(figures['pictures'])}")
         for text in figures["left_out"]:
             console.print(f"left out: {text}")
@@ -127,7 +127,7 @@ class InspectCommand:
 
 @contextmanager
 def _mistakes_of_others() -> Iterator[None]:
-    """Turn what a router of the user's does wrong, and experts of another model, into a `UsageError`."""
+    """Turn a mistake of the user's router, and experts of another model, into a `UsageError`."""
     from dmoe_jax.mixture.readiness import ExpertMismatch
     from dmoe_jax.routing.base import RouterError
 
@@ -135,8 +135,3 @@ def _mistakes_of_others() -> Iterator[None]:
         yield
     except (RouterError, ExpertMismatch) as error:
         raise UsageError(one_line(error)) from error
-
-
-def _in_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """The function in a thread, so that Ctrl-C is heard."""
-    return trio.to_thread.run_sync(function, abandon_on_cancel=True)

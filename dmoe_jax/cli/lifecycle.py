@@ -1,4 +1,4 @@
-"""How a command begins and ends: logging, signals, one-line errors, and leaving in order.
+"""Beginning and end of a command: logging, signals, one-line errors, and leaving in order.
 
 A command that is asked to stop (SIGINT, SIGTERM, SIGHUP, or the end of the process that started it) must still be able
 to talk: a node withdraws its experts from the DHT. So only the command's *body* is cancelled first, and the contexts
@@ -25,7 +25,7 @@ its traceback."""
 
 
 class Stop:
-    """Someone's wish that the command end, and what to cancel for it."""
+    """Ends the command when somebody asks for it."""
 
     def __init__(self, everything: trio.CancelScope, leave_timeout_s: float) -> None:
         self._everything = everything
@@ -33,23 +33,19 @@ class Stop:
         self._body: trio.CancelScope | None = None
 
     @contextlib.contextmanager
-    def body(self, *, leave_timeout_s: float | None = None) -> Iterator[trio.CancelScope]:
-        """The part of a command that runs until it is stopped; it then ends quietly and the command goes on.
-
-        Args:
-          leave_timeout_s: longest that the command may take then, seconds; None: as it was made.
-        """
+    def body(self, *, patience: float = 1) -> Iterator[trio.CancelScope]:
+        """Part of a command that runs until it is stopped, and then ends quietly, while the command goes on for as long
+        as it may take to leave, times `patience`."""
         with trio.CancelScope() as scope:
             self._body = scope
-            if leave_timeout_s is not None:
-                self._leave_timeout_s = leave_timeout_s
+            self._leave_timeout_s *= patience
             try:
                 yield scope
             finally:
                 self._body = None
 
     def request(self) -> None:
-        """Ask for the end: of the body if the command has one just now, else of everything; the second time anyhow."""
+        """End the body if the command has one just now, else everything; the second time everything anyhow."""
         if self._body is None or self._body.cancel_called:
             self._everything.cancel()
         else:
@@ -57,7 +53,7 @@ class Stop:
             self._everything.deadline = trio.current_time() + self._leave_timeout_s
 
     def request_for_another(self) -> None:
-        """Another process asks for the end. It does not press: whoever is leaving already, goes on with that."""
+        """End the body for another process, which does not press: a command that is leaving already goes on with it."""
         if self._body is not None and not self._body.cancel_called:
             self.request()
 
@@ -65,20 +61,21 @@ class Stop:
 def run_until_done(
     main: Callable[[Stop], Awaitable[int]], *, exit_on_stdin_eof: bool = False, leave_timeout_s: float = 5.0
 ) -> int:
-    """Run an async command to its end, or until it is stopped; returns the exit status.
-
-    The process's own handlers of the signals are back in place when this returns or raises.
+    """Run an async command to its end, or until it is stopped; return the exit status.
 
     Args:
       main: the command. It may mark its body with the `Stop` that it is given; one without is cancelled as a whole.
-      exit_on_stdin_eof: also stop when standard input closes, that is, when the process that started this one is gone.
-      leave_timeout_s: longest that the command may take to end in order after the first wish, seconds. Withdrawing
-        takes at most two, closing connections little; nodes answer what they have accepted and save.
+      exit_on_stdin_eof: also stop when standard input closes: the process that started this one is gone.
+      leave_timeout_s: most seconds from the first wish to the end. Withdrawing takes at most two, closing connections
+        little; nodes answer what they have accepted and save.
 
     Raises:
       SystemExit: after one line, with status 2 for a mistake of the user's, 1 for a failure of the swarm's.
     """
-    _set_up_logging()
+    level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = EXIT_INTERRUPTED
 
     async def supervise() -> None:
@@ -106,13 +103,6 @@ def run_until_done(
             leaf = leaf.exceptions[0]
         fail(one_line(leaf), status=leaf.status if isinstance(leaf, UsageError) else 1)
     return status
-
-
-def _set_up_logging() -> None:
-    level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
-    if level not in logging.getLevelNamesMapping():
-        raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a local swarm as `dmoe up` shows them: on a terminal, in lines, to scrapers, at the end in figures."""
+"""View of the processes of `dmoe up`: on a terminal, in lines, for scrapers, and in the figures at their end."""
 
 import json
 import os
@@ -18,18 +18,14 @@ from dmoe_jax.metrics.families import Family, by_label, labelled
 from dmoe_jax.processes import LocalSwarm, SwarmProcess
 
 _FRAME_PERIOD_S = 0.125
-"""Between two pictures on a terminal; the spinner moves with each."""
+"""Seconds between two pictures on a terminal; the spinner moves with each."""
 
 _LINE_PERIOD_S = 10.0
-"""Between two lines about a trainer where the output is no terminal."""
+"""Seconds between two lines about a trainer where the output is no terminal."""
 
 
 class TrainerWatch:
-    """How far a trainer process is, read from the metrics of its run folder while they grow.
-
-    Args:
-      folder: the run folder; it may not exist yet.
-    """
+    """Progress of a trainer process, read from the metrics of its run folder, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
@@ -72,28 +68,34 @@ class TrainerWatch:
 
 
 class LocalView:
-    """Shows every process of a swarm while `run` runs.
+    """Shows every process of a swarm: on the console while `run` runs, and to scrapers.
 
     Args:
-      console: where to.
-      swarm: whose processes.
-      trainers: of each trainer process by its name, how far it is.
+      trainers: name of each trainer process -> its progress.
       num_steps: trunk updates that each trainer is to make.
+      announce: this machine as others reach it, for the addresses of metrics; None: as the processes listen.
     """
 
     def __init__(
-        self, console: Console, swarm: LocalSwarm, trainers: Mapping[str, TrainerWatch], num_steps: int
+        self,
+        console: Console,
+        swarm: LocalSwarm,
+        trainers: Mapping[str, TrainerWatch],
+        num_steps: int,
+        *,
+        announce: str | None = None,
     ) -> None:
         self._console = console
         self._swarm = swarm
         self._trainers = trainers
         self._num_steps = num_steps
+        self._announce = announce
         self._began_at = trio.current_time()
         self._spinner = Spinner("dots")
         self._last_lines: dict[str, tuple[float, str]] = {}
 
     async def run(self) -> None:
-        """Show them until cancelled."""
+        """Show the processes until cancelled."""
         # Without a terminal the live table would be printed once, at the end.
         table = Live(self._table(), console=self._console, auto_refresh=False)
         with table if self._console.is_terminal else nullcontext() as live:
@@ -111,7 +113,6 @@ class LocalView:
                     live.update(self._table(), refresh=True)
 
     def _table(self) -> RenderableType:
-        """One row a process, under a line that always moves."""
         nodes = self._swarm.of_kind("node")
         serving = sum(bool(node.contact) and node.is_running for node in nodes)
         self._spinner.text = f"{serving} of {len(nodes)} nodes serve, {trio.current_time() - self._began_at:.0f} s"
@@ -138,7 +139,7 @@ class LocalView:
         return process.last_line or "starting"
 
     def _print_news(self) -> None:
-        """A line for each process whose text is another one; about trainers that move on, every few seconds only."""
+        """Print a line for each process whose text is another one; about trainers that move on, only now and then."""
         now = trio.current_time()
         for process in self._swarm.processes:
             text = self._text(process)
@@ -148,31 +149,10 @@ class LocalView:
                 self._last_lines[process.name] = now, text
                 self._console.print(f"{now - self._began_at:5.0f} s  {process.name}: {text}", highlight=False)
 
-
-class LocalMetrics:
-    """Figures of a local swarm for scrapers, and where to find the metrics of each of its processes.
-
-    `/targets` is what Prometheus' HTTP service discovery reads (`http_sd_configs`): every process has a port of its
-    own, which the system chose, and new ones appear there by themselves.
-
-    Args:
-      announce: this machine as others reach it, in place of the addresses that the processes listen at; None: as they
-        are.
-    """
-
-    def __init__(self, announce: str | None) -> None:
-        self._announce = announce
-        self._swarm: LocalSwarm | None = None
-        self._trainers: Mapping[str, TrainerWatch] = {}
-
-    def began(self, swarm: LocalSwarm, trainers: Mapping[str, TrainerWatch]) -> None:
-        """The swarm is open; its processes come one by one."""
-        self._swarm, self._trainers = swarm, trainers
-
     def targets(self) -> bytes:
-        """Where the processes that run show their metrics, as JSON."""
+        """Addresses of the metrics of all processes that run, as JSON for Prometheus' `http_sd_configs`."""
         found = []
-        for process in self._processes:
+        for process in self._swarm.processes:
             host, _, port = process.metrics.rpartition(":")
             if process.is_running and port:
                 labels = {"process": process.name, "command": process.kind}
@@ -180,24 +160,20 @@ class LocalMetrics:
         return json.dumps(found).encode()
 
     def families(self) -> Iterator[Family]:
-        """The processes by command and state, and how far the trainers are."""
-        states = Counter((process.kind, _state_of(process)) for process in self._processes)
+        """Counts of processes by command and state, and the trainers' progress."""
+        states = Counter((process.kind, _state_of(process)) for process in self._swarm.processes)
         counts = (({"command": kind, "state": state}, count) for (kind, state), count in sorted(states.items()))
         yield labelled("gauge", "dmoe_up_processes", "Processes of the swarm, by command and state.", counts)
         steps = {name: watch.step for name, watch in self._trainers.items()}
         yield by_label("gauge", "dmoe_up_trainer_step", "Updates of each trainer process.", "process", steps)
 
     def why_not_ready(self) -> str:
-        """Which nodes do not serve; empty if all do that run, and there is one."""
-        nodes = [process for process in self._processes if process.kind == "node" and process.is_running]
+        """Nodes that do not serve; empty if all do that run, and there is one."""
+        nodes = [node for node in self._swarm.of_kind("node") if node.is_running]
         starting = [node.name for node in nodes if not node.contact]
         if starting:
             return f"not serving yet: {', '.join(starting)}"
         return "" if nodes else "no node runs"
-
-    @property
-    def _processes(self) -> list[SwarmProcess]:
-        return [] if self._swarm is None else self._swarm.processes
 
 
 def _state_of(process: SwarmProcess) -> str:
@@ -207,7 +183,7 @@ def _state_of(process: SwarmProcess) -> str:
 
 
 def show_headline(console: Console, folder: Path, headline: dict[str, Any] | None = None, *, title: str) -> None:
-    """Print the figures that the run in a folder ended with, and where its report is; nothing if it has none.
+    """Print the figures of a run's end, and where its report is; nothing if it has none.
 
     Args:
       headline: the figures; None: as the folder has them.
@@ -229,7 +205,7 @@ def show_headline(console: Console, folder: Path, headline: dict[str, Any] | Non
 
 
 def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a run's end, and how calls fared after a node was killed, from its metrics."""
+    """Figures of a run's end, and of its calls after a node was killed, from its metrics."""
     final = [record for record in metrics if record["kind"] == "headline"][-1]
     headline = {name: value for name, value in final.items() if name != "kind"}
     kills = [record for record in metrics if record["kind"] == "event" and record["name"] == "node_killed"]

@@ -1,12 +1,13 @@
-"""How a process takes part in a swarm: who it is, where it is called, and whom it joins. Nothing here imports JAX."""
+"""Flags of a process's place in a swarm: its identity, addresses, memory and metrics. Nothing here imports JAX."""
 
 import ipaddress
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import tyro
@@ -14,9 +15,12 @@ import tyro
 from dmoe_jax.environment import SECRET_VARIABLE
 from dmoe_jax.grid import check_prefix
 from dmoe_jax.joining import parse_targets
+from dmoe_jax.metrics.monitor import Monitor, open_monitor
 from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.speech import say
 from dmoe_jax.security import Plain, Security, Tls
+from net.errors import ListenFailed
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget
 from net.rpc.faults import FaultPlan
@@ -35,7 +39,7 @@ _File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """Who this process is and which swarm it belongs to. Links are encrypted, and both ends prove who they are."""
+    """Identity of this process, and its swarm. Links are encrypted, and both ends prove who they are."""
 
     identity: _File = None
     """This peer's private key; made if missing. One process at a time. Without it, a fresh identity each time."""
@@ -48,16 +52,12 @@ class NetworkOptions:
 
     @property
     def secret_file(self) -> Path | None:
-        """Where the swarm's secret is: the flag, else the environment; None for an open swarm."""
+        """File of the swarm's secret: the flag, else the environment; None for an open swarm."""
         named = os.environ.get(SECRET_VARIABLE)
         return self.swarm_secret_file or (Path(named) if named else None)
 
     def security(self) -> Security:
-        """How links are protected.
-
-        Raises:
-          UsageError: plain TCP was asked for beside a protection.
-        """
+        """Protection of links. Raises UsageError if plain TCP was asked for beside a protection."""
         if not self.insecure_loopback:
             return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
         given = {
@@ -72,17 +72,16 @@ class NetworkOptions:
         return Plain()
 
     def flags_for_others(self) -> str:
-        """What the peers of the same swarm must give too, as words of a command line, with a space before each."""
+        """Flags that the peers of the same swarm must give too, with a space before each word."""
         if self.insecure_loopback:
             return " --insecure-loopback"
-        return (
-            "" if self.secret_file is None else f" --swarm-secret-file {shlex.quote(os.path.abspath(self.secret_file))}"
-        )
+        file = self.secret_file
+        return "" if file is None else f" --swarm-secret-file {shlex.quote(os.path.abspath(file))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberOptions(NetworkOptions):
-    """Who this process is, and under which name its swarm is listed."""
+    """Identity of this process, and its swarm's name."""
 
     swarm: str = "dmoe"
     """Name under which members of the swarm find each other."""
@@ -99,27 +98,19 @@ class BudgetOptions:
     """Memory that averaging may take."""
 
     memory_budget: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "512MiB"
-    """What averages and states under way may hold in a process that averages, beyond the few MiB that each begins with:
+    """Memory for averages and states under way in a process that averages, beyond the few MiB that each begins with:
     256MiB, 2GiB; at least 1MiB. With less than a long line wants, they take longer."""
 
     def __post_init__(self) -> None:
-        self.budget()
-
-    def budget(self) -> MemoryBudget:
-        """The budget.
-
-        Raises:
-          ValueError: it is no size, or too small.
-        """
         try:
-            return MemoryBudget(self.memory_budget)
+            MemoryBudget(self.memory_budget)
         except ValueError as error:
             raise ValueError(f"--memory-budget: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Where a process that serves is called."""
+    """Address of a process that serves."""
 
     listen: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     """Address to listen on; port 0 lets the system choose. 0.0.0.0 is all of this machine's and needs --announce."""
@@ -128,30 +119,63 @@ class ListenOptions:
 
     def __post_init__(self) -> None:
         address = self.address
-        if self.announce is None and _is_every_address(address.host):
+        if self.announce is not None:
+            check_announced(self.announce, "--announce")
+        elif _is_every_address(address.host):
             raise ValueError(
                 f"--listen {self.listen} is every address of this machine: --announce must say under which name or "
                 "address others reach it"
             )
-        if self.announce is not None:
-            check_announced(self.announce, "--announce")
 
     @property
     def address(self) -> Address:
-        """Where to listen."""
+        """Address to listen at."""
         return Address.parse(self.listen)
 
 
 def _is_every_address(host: str) -> bool:
-    """True for the IP address that stands for all of a machine's."""
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
+    except ValueError:  # a name
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsOptions:
+    """Metrics of a process."""
+
+    metrics_port: Annotated[int | None, tyro.conf.arg(metavar="PORT")] = None
+    """Serve /metrics for Prometheus, /healthz and /readyz at this port; 0 lets the system choose one, which is printed.
+    Default: nowhere."""
+    metrics_host: Annotated[str, tyro.conf.arg(metavar="HOST")] = "127.0.0.1"
+    """Address to serve them at. Whoever reaches it reads them: nothing asks who it is."""
+
+    def __post_init__(self) -> None:
+        if self.metrics_port is None and self.metrics_host != "127.0.0.1":
+            raise ValueError("--metrics-host would have no effect without --metrics-port")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"--metrics-port must be 0 to 65535, got {self.metrics_port}")
+        if not self.metrics_host:
+            raise ValueError("--metrics-host must not be empty")
+
+    @asynccontextmanager
+    async def opened(
+        self, command: str, more: Mapping[str, Callable[[], bytes]] = MappingProxyType({})
+    ) -> AsyncIterator[Monitor]:
+        """Open the process's monitor, as `open_monitor`. Raises UsageError if there is no such host or port to have."""
+        address = None if self.metrics_port is None else Address(self.metrics_host, self.metrics_port)
+        async with AsyncExitStack() as stack:
+            try:
+                monitor = await stack.enter_async_context(open_monitor(address, command=command, more=more))
+            except ListenFailed as error:
+                raise UsageError(f"--metrics-port: {error}") from error
+            if monitor.address is not None:
+                say(f"metrics at http://{monitor.address}/metrics")
+            yield monitor
+
+
 def check_join(join: Sequence[str]) -> None:
-    """Raise `UsageError` naming the text that is no peer to join through."""
+    """Check that each text is a peer to join through. Raises UsageError naming the one that is not."""
     try:
         parse_targets(tuple(join))
     except ValueError as error:
@@ -166,17 +190,17 @@ def join_swarm(
     faults: FaultPlan | None = None,
     budget: BudgetOptions | None = None,
 ) -> AbstractAsyncContextManager[SwarmPeer]:
-    """`open_peer` as the flags say: without `listen` in client mode, without `join` in a new swarm."""
+    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm."""
     config = PeerConfig(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
         security=network.security(),
         faults=faults,
-        memory_budget=None if budget is None else budget.budget(),
+        memory_budget=None if budget is None else budget.memory_budget,
     )
     return open_peer(tuple(join), config)
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:
-    """The line to paste on another terminal, or another machine: how to join through this peer."""
+    """Line to paste on another terminal, or another machine, to join through this peer."""
     return f"Join it with:  dmoe {command} --join {peer.contact}{network.flags_for_others()}"

@@ -2,8 +2,8 @@
 
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import trio
 import tyro
 
+from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.cli.checks import check_at_least, check_no_effect, check_positive, check_seed
 from dmoe_jax.cli.dht import DhtCommand
-from dmoe_jax.cli.distributed import DeviceOptions, end_soon
+from dmoe_jax.cli.distributed import DeviceOptions
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import MemberOptions, join_line, join_swarm
 from dmoe_jax.grid import ExpertUid, expand_grid_pattern
@@ -33,9 +34,7 @@ from net.rpc.faults import FaultPlan
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
-    from dmoe_jax.claims.claiming import ClaimConfig
     from dmoe_jax.experts import Expert
-    from dmoe_jax.node.sharding import PlacedDevice
     from dmoe_jax.peer import SwarmPeer
     from dmoe_jax.replicas import ReplicaConfig
     from dmoe_jax.serving import Served
@@ -46,7 +45,7 @@ _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
 @dataclass(frozen=True, kw_only=True)
 class HandOptions:
-    """Which experts a node serves."""
+    """Experts of a node."""
 
     experts: tuple[str, ...] = ()
     """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. A node that has claimed one of
@@ -57,14 +56,10 @@ class HandOptions:
     has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
     their seeds."""
     of: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
-    """Which experts may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
+    """Experts that may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
 
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of --experts, or what it stands for by default, and those of --of.
-
-        Raises:
-          UsageError: --claim and --of do not go together.
-        """
+        """Patterns of --experts, or its default, and of --of; raises UsageError if --claim and --of do not fit."""
         if self.claim is None:
             if self.of:
                 raise UsageError("--of would have no effect without --claim N")
@@ -86,36 +81,33 @@ class HandOptions:
                 for uid in expand_grid_pattern(pattern):
                     if uid in patterns:
                         flags = "--experts" if self.claim is None else "--experts and --of together"
-                        raise UsageError(
-                            f"{flags} must name no expert twice, got {uid} in {patterns[uid]} and in {pattern}"
-                        )
+                        both = f"{patterns[uid]} and in {pattern}"
+                        raise UsageError(f"{flags} must name no expert twice, got {uid} in {both}")
                     patterns[uid] = pattern
             claimed = {str(uid): uid for uid, pattern in patterns.items() if pattern in self.of}
             if self.claim is not None:
                 check_claimable(claimed)
         return len(patterns) - len(claimed)
 
-    def config(self) -> "ClaimConfig | None":
-        """How experts are claimed; None: they are not."""
-        from dmoe_jax.claims.claiming import ClaimConfig
-
+    def config(self) -> ClaimConfig | None:
+        """Settings of its claims; None: it claims nothing."""
         return None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindOptions:
-    """What an expert is."""
+    """Kind of an expert."""
 
     kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
-    """What an expert is: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
+    """Kind of an expert: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
     function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
     expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     route: Route = "sequence"
-    """What a transformer_xl expert serves: sequence, it is a whole layer; token, it is the feed-forward network of a
-    layer, whose attention stays with the trainers. They need the same --route."""
+    """Unit that a transformer_xl expert serves. sequence: it is a whole layer; token: it is the feed-forward network of
+    a layer, whose attention stays with the trainers. They need the same --route."""
 
     def make(self) -> "Expert":
-        """The expert.
+        """Make the expert.
 
         Raises:
           UsageError: a flag is for another kind. ValueError: there is no such kind or file.
@@ -128,22 +120,21 @@ class KindOptions:
             return layer_expert(self.expert, self.route)
         if self.route != "sequence":
             raise UsageError(f"--route {self.route} would have no effect beside --expert {self.kind}")
-        taken: set[str] = set()
+        taken: Collection[str] = ()
+        make = partial(user_expert, self.kind)
         if self.kind in EXPERTS:
-            taken = set(inspect.signature(EXPERTS[self.kind]).parameters)
+            taken, make = inspect.signature(EXPERTS[self.kind]).parameters, partial(make_expert, self.kind)
         else:
             load_from_file(self.kind, kind="expert", choices=sorted(EXPERTS))
-        sizes = {flag.field: flag for flag in flags_of(self.expert)}
-        check_no_effect(f"--expert {self.kind}", (flag for name, flag in sizes.items() if name not in taken))
-        if self.kind not in EXPERTS:
-            return user_expert(self.kind)
-        return make_expert(self.kind, **{name: flag.value for name, flag in sizes.items() if name in taken})
+        sizes = [*flags_of(self.expert)]
+        check_no_effect(f"--expert {self.kind}", (flag for flag in sizes if flag.field not in taken))
+        return make(**{flag.field: flag.value for flag in sizes if flag.field in taken})
 
 
 @named_flags("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power", "freeze_experts")
 @dataclass(frozen=True, kw_only=True)
 class ExpertRecipe(Recipe):
-    """How each expert is trained, by itself."""
+    """Training of each expert, by itself."""
 
     learning_rate: float = 1e-3
     warmup_steps: int = 0
@@ -156,15 +147,15 @@ class ExpertRecipe(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """What experts learn with."""
+    """Optimiser of the experts."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """What experts learn with: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    """Optimiser of the experts: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one. Default: Adam, with the step size and so on given here."""
     recipe: Annotated[ExpertRecipe, tyro.conf.arg(name="")] = field(default_factory=ExpertRecipe)
 
     def make(self) -> "optax.GradientTransformation | None":
-        """The optimiser; None: nothing is learnt.
+        """Make the optimiser; None: nothing is learnt.
 
         Raises:
           UsageError: a flag would have no effect. ValueError: the user's file has no optimiser.
@@ -180,7 +171,7 @@ class LearningOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SavingOptions:
-    """Where experts are saved."""
+    """Checkpoints of experts."""
 
     checkpoint_dir: Path | None = None
     """Folder for the experts, each saved by itself; those that are there already go on from where they were, whichever
@@ -208,11 +199,7 @@ class CopyOptions:
     Default: 30."""
 
     def config(self) -> "ReplicaConfig | None":
-        """How they are kept in step; None: this node serves them alone.
-
-        Raises:
-          UsageError: a flag is out of range, or would have no effect.
-        """
+        """Settings of the copies; None: this node serves its experts alone. Raises UsageError for a flag."""
         from dmoe_jax.replicas import ReplicaConfig
 
         if self.average_period_s is None:
@@ -228,7 +215,7 @@ class CopyOptions:
 @named_flags("warm_up_rows", "max_batch_rows", "strategy", "announce_period_s")
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions(NodeConfig):
-    """How requests are served. An announcement is valid for three periods, and the queue has room for 16 batches."""
+    """Serving of requests. An announcement is valid for three periods, and the queue has room for 16 batches."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_waiting_rows", max(self.max_waiting_rows, 16 * self.max_batch_rows))
@@ -283,10 +270,12 @@ class NodeCommand(DhtCommand):
                 lambda: (self.kind.make(), self.learning.make()), abandon_on_cancel=True
             )
         if self.devices.follows:
-            return await self._follow(stop, expert, optimizer)
+            experts = {str(uid): expert for pattern in self.hand.patterns() for uid in expand_grid_pattern(pattern)}
+            await self.devices.follow(stop, experts, optimizer, seed=self.seed)
+            return 0
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
         async with (
-            self._opened_lead(stop) as placed,
+            self.devices.opened_lead(stop) as placed,
             self.metrics.opened("node") as monitor,
             joining as peer,
             swarm_of(peer, name=self.network.swarm, seed=self.seed) as swarm,
@@ -328,7 +317,7 @@ class NodeCommand(DhtCommand):
         return EXIT_INTERRUPTED
 
     def _check(self) -> FaultPlan | None:
-        """Raise `UsageError` if flags are out of range or do not go together; else what is to go wrong on purpose."""
+        """Raise `UsageError` if flags are out of range or do not go together; else the plan of --faults."""
         check_seed(self, "seed")
         self.saving.check()
         self.hand.count()
@@ -341,22 +330,33 @@ class NodeCommand(DhtCommand):
         for flag, value in others.items():
             if self.serving.strategy == "stacked" and value is not None:
                 raise UsageError(f"--strategy stacked does not go together with {flag}")
-        return self._fault_plan()
+        if not self.faults:
+            return None
+        try:
+            plan = FaultPlan.parse(self.faults, seed=self.seed)
+        except ValueError as error:
+            raise UsageError(f"--faults: {error}") from error
+        # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
+        return replace(plan, methods=("expert.",))
 
     async def _begin(
-        self, swarm: "Swarm", serving: "Callable[..., Awaitable[Served]]", claim: "ClaimConfig | None"
+        self, swarm: "Swarm", serving: "Callable[..., Awaitable[Served]]", claim: ClaimConfig | None
     ) -> "Served":
         """Serve, compiling what other processes of this machine do not compile already."""
         from dmoe_jax.cli.compiling import compiled_once
 
-        waiting = _listed_as_waiting(swarm, self.hand.count(), claim)
-        once = compiled_once(self._programs(), while_waiting=waiting)
-        # A node that claims is listed already while it waits, and claims its experts.
-        before, compiling = (once, nullcontext()) if claim is None else (nullcontext(), once)
+        programs = repr((self.kind, self.learning, self.serving.warm_up_rows, self.serving.strategy, self.devices))
+        before: AbstractAsyncContextManager[None] = nullcontext()
+        compiling: AbstractAsyncContextManager[None] = nullcontext()
+        if claim is None:
+            facts = {"state": "waiting", "experts": self.hand.count()}
+            before = compiled_once(programs, while_waiting=swarm.announced("node", lambda: facts))
+        else:  # it is listed already while it waits, and claims its experts
+            compiling = compiled_once(programs, while_waiting=nullcontext())
         async with before:
             with mistakes_in_one_line():
-                return await serving(compiling=compiling)
-        raise AssertionError("nothing swallows exceptions")
+                served = await serving(compiling=compiling)
+        return served
 
     def _say_what_is_served(self, served: "Served", peer: "SwarmPeer", *, took_s: float) -> None:
         node = served.node
@@ -367,68 +367,3 @@ class NodeCommand(DhtCommand):
         say(join_line("train", self.network, peer))
         if self.faults:
             say(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}")
-
-    @asynccontextmanager
-    async def _opened_lead(self, stop: Stop) -> AsyncIterator["tuple[PlacedDevice, ...] | None"]:
-        """The devices of all processes, if there are several."""
-        from dmoe_jax.node.lockstep import mesh_of_all, open_lead
-
-        if self.devices.distributed is None:
-            yield None
-            return
-        async with open_lead(
-            host=self.devices.host,
-            mesh=mesh_of_all(self.devices.mesh),
-            on_lost=end_soon,
-            on_leave_asked=stop.request_for_another,
-        ) as placed:
-            yield placed
-
-    async def _follow(self, stop: Stop, expert: "Expert", optimizer: "optax.GradientTransformation | None") -> int:
-        """Do as process 0 does until it leaves; the exit status. Being asked to stop ends the whole node, in order."""
-        from dmoe_jax.node.lockstep import follow, mesh_of_all
-
-        async def until_told_to_stop() -> None:
-            # Process 0 leaves within the time that a node has, and tells us.
-            with stop.body(leave_timeout_s=2 * self.LEAVE_TIMEOUT_S):
-                await trio.sleep_forever()
-            say("asks process 0 to leave")
-
-        say(f"process {self.devices.process_id} does as process 0 does")
-        await follow(
-            dict.fromkeys(
-                (str(uid) for pattern in self.hand.patterns() for uid in expand_grid_pattern(pattern)), expert
-            ),
-            optimizer,
-            host=self.devices.host,
-            seed=self.seed,
-            mesh=mesh_of_all(self.devices.mesh),
-            on_lost=end_soon,
-            until_told_to_stop=until_told_to_stop,
-        )
-        return 0
-
-    def _programs(self) -> str:
-        """What is compiled, told from what other nodes compile."""
-        return repr((self.kind, self.learning, self.serving.warm_up_rows, self.serving.strategy, self.devices))
-
-    def _fault_plan(self) -> FaultPlan | None:
-        if not self.faults:
-            return None
-        try:
-            plan = FaultPlan.parse(self.faults, seed=self.seed)
-        except ValueError as error:
-            raise UsageError(f"--faults: {error}") from error
-        # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
-        return replace(plan, methods=("expert.",))
-
-
-@asynccontextmanager
-async def _listed_as_waiting(swarm: "Swarm", num_experts: int, claim: "ClaimConfig | None") -> AsyncIterator[None]:
-    """While another process compiles what this node needs. One that claims is listed anyway."""
-    say("waiting for another process, which compiles the same")
-    if claim is not None:
-        yield
-        return
-    async with swarm.announced("node", lambda: {"state": "waiting", "experts": num_experts}):
-        yield

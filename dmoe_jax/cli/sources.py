@@ -1,32 +1,35 @@
 """Sources of flags: the command line, then DMOE_<FLAG> in the environment, then a file that --config names.
 
 The file is TOML, or the config.json of a run's folder. Its keys are flags without their hyphens, `learning_rate = 0.1`,
-in tables or not; the tables' names are of no account. Whatever the sources give becomes words of the command line, so
-that a value is read and checked in one way wherever it stands.
+in tables of any name or none. Whatever the sources give becomes words of the command line, so that a value is read and
+checked in one way wherever it stands.
 """
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
 from dmoe_jax.environment import NO_FLAGS, PREFIX
-from dmoe_jax.runs.endings import UsageError, one_line
-from dmoe_jax.runs.flags import Flag, as_words, flags_of, key_of, meant
-from dmoe_jax.runs.run_folder import flat
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.flags import Flag, as_words, flags_of, key_of, meant, words_of
+from dmoe_jax.runs.run_folder import flat, plain
 from dmoe_jax.training.saving import check_code
+
+C = TypeVar("C")
 
 _TEXT = "Flags from a file, TOML or a run's config.json, where neither the command line nor DMOE_<FLAG> gives them."
 
 ConfigFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help=_TEXT)]
 """A file of flags, as each command takes it."""
 
-_OF_THE_RUN = ("join", "json", "exit_on_stdin_eof")
-"""Settings that a run's config.json tells of its process only."""
+_OF_ITS_PROCESS = ("join", "json", "exit_on_stdin_eof")
+"""Settings in a run's config.json that another process does not take from it."""
 
 _ANSWERS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -51,18 +54,26 @@ class Given:
 
     @property
     def named(self) -> list[str]:
-        """Those that are this user's own, which a file may not be."""
+        """Words that are this user's own, which a file may not be."""
         return [*self.typed, *self.environment]
 
     def check_code(self, *, is_trusted: bool, can_trust: bool) -> None:
-        """Check that no code is run only because the file names it.
-
-        Raises:
-          ValueError: it would be.
-        """
+        """Raise ValueError if code would be run only because the file names it."""
         if self.file is not None and not is_trusted:
             otherwise = ", or give --trust-run" if can_trust else ""
             check_code(self.file, self.config, named=self.named, otherwise=otherwise)
+
+    def resumed(self, command: type[C], saved: Sequence[str], out: Path, *, prog: str, is_trusted: bool) -> C:
+        """The command with the flags of the run in `out`, and with these.
+
+        Raises:
+          UsageError: code would be run only because the run's folder names it.
+        """
+        found: C = parse_command_line(command, prog=prog, args=[*saved, *self.words], origins=self.origins)
+        if not is_trusted:
+            with mistakes_in_one_line():
+                check_code(out, words_of(found), named=self.named)
+        return found
 
 
 def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, name: str) -> Given:
@@ -70,11 +81,10 @@ def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, n
 
     Args:
       command: its dataclass. typed: the words behind its name.
-      environ: the environment.
-      name: what the command is called, for messages.
+      name: name of the command, for messages.
 
     Raises:
-      UsageError: a source has what no flag is, or a value of another type; the message names it.
+      UsageError: naming what is no flag in a source, or a value of another type.
     """
     flags = {flag.key: flag for flag in flags_of(command)}
     given = {key_of(word.partition("=")[0].replace("--no-", "--", 1)) for word in typed if word.startswith("--")}
@@ -87,18 +97,23 @@ def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, n
             origins[flag.word] = variable
     path = _config_path([*typed, *environment])
     config = []
-    for key, value in () if path is None else _entries(path):
+    for key, value in () if path is None else _entries(path).items():
         if key not in flags or key == "config":
             guess = meant(key, [*flags])
-            raise UsageError(
-                f"{path}: dmoe {name} has no setting {key}" + (f"; did you mean {guess}?" if guess else "")
-            )
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise UsageError(f"{path}: dmoe {name} has no setting {key}{hint}")
         flag = flags[key]
         if key not in given and flag.word not in origins:
             words = _words(flag, value, f"{path}: {key}")
             config += words
             origins |= {flag.word: f"{path}: {key}"} if words else {}
     return Given(typed=typed, environment=environment, config=config, file=path, origins=origins)
+
+
+def settings_of_run(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run by the keys of their flags. As in JSON, which has no infinity, None stands for it."""
+    by_key = {name.rpartition(".")[2]: value for name, value in flat(plain(settings)).items()}
+    return {key: value for key, value in by_key.items() if key not in _OF_ITS_PROCESS}
 
 
 def _config_path(words: Sequence[str]) -> Path | None:
@@ -110,16 +125,13 @@ def _config_path(words: Sequence[str]) -> Path | None:
     return Path(found) if found else None
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+def _entries(path: Path) -> dict[str, Any]:
     """The settings in a file by the keys of their flags."""
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
-            found = {key.rpartition(".")[2]: value for key, value in flat(settings).items()}
-            yield from ((key, value) for key, value in found.items() if key not in _OF_THE_RUN)
-        else:
-            settings = tomllib.loads(path.read_text(encoding="utf-8"))
-            yield from ((key.rpartition(".")[2], value) for key, value in flat(settings).items())
+            return settings_of_run(json.loads(text)["settings"])
+        return {key.rpartition(".")[2]: value for key, value in flat(tomllib.loads(text)).items()}
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -127,7 +139,6 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _of_text(flag: Flag, text: str, variable: str) -> Any:
-    """The value that a variable's text stands for."""
     if flag.hint is not bool:
         return text.split() if _is_several(flag) else text
     if text.lower() not in _ANSWERS:
@@ -136,11 +147,7 @@ def _of_text(flag: Flag, text: str, variable: str) -> Any:
 
 
 def _words(flag: Flag, value: Any, origin: str) -> list[str]:
-    """A flag and its value as words; none for what it has by default.
-
-    Raises:
-      UsageError: the value has another type.
-    """
+    """A flag and its value as words, none for what it has by default; raises UsageError for another type of value."""
     if value is None:  # as config.json says of what is not set, or infinite
         return [] if flag.default is None else [flag.word, "inf"]
     if isinstance(value, bool) != (flag.hint is bool):

@@ -1,6 +1,5 @@
-"""`dmoe status`: who takes part in a swarm, and what they do."""
+"""`dmoe status`: the members of a swarm, and their figures."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,36 +16,48 @@ from dmoe_jax.cli.checks import check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.members import ROLES, Member, list_members
+from dmoe_jax.members import ROLES, Member, list_members, node_statuses
 from dmoe_jax.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say, why_unheard
-from net.errors import NetError
-from net.identity import Contact, PeerId
+from net.identity import PeerId
 from net.wire.versions import CALLS, versions_differ
 
-_STATUS_TIMEOUT_S = 2.0
-
-_COLLABORATION_FACTS = ("group", "step", "gathered", "target", "samples_per_s", "peers", "averaged_s")
-_TRAINER_FACTS = ("step", "loss", "items_per_s", "failed_calls", "load_entropy", "bias_range", "state")
-"""What a trainer tells of itself, in the order of its row. The entropy of its load is 1 where all experts share it
-alike; biases are those of a balanced router."""
+_TABLES = {
+    "trainer": (
+        "trainers",
+        ("step", "loss", "items_per_s", "failed_calls", "load_entropy", "bias_range", "state"),
+        ("step", "loss", "items/s", "failed calls", "balance", "bias", "state"),
+    ),
+    "averager": ("averagers", ("group", "averages"), ("group", "averages")),
+    "auxiliary": (
+        "auxiliaries",
+        ("group", "averages", "moved_mb", "state"),
+        ("group", "averages", "MB each way", "state"),
+    ),
+    "collaborator": (
+        "collaborations, as each of their peers sees them",
+        ("group", "step", "gathered", "target", "samples_per_s", "peers", "averaged_s"),
+        ("group", "step", "gathered", "of", "samples/s", "peers", "averaged in s"),
+    ),
+}
+"""Role -> title, facts and columns of its table. The entropy of a load is 1 where all experts share it alike; the bias
+is of a balanced router."""
 
 _ORIGINS = ("checkpoint", "seed")
-"""What a claimed expert may have begun with."""
+"""Beginnings of claimed experts."""
 
 _ONCE_INTERVAL_S = 0.5
-"""Between the two readings of `--once`: rates need two, and this is enough to see whether anything moves."""
+"""Seconds between the two readings of `--once`: rates need two, and this shows whether anything moves."""
 
 
 Statuses = Mapping[PeerId, Mapping[str, Any]]
-"""The counters of the nodes that answered, by peer id; see `dmoe_jax.node.server.ExpertNode.status`."""
+"""Counters of the nodes that answered; see `node_statuses`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusCommand:
-    """Show who takes part in a swarm: nodes (those that still compile, too), trainers,
-    averagers and auxiliary peers.
+    """Show who takes part in a swarm: nodes (those that still compile, too), trainers, averagers and auxiliary peers.
 
     Refreshes until interrupted.
     """
@@ -72,57 +83,46 @@ class StatusCommand:
             raise UsageError("--join needs at least one HOST:PORT")
         check_positive(self, "interval_s")
         async with join_swarm(self.network, join=self.join) as peer:
+            name = self.network.swarm
+            members, statuses = await read_members(peer, name)
+            if self.json:
+                say(json.dumps({"swarm": name, **_as_json(members, statuses)}))
+                return 0
 
             def tables(before: Statuses) -> RenderableType:
                 doubts = peer.dht.clock.doubts()
-                return Group(
-                    status_tables(self.network.swarm, members, before, statuses),
-                    *([f"Note: {doubts}"] if doubts else []),
-                )
+                return Group(status_tables(name, members, before, statuses), *([f"Note: {doubts}"] if doubts else []))
 
-            members, statuses = await read_members(peer, self.network.swarm)
-            if self.json:
-                say(json.dumps({"swarm": self.network.swarm, **_as_json(members, statuses)}))
-                return 0
-            if self.once:
-                await trio.sleep(_ONCE_INTERVAL_S)
+            async def tables_after(seconds: float) -> RenderableType:
+                nonlocal members, statuses
+                await trio.sleep(seconds)
                 before = statuses
-                members, statuses = await read_members(peer, self.network.swarm)
-                Console().print(tables(before))
+                members, statuses = await read_members(peer, name)
+                return tables(before)
+
+            if self.once:
+                Console().print(await tables_after(_ONCE_INTERVAL_S))
                 return 0
             with Live(tables({}), auto_refresh=False) as live:
                 while why_unheard() is None:  # nobody looks at what cannot be shown
-                    await trio.sleep(self.interval_s)
-                    before = statuses
-                    members, statuses = await read_members(peer, self.network.swarm)
-                    live.update(tables(before), refresh=True)
+                    live.update(await tables_after(self.interval_s), refresh=True)
         return 0
 
 
 async def read_members(peer: SwarmPeer, swarm: str) -> tuple[tuple[Member, ...], Statuses]:
     """Every listed member, and the counters of those nodes that answer within two seconds."""
     members = await list_members(peer.dht, swarm)
-    statuses: dict[PeerId, Mapping[str, Any]] = {}
-
-    async def ask(node: Contact) -> None:
-        with contextlib.suppress(NetError):
-            statuses[node.peer_id] = (await peer.rpc.call(node, "node.status", {}, timeout_s=_STATUS_TIMEOUT_S)).body
-
-    async with trio.open_nursery() as nursery:
-        for member in members:
-            if member.role == "node" and member.contact is not None:
-                nursery.start_soon(ask, member.contact)
-    return members, statuses
+    return members, await node_statuses(peer.rpc, members)
 
 
 def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: Statuses) -> RenderableType:
-    """A rich table for each role that is there; rates come from the difference between two readings of the counters."""
+    """Tables for each role that is there; rates come from the difference between two readings of the counters."""
     if not members:
         return (
             f"No node or trainer is listed under the name {swarm!r} yet. They may still be joining; or they were "
             "given another --swarm than this command."
         )
-    nodes, trainers, averagers, auxiliaries, collaborators = (_of_role(members, role) for role in ROLES)
+    nodes = [member for member in members if member.role == "node"]
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
     title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
     title += _staleness(now)
@@ -135,29 +135,16 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
         rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
         of_replicas = ("node", "address", "slot:experts", "averages", "failed", "state")
         tables.append(_table("nodes that share experts with others", of_replicas, rows))
-    if trainers:
-        rows = [_row(each, *_TRAINER_FACTS) for each in trainers]
-        columns = ("trainer", "address", "step", "loss", "items/s", "failed calls", "balance", "bias", "state")
-        tables.append(_table("trainers", columns, rows))
-    if averagers:
-        rows = [_row(each, "group", "averages") for each in averagers]
-        tables.append(_table("averagers", ("averager", "address", "group", "averages"), rows))
-    if auxiliaries:
-        rows = [_row(each, "group", "averages", "moved_mb", "state") for each in auxiliaries]
-        of_auxiliary = ("auxiliary", "address", "group", "averages", "MB each way", "state")
-        tables.append(_table("auxiliaries", of_auxiliary, rows))
-    if collaborators:
-        rows = [_row(each, *_COLLABORATION_FACTS) for each in collaborators]
-        columns = ("collaborator", "address", "group", "step", "gathered", "of", "samples/s", "peers", "averaged in s")
-        tables.append(_table("collaborations, as each of their peers sees them", columns, rows))
-    if others := [each for each in members if each.calls != CALLS]:
-        told = (f"{each.peer_id.short} {versions_differ('calls and records', each.calls, CALLS)}" for each in others)
-        return Group(*tables, *told)
-    return Group(*tables)
+    for role, (name, facts, columns) in _TABLES.items():
+        if rows := [_row(member, *facts) for member in members if member.role == role]:
+            tables.append(_table(name, (role, "address", *columns), rows))
+    others = (each for each in members if each.calls != CALLS)
+    told = (f"{each.peer_id.short} {versions_differ('calls and records', each.calls, CALLS)}" for each in others)
+    return Group(*tables, *told)
 
 
 def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
-    """How long it has been up is the state of a node that serves: what else there is to see are its counters."""
+    """Counters of a node; the state of one that serves is its time up."""
     listed = str(node.info.get("state", ""))
     start = [*_row(node), str(_num_experts(node, now))]
     if now is None:  # as long as a node compiles it may have no counters
@@ -176,7 +163,7 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
 
 
 def _claims_of(status: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """What a node says of its claims; nothing if it claims nothing."""
+    """A node's word on its claims; nothing if it claims nothing."""
     claims = (status or {}).get("claims")
     return claims if isinstance(claims, Mapping) else {}
 
@@ -189,7 +176,7 @@ def _claims_row(node: Member, claims: Mapping[str, Any]) -> list[str]:
 
 
 def _replica_row(node: Member, status: Mapping[str, Any] | None) -> list[str]:
-    """Slots and averages as the node has announced them, and why averages failed, as it says when it is asked."""
+    """Slots and averages as the node has announced them, and its reasons of averages that failed."""
     failed = ((status or {}).get("replicas") or {}).get("failed")
     reasons = failed if isinstance(failed, dict) else {}
     return [*_row(node, "slots", "averages", "averages_failed"), ", ".join(f"{why}: {n}" for why, n in reasons.items())]
@@ -206,14 +193,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _row(member: Member, *facts: str) -> list[str]:
-    """Who and where a member is, and these facts about it."""
+    """A member, its address, and these facts about it."""
     values = [member.info.get(name, "") for name in facts]
     texts = [f"{value:,.4g}" if isinstance(value, float) else str(value) for value in values]
     return [member.peer_id.short, "-" if member.contact is None else str(member.contact.address), *texts]
-
-
-def _of_role(members: Sequence[Member], role: str) -> list[Member]:
-    return [member for member in members if member.role == role]
 
 
 def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
@@ -227,7 +210,7 @@ def _num_devices(status: Mapping[str, Any]) -> int:
 
 
 def _staleness(now: Statuses) -> str:
-    """The mean staleness of the updates that the nodes have made since they started, as the title says it."""
+    """Mean staleness of the updates that the nodes have made since they started, for the title."""
     counted = [(status.get("steps", 0), status.get("staleness")) for status in now.values()]
     weighted = [(steps, mean) for steps, mean in counted if isinstance(steps, int) and isinstance(mean, float)]
     num_steps = sum(steps for steps, _ in weighted)
@@ -243,7 +226,7 @@ def _growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counter: s
 
 
 def _as_json(members: Sequence[Member], statuses: Statuses) -> dict[str, list[dict[str, Any]]]:
-    """What is known of the members, under the plural of each role."""
+    """Facts about the members, under the plural of each role."""
     found: dict[str, list[dict[str, Any]]] = {_plural(role): [] for role in ROLES}
     for member in members:
         address = None if member.contact is None else str(member.contact.address)

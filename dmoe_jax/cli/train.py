@@ -10,12 +10,10 @@ from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
-from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import mistakes_in_one_line
-from dmoe_jax.runs.flags import words_of
 from dmoe_jax.runs.run_folder import CONFIG, flat
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.training.saving import PreparedRun, check_code, prepare_run, saved_settings
+from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class TrainCommand(TrainOptions):
     """
 
     def resumed(self, given: Given) -> "TrainCommand":
-        """The command as it goes on with a run: the run's flags, and those that were given.
+        """The command with the flags of the run that it goes on with, and the given ones.
 
         Raises:
           UsageError: --out is no run, or names code that the user does not.
@@ -34,19 +32,11 @@ class TrainCommand(TrainOptions):
         if not self.folder.resume or (out := self.folder.out) is None or not (out / CONFIG).exists():
             return self
         with mistakes_in_one_line():
-            words = [*flags_of_run(saved_settings(out)), *given.words]
-        resumed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words, origins=given.origins)
-        if not self.folder.trust_run:
-            with mistakes_in_one_line():
-                check_code(out, words_of(resumed), named=given.named)
-        return resumed
+            saved = flags_of_run(saved_settings(out))
+        return given.resumed(TrainCommand, saved, out, prog="dmoe train", is_trusted=self.folder.trust_run)
 
     def prepared(self) -> PreparedRun:
-        """The run in its folder, once the flags and the folder have been looked at; nothing is written yet.
-
-        Raises:
-          UsageError: one of them will not do.
-        """
+        """The run in its folder; nothing is written yet. Raises UsageError if the flags or the folder will not do."""
         self.check()
         settings, out, resume = self.settings(), self.folder.out, self.folder.resume
         goes_on = resume and out is not None and (out / CONFIG).exists()

@@ -1,4 +1,4 @@
-"""The flags of `dmoe train`, in groups, and what can be said of them without JAX."""
+"""The flags of `dmoe train`, in groups, and their checks. Nothing here imports JAX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,20 +9,18 @@ import tyro
 
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
-from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions
-from dmoe_jax.cli.sources import ConfigFile
+from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
+from dmoe_jax.cli.sources import ConfigFile, settings_of_run
 from dmoe_jax.data import check_source
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_flags, flag_of, flags_of, named_flags, settings_of
-from dmoe_jax.runs.run_folder import flat, plain
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What is trained on."""
+    """Data of a run, and its trainers."""
 
     data: str = "auto"
     """Corpus of the language model: auto (WikiText-2 from DMOE_DATA, cache or download, else the embedded one),
@@ -54,8 +52,8 @@ class LanguageModelOptions:
     layer: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
     """Shape of one expert."""
     route: Route = "sequence"
-    """What has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are the
-    feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
+    """Unit that has experts of its own: a whole sequence, whose experts are layers; or each token, whose experts are
+    the feed-forward networks of layers, while attention stays here. Nodes need the same --route. Of the routers
     expert_choice is not for tokens."""
     num_layers: int = 2
     """DMoE layers; layer i calls the experts under "layer<i>."."""
@@ -82,7 +80,7 @@ class LanguageModelOptions:
             raise UsageError(f"--grid-size must be positive integers, got {self.grid_size}")
 
     def cutoffs_below(self, vocab_size: int) -> tuple[int, ...]:
-        """The cutoffs that a vocabulary of this size has words beyond."""
+        """Cutoffs that a vocabulary of this size has words beyond."""
         return () if self.cutoffs == "none" else tuple(cutoff for cutoff in self.cutoffs if cutoff < vocab_size)
 
 
@@ -105,7 +103,7 @@ class CallOptions(MixtureConfig):
 )
 @dataclass(frozen=True, kw_only=True)
 class TrunkRecipe(Recipe):
-    """How the trunk is trained: Adam with a clipped gradient, warm-up and cosine decay over all of --steps."""
+    """Training of the trunk: Adam with a clipped gradient, warm-up and cosine decay over all of --steps."""
 
     learning_rate: float = 2e-3
     warmup_steps: int = 50
@@ -128,7 +126,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How long a run takes, and what it looks at and saves on the way."""
+    """Length of a run, its evaluations and its checkpoints."""
 
     steps: int = 600
     """Trunk updates to make, all trainers together."""
@@ -162,13 +160,10 @@ _ON_OR_OFF = ("average_every", "target_batch_size", "weight_decay", "grad_clip")
 _NO_SETTINGS = ("--resume", "--trust-run", "--out", "--config", "--metrics-port", "--metrics-host", "--trace")
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
-OF_THIS_PROCESS = ("join", "json", "exit_on_stdin_eof")
-"""Settings that a resumed run does not take from the one before."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class FolderOptions:
-    """Where a run is kept."""
+    """Folder of a run."""
 
     out: Path | None = None
     """Run folder, the first one's where there are several trainer processes; new or empty unless --resume. Default:
@@ -183,7 +178,7 @@ class FolderOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What is told of a run, and where."""
+    """Reports of a run."""
 
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -214,18 +209,14 @@ class TrainOptions:
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
-    """Where others call this process, if it averages; one that does not listens nowhere."""
+    """Address of this process, if it averages; one that does not listens nowhere."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     report: Annotated[ReportOptions, tyro.conf.arg(name="")] = field(default_factory=ReportOptions)
     config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
 
     def check(self) -> None:
-        """Look at what nothing else checks before it would be too late.
-
-        Raises:
-          UsageError: naming the flag.
-        """
+        """Raise `UsageError` naming a flag that nothing else checks before it would be too late."""
         self.data.check()
         if self.optimizer.optimizer is not None:
             check_no_effect(f"--optimizer {self.optimizer.optimizer}", flags_of(self.optimizer.recipe))
@@ -254,47 +245,26 @@ class TrainOptions:
         return settings
 
 
-def by_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run, in whatever groups, by the keys of their flags. JSON has no infinity, which --grad-clip
-    may be: None stands for it."""
-    return {name.rpartition(".")[2]: value for name, value in flat(plain(settings)).items()}
-
-
 def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
-    """The flags that a run was begun with, where they differ from the defaults.
-
-    Args:
-      saved: `TrainOptions.settings` through JSON, perhaps of another version; what is no setting now is left out.
-    """
-    defaults, then = by_key(TrainOptions(join=()).settings()), by_key(saved)
+    """Flags that a run was begun with, where they differ from the defaults; those that are none now are left out."""
+    defaults, then = settings_of_run(TrainOptions(join=()).settings()), settings_of_run(saved)
     changed = {key: then[key] for key in defaults if then.get(key, defaults[key]) != defaults[key]}
-    return as_flags(
-        {key: "inf" if value is None else value for key, value in changed.items() if key not in OF_THIS_PROCESS}
-    )
+    return as_flags({key: "inf" if value is None else value for key, value in changed.items()})
 
 
 def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that a run can go on with other settings.
-
-    Args:
-      out: its folder, for the message.
-      saved: the settings that it was begun with, as its config.json has them.
-      settings: those of now.
+    """Check that the run in `out` can go on with other settings than the saved ones of its config.json.
 
     Raises:
       UsageError: naming the flag that cannot change.
     """
     # A run of an older version had what is the default now.
-    before, now = by_key(TrainOptions(join=()).settings()) | by_key(saved), by_key(settings)
-    compression = "average_compression"
-    if before[compression] != now[compression] and "top-k" in (before[compression], now[compression]):
-        raise UsageError(
-            f"the run in {out} was begun with {flag_of(compression)} {before[compression]!r} and cannot be resumed "
-            f"with {now[compression]!r}: what top-k keeps for later is in the checkpoint"
-        )
-    for key in (*_CONSTANT, *_ON_OR_OFF):
-        was, is_now = before[key], now[key]
-        if was != is_now and (key in _CONSTANT or bool(was) != bool(is_now)):
-            raise UsageError(
-                f"the run in {out} was begun with {flag_of(key)} {was!r} and cannot be resumed with {is_now!r}"
-            )
+    before = settings_of_run(TrainOptions(join=()).settings()) | settings_of_run(saved)
+    now = settings_of_run(settings)
+    for key, is_now in now.items():
+        was = before[key]
+        line = f"the run in {out} was begun with {flag_of(key)} {was!r} and cannot be resumed with {is_now!r}"
+        if key == "average_compression" and was != is_now and "top-k" in (was, is_now):
+            raise UsageError(f"{line}: what top-k keeps for later is in the checkpoint")
+        if (key in _CONSTANT and was != is_now) or (key in _ON_OR_OFF and bool(was) != bool(is_now)):
+            raise UsageError(line)

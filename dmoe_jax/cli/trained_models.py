@@ -1,10 +1,11 @@
-"""What `dmoe train` trains: the Transformer-XL that its flags describe, or a model of the user's own."""
+"""Models of `dmoe train`: the Transformer-XL that its flags describe, or a model of the user's own."""
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 import optax
@@ -35,7 +36,7 @@ _EVAL_BATCH = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run trains: a model, the batches of its trainers, and what it is evaluated on."""
+    """A run's model, the batches of its trainers, and its evaluation."""
 
     model: Model
     task: Task
@@ -43,11 +44,11 @@ class Training:
     """One iterator for each trainer."""
     evaluation: EvaluationBatches
     facts: Mapping[str, object]
-    """What the headline opens with."""
+    """Beginning of the headline."""
 
     @property
     def mixtures(self) -> tuple[RemoteMixture, ...]:
-        """The model's remote mixtures, as far as it tells: in an attribute of this name."""
+        """The model's remote mixtures, if it has them in an attribute of this name."""
         return tuple(getattr(self.model, "mixtures", ()))
 
     @property
@@ -58,16 +59,12 @@ class Training:
 
 
 async def language_training(options: TrainOptions, swarm: Swarm, progress: TrainingProgress) -> Training:
-    """The Transformer-XL that the flags describe.
-
-    Raises:
-      UsageError: for a router, a corpus or sizes that will not do.
-    """
+    """The Transformer-XL of the flags; raises UsageError for a router, a corpus or sizes that will not do."""
     data, language = options.data, options.language
     with progress.phase("loading the corpus"), mistakes_in_one_line():
         corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
     progress.say(f"corpus: {corpus.description}")
-    seed, seq_len = data.chance_seed, language.layer.seq_len
+    seed, seq_len, shards = data.chance_seed, language.layer.seq_len, range(data.num_trainers)
     with mistakes_in_one_line():
         config = trunk_config(options, len(corpus.vocabulary))
         router = make_router(language.router, language.grid_size)
@@ -75,20 +72,10 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
             swarm.mixture(layer_prefix(layer), config.expert(), router, config=options.calls, seed=seed)
             for layer in range(config.num_layers)
         ]
-        streams: list[Iterator[Any]] = [
-            SegmentStream(
-                corpus.train,
-                batch_size=data.batch_size,
-                seq_len=seq_len,
-                shard=shard,
-                num_shards=data.num_trainers,
-                seed=seed,
-            )
-            for shard in range(data.num_trainers)
-        ]
+        stream = partial(SegmentStream, corpus.train, batch_size=data.batch_size, seq_len=seq_len, seed=seed)
+        streams: list[Iterator[Any]] = [stream(shard=shard, num_shards=len(shards)) for shard in shards]
 
     def evaluation(split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
-        """The text, read from several places at once, so that a part of it stands for the whole."""
         text: np.ndarray = getattr(corpus, split)
         num_batches = math.ceil(min(max_items or text.size, text.size) / (_EVAL_BATCH * seq_len))
         batches = evaluation_segments(text, batch_size=_EVAL_BATCH, seq_len=seq_len)
@@ -105,11 +92,7 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
 
 
 def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
-    """The optimiser of the trunk.
-
-    Raises:
-      ValueError: a rate is out of range, or the user's file has no optimiser.
-    """
+    """The optimiser of the trunk; raises ValueError if a rate is out of range, or the user's file has none."""
     spec = options.optimizer.optimizer
     if spec is None:
         return make_optimizer(trunk_recipe(options))
@@ -121,20 +104,12 @@ def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
 
 def trunk_recipe(options: TrainOptions) -> Recipe:
-    """The recipe that trains the trunk, unless the user gives an optimiser.
-
-    Raises:
-      ValueError: a rate is out of range.
-    """
+    """The recipe that trains the trunk, unless the user gives an optimiser."""
     return replace(options.optimizer.recipe, total_steps=options.run_length.steps)
 
 
 def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
-    """Sizes and rates of the language model over this vocabulary.
-
-    Raises:
-      ValueError: they do not fit each other.
-    """
+    """Sizes and rates of the language model over this vocabulary; raises ValueError if they do not fit each other."""
     language = options.language
     sizes = {name: value for name, value in vars(language).items() if name not in ("router", "cutoffs")}
     cutoffs = language.cutoffs_below(vocab_size)
@@ -142,49 +117,39 @@ def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
 
 
 async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
-    """The user's own model, from a file.
-
-    Raises:
-      UsageError: it is not what `--model` asks for; the message names it.
-    """
+    """The user's own model, from a file; raises UsageError if it is not what `--model` asks for."""
     data, spec = options.data, options.model or ""
 
     def make() -> tuple[Model, list[Iterator[Any]]]:
         model = call_user(spec, user_model(spec), swarm, kind="model")
         if not isinstance(model, Model):
             raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")
-        if not callable(getattr(model, "batches", None)):
+        make_batches = getattr(model, "batches", None)
+        if not callable(make_batches):
             raise UserFileError(
                 f"model {spec!r}: {type(model).__name__} has no batches(shard, num_shards, seed), an iterator of "
                 "training batches"
             )
-        own = cast(Any, model)
         shards = range(data.num_trainers)
-        return model, [iter(own.batches(shard, len(shards), data.chance_seed)) for shard in shards]
+        return model, [iter(make_batches(shard, len(shards), data.chance_seed)) for shard in shards]
 
     with mistakes_in_one_line():
         model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)
-    validation = getattr(model, "validation", None)
+    validation: Any = getattr(model, "validation", None)
+    splits = ("valid",) if callable(validation) else ()
     return Training(
         model=model,
-        task=Task(
-            name=spec,
-            unit=model.unit,
-            splits=("valid",) if callable(validation) else (),
-            meaning=model.meaning,
-        ),
+        task=Task(name=spec, unit=model.unit, splits=splits, meaning=model.meaning),
         batches=batches,
-        evaluation=lambda split, max_items: (cast(Any, validation)(), None),  # the user's data is read whole
+        evaluation=lambda split, max_items: (validation(), None),  # the user's data is read whole
         facts={"model": model.name, "trainers": data.num_trainers},
     )
 
 
 async def check_before_joining(options: TrainOptions) -> None:
-    """Look at the rates, and at what the flags name in the user's own files, before the swarm hears of us.
+    """Look at the rates, and at the router, model and optimiser of the user's own, before the swarm hears of us.
 
-    Raises:
-      UsageError: a rate is out of range, there is no such router, model or optimiser, or the router does not keep to
-        its contract. The message names it.
+    Raises UsageError naming the one that will not do.
     """
 
     def look() -> None:

@@ -3,8 +3,8 @@
 import json
 import shlex
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,8 @@ from rich.console import Console
 
 from dmoe_jax.cli.checks import check_at_least, check_no_effect
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.local_view import LocalMetrics, LocalView, TrainerWatch, show_headline
-from dmoe_jax.cli.monitoring import MetricsOptions
-from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, NetworkOptions
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
+from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data import check_source
@@ -37,22 +36,21 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
-from dmoe_jax.training.saving import check_code
 from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
-"""For ending all processes in order: trainers write their reports, nodes their checkpoints."""
+"""Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""
 
 _OF_THIS_PROCESS = ("--out", "--resume", "--trust-run", "--config", "--exit-on-stdin-eof")
 """Flags that a resumed run does not take from the one before."""
 
 Beside = Callable[[LocalSwarm, Mapping[str, TrainerWatch]], Awaitable[None]]
-"""Called with the swarm and, by its name, how far each trainer process is."""
+"""Function of the swarm and of the progress of each trainer process, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSwarmOptions:
-    """Processes of the swarm, and what each of them is given."""
+    """Processes of the swarm, and their flags."""
 
     nodes: int = 2
     """Expert node processes; the experts are dealt out among them."""
@@ -72,16 +70,16 @@ class LocalSwarmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCodeOptions:
-    """What is served and trained, if it is not the Transformer-XL under Adam."""
+    """Experts, model and optimisers, if they are not the Transformer-XL under Adam."""
 
     experts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
     """Experts to serve instead of those layers, for a model of your own: patterns such as ffn.[0:4].[0:4]."""
     kind: Annotated[str, tyro.conf.arg(name="expert")] = "transformer_xl"
-    """What an expert is; as for `dmoe node`, also my_file.py:my_expert."""
+    """Kind of an expert; as for `dmoe node`, also my_file.py:my_expert."""
     optimizer: str = ""
-    """What experts learn with; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
+    """Optimiser of the experts; as for `dmoe node`, my_file.py:my_optimizer. Default: Adam."""
     model: str = ""
-    """What to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
+    """Model to train; as for `dmoe train`, my_file.py:my_model. Default: a Transformer-XL language model."""
     trunk_optimizer: str = ""
     """Optimiser of the trunks; as --optimizer of `dmoe train`, my_file.py:my_optimizer. Default: Adam, with the step
     size and so on given here."""
@@ -115,7 +113,7 @@ class UpCommand:
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
     network: Annotated[LocalNetworkOptions, tyro.conf.arg(name="")] = field(default_factory=LocalNetworkOptions)
     metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    """Where this process shows how the others are. Each of them then has a port of its own, and /targets lists these
+    """Address at which this process shows the others. Each of them then has a port of its own, and /targets lists these
     for Prometheus' http_sd_configs."""
     config: ConfigFile = None
     exit_on_stdin_eof: EndsWithInput = False
@@ -127,8 +125,8 @@ class UpCommand:
 
         async def invite(swarm: LocalSwarm, watches: Mapping[str, TrainerWatch]) -> None:
             del watches
-            flags = "".join(f" {word}" for word in self.network_flags())
-            console.print(f"Join it with:  dmoe train --join {swarm.processes[0].contact}{flags}")
+            contact, flags = swarm.processes[0].contact, self.network.flags_for_others()
+            console.print(f"Join it with:  dmoe train --join {contact}{flags}")
 
         async def train(stop: Stop) -> int:
             status = await self.train(console, stop, invite)
@@ -153,15 +151,9 @@ class UpCommand:
         try:
             saved = [str(word) for word in json.loads(self._flags_file.read_text())]
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--resume: {self.folder.out} is no run of dmoe up: cannot read {self._flags_file}"
-            ) from error
-        resumed: UpCommand = parse_command_line(
-            UpCommand, prog="dmoe up", args=[*saved, *given.words], origins=given.origins
-        )
-        if not self.folder.trust_run:
-            with mistakes_in_one_line():
-                check_code(self.folder.out, words_of(resumed), named=given.named)
+            line = f"--resume: {self.folder.out} is no run of dmoe up: cannot read {self._flags_file}"
+            raise UsageError(line) from error
+        resumed = given.resumed(UpCommand, saved, self.folder.out, prog="dmoe up", is_trusted=self.folder.trust_run)
         saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).swarm.nodes
         if resumed.swarm.nodes != saved_nodes and resumed.swarm.claim is None and resumed.swarm.save_experts:
             raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")
@@ -178,16 +170,12 @@ class UpCommand:
 
     @property
     def _flags_file(self) -> Path:
-        """The command's flags, as a list of words in JSON."""
+        """File of the command's flags, a list of words in JSON."""
         return self._logs / "up.json"
 
-    @asynccontextmanager
-    async def _logs_held(self) -> AsyncIterator[None]:
-        """Hold the folder for the logs, with the flags in it, while the block lasts.
-
-        Raises:
-          CommandFailed: it cannot be made. FolderInUse: another swarm runs in it.
-        """
+    @contextmanager
+    def _logs_held(self) -> Iterator[None]:
+        """Hold the folder for the logs, with the flags in it, while the block lasts."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_folder(self._logs, "swarm"))
@@ -202,28 +190,29 @@ class UpCommand:
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
 
-        Trainers start together with the nodes: they read their text and wait for experts while those compile.
         `beside` runs beside the training, and is cancelled at its end.
 
         Raises:
           ProcessFailed: a trainer ended with an error of its own, or another process before it served.
           CommandFailed: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
+        with self._logs_held():
+            flags = [*self.network_flags(), *self.metrics_flags()]
+            async with open_local_swarm(self._logs, network_flags=flags) as swarm:
+                return await self._train_in(swarm, console, stop, beside)
+
+    async def _train_in(self, swarm: LocalSwarm, console: Console, stop: Stop, beside: Beside) -> int:
         folders = self.folders()
         watches = {f"trainer{index}": TrainerWatch(folder) for index, folder in enumerate(folders)}
-        shown = LocalMetrics(self.network.announce)
-        flags = [*self.network_flags(), *self.metrics_flags()]
+        view = LocalView(console, swarm, watches, self.run_length.steps, announce=self.network.announce)
         async with (
-            self._logs_held(),
-            self.metrics.opened("up", {"/targets": shown.targets}) as monitor,
-            open_local_swarm(self._logs, network_flags=flags) as swarm,
+            self.metrics.opened("up", {"/targets": view.targets}) as monitor,
             trio.open_nursery() as showing,
         ):
             console.print(f"run folder: {self.out}; logs of the processes: {self._logs}")
-            shown.began(swarm, watches)
-            monitor.show(shown.families)
-            monitor.why_not_ready = shown.why_not_ready
-            showing.start_soon(LocalView(console, swarm, watches, self.run_length.steps).run)
+            monitor.show(view.families)
+            monitor.why_not_ready = view.why_not_ready
+            showing.start_soon(view.run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
             nodes = self.flags_of_nodes()
             await launch_nodes(
@@ -233,6 +222,7 @@ class UpCommand:
                 lambda index: [*self.saving_flags(index), *nodes],
                 named_by="--experts" if self.swarm.claim is None else "--of",
             )
+            # Together with the nodes: they read their text and wait for experts while those compile.
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
                 words += ["--resume"] if self.folder.resume and (folder / CONFIG).exists() else []
@@ -259,11 +249,7 @@ class UpCommand:
         return [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.swarm.trainers)]
 
     def check(self) -> None:
-        """Look at the flags before anything is started.
-
-        Raises:
-          UsageError: for one that cannot be meant.
-        """
+        """Raise `UsageError` for a flag that cannot be meant, before anything is started."""
         swarm = self.swarm
         check_at_least(1, swarm, "nodes")
         check_at_least(0, swarm, "trainers")
@@ -277,15 +263,14 @@ class UpCommand:
         for folder in [] if self.folder.resume else [*(self.folders() or [self.out]), *saved]:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"--out must be a new or empty folder, {folder} is not")
-        hands = self.hands()
+        num_experts = len(self.uids())
         if swarm.claim is not None:
             check_at_least(1, swarm, "claim")
-            num_experts = len(self.uids())
             if (room := swarm.nodes * swarm.claim) < num_experts:
                 unserved = f"{num_experts - room} of {num_experts} experts unserved"
                 raise UsageError(f"--nodes {swarm.nodes} with --claim {swarm.claim} leave {unserved}")
-        elif not all(hands):
-            raise UsageError(f"--nodes {swarm.nodes} is more than there are experts: {sum(map(len, hands))}")
+        elif not all(self.hands()):
+            raise UsageError(f"--nodes {swarm.nodes} is more than there are experts: {num_experts}")
         with mistakes_in_one_line():
             check_source(self.data.data)
             self.network.security()
@@ -305,89 +290,69 @@ class UpCommand:
         return self.folder.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")
 
     def network_flags(self) -> list[str]:
-        """Flags of every process: which network it is on."""
+        """Flags of every process for its network."""
         return shlex.split(self.network.flags_for_others())
 
     def metrics_flags(self) -> list[str]:
-        """Flags of every process: whether it shows metrics, at a port that the system chooses."""
+        """Flags of every process for its metrics, at a port that the system chooses."""
         if self.metrics.metrics_port is None:
             return []
         return as_flags({"metrics_port": 0, "metrics_host": self.metrics.metrics_host})
 
     def listen_flags(self) -> list[str]:
-        """Flags of those that listen: where they are called."""
+        """Flags of those that listen for their address."""
         return [] if self.network.announce is None else ["--listen", "0.0.0.0:0", "--announce", self.network.announce]
 
     def hands(self) -> list[list[str]]:
-        """The experts of each node; with --claim the patterns, of which each node takes its share.
-
-        Raises:
-          UsageError: --experts is no pattern.
-        """
-        uids = self.uids()
-        return deal(uids, self.swarm.nodes) if self.swarm.claim is None else [list(self.patterns())] * self.swarm.nodes
+        """The experts of each node; with --claim the patterns, of which each node takes its share."""
+        nodes = self.swarm.nodes
+        return deal(self.uids(), nodes) if self.swarm.claim is None else [list(self.patterns())] * nodes
 
     def patterns(self) -> tuple[str, ...]:
-        """What the experts are called: --experts, or the grid of each layer."""
+        """Patterns of the experts: --experts, or the grid of each layer."""
         grid = "".join(f".[0:{size}]" for size in self.language.grid_size)
         return self.code.experts or tuple(f"{layer_prefix(layer)}{grid}" for layer in range(self.language.num_layers))
 
     def uids(self) -> list[ExpertUid]:
-        """All experts, each once.
-
-        Raises:
-          UsageError: --experts is no pattern.
-        """
+        """All experts, each once; raises UsageError if --experts is no pattern."""
         try:
             return list(dict.fromkeys(uid for each in self.patterns() for uid in expand_grid_pattern(each)))
         except ValueError as error:
             raise UsageError(f"--experts: {error}") from error
 
     def saving_flags(self, index: int) -> list[str]:
-        """Flags of `dmoe node` for the node with this index: how many experts it claims, and where it saves them."""
+        """Flags of `dmoe node` for its claims and its saved experts, by its index."""
         claims = [] if self.swarm.claim is None else as_flags({"claim": self.swarm.claim})
         # Those that claim share a folder: there they find what a node that died has left.
         folder = saved_experts(self.out) / (f"node{index}" if self.swarm.claim is None else SHARED_FOLDER)
         return [*claims, *(as_flags({"checkpoint_dir": folder}) if self.swarm.save_experts else [])]
 
     def flags_of_nodes(self) -> list[str]:
-        """Flags of `dmoe node` besides the experts and whom to join."""
-        code = self.code
+        """Flags of `dmoe node` that all nodes share."""
+        code, route = self.code, self.language.route
         threads = share_of_threads(self.swarm.nodes, may_call_host=bool(code.optimizer) or ":" in code.kind)
-        named = {"expert": code.kind if code.kind != "transformer_xl" else "", "optimizer": code.optimizer}
-        named |= {"route": self.language.route if self.language.route != "sequence" else ""}
+        kind = {} if code.kind == "transformer_xl" else {"expert": code.kind}
+        kind |= {"optimizer": code.optimizer} if code.optimizer else {}
+        kind |= {} if route == "sequence" else {"route": route}
         node = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
-        return [
-            *self.listen_flags(),
-            *as_flags({name: value for name, value in named.items() if value}),
-            *words_of(self.language.layer),
-            *as_flags(node),
-            *shlex.split(self.swarm.node_flags),
-        ]
+        layer = words_of(self.language.layer)
+        return [*self.listen_flags(), *as_flags(kind), *layer, *as_flags(node), *shlex.split(self.swarm.node_flags)]
 
     def flags_of_trainer(self, index: int) -> list[str]:
-        """Flags of `dmoe train` for one trainer process, besides the folder and whom to join."""
-        groups = (self.language, self.data, self.adam, self.run_length)
-        # A run that goes on takes its own flags where none are given, and not the defaults.
-        flags = [flag for group in groups for flag in flags_of(group) if flag.word not in ("--seed", "--data-seed")]
-        given = [
-            flag
-            for flag in flags
-            if flag.is_changed or (self.folder.resume and flag.value is not None and flag.value is not False)
-        ]
-        of_this_one = averaging_flags(
-            num_processes=self.swarm.trainers,
-            every=self.average_every,
-            seeds=(self.data.seed, self.data.chance_seed + index),
-        )
-        named = {"model": self.code.model, "optimizer": self.code.trunk_optimizer}
-        return [
-            *(word for flag in given for word in as_words(flag.word, flag.value)),
-            *as_flags({name: value for name, value in named.items() if value}),
-            *of_this_one,
-            *(self.listen_flags() if self.swarm.trainers > 1 else []),
-            *(as_flags({"memory_budget": self.budget.memory_budget}) if self.swarm.trainers > 1 else []),
-            *shlex.split(self.swarm.train_flags),
-            # Those beside the first one read less: its evaluations are the run's.
-            *(as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else []),
-        ]
+        """Flags of `dmoe train` for one trainer process, besides its folder and whom it joins."""
+        data, code, swarm = self.data, self.code, self.swarm
+        words: list[str] = []
+        for flag in (each for group in (self.language, data, self.adam, self.run_length) for each in flags_of(group)):
+            # A run that goes on takes its own flags where none are given, and not the defaults.
+            is_said = flag.is_changed or (self.folder.resume and flag.value is not None and flag.value is not False)
+            if is_said and flag.word not in ("--seed", "--data-seed"):
+                words += as_words(flag.word, flag.value)
+        words += ["--model", code.model] if code.model else []
+        words += ["--optimizer", code.trunk_optimizer] if code.trunk_optimizer else []
+        seeds = (data.seed, data.chance_seed + index)
+        words += averaging_flags(num_processes=swarm.trainers, every=self.average_every, seeds=seeds)
+        if swarm.trainers > 1:
+            words += [*self.listen_flags(), "--memory-budget", self.budget.memory_budget]
+        words += shlex.split(swarm.train_flags)
+        # Those beside the first one read less: its evaluations are the run's.
+        return words + (as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else [])

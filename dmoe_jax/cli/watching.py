@@ -1,15 +1,16 @@
-"""Who watches a run of `dmoe train`: scrapers, and a trace."""
+"""Watchers of a run of `dmoe train`: scrapers, and a trace."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import trio
 
 from dmoe_jax.averaging import Round
-from dmoe_jax.collaboration import GlobalStep
-from dmoe_jax.collaboration.trainers import CollaborativeTrainers
+from dmoe_jax.collaboration import Collaboration, GlobalStep
 from dmoe_jax.metrics.families import counter
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.metrics.trace import Trace
@@ -21,11 +22,12 @@ from dmoe_jax.training.swarm_engine import SwarmEngine
 
 
 class Watching:
-    """Told what happens in a run. Made by `watching`."""
+    """Hears of a run, for scrapers and the trace. Made by `watching`."""
 
     def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
         self._monitor = monitor
         self._trace = trace
+        self._averages: deque[Round | GlobalStep] = deque()
         self._recorder = TrainingRecorder()
         swarm.watch_calls(self._call)
         monitor.why_not_ready = lambda: "waiting for experts"
@@ -34,18 +36,20 @@ class Watching:
         monitor.show(lambda: [counter("dmoe_device_busy_seconds_total", text, swarm.device.busy_s)])
 
     def found_experts(self) -> None:
-        """Every layer has a living expert."""
+        """Hear that every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
-    def trainers(self, trainers: Trainers | CollaborativeTrainers) -> None:
-        """These train."""
+    def steps_of(self, trainers: Trainers) -> None:
+        """Watch the steps of these trainers."""
         for trainer in trainers.trainers:
             trainer.on_span = self._span
-        if isinstance(trainers, CollaborativeTrainers):
-            self._monitor.show(partial(collaboration_families, trainers.peer))
 
-    def engine(self, engine: SwarmEngine, unit: str) -> None:
-        """The run loop begins; `unit` is what the engine's items are."""
+    def collaboration(self, peer: Collaboration) -> None:
+        """Show this collaboration."""
+        self._monitor.show(partial(collaboration_families, peer))
+
+    def begins(self, engine: SwarmEngine, unit: str) -> None:
+        """Hear that the run loop begins; `unit` names the engine's items."""
         self._monitor.show(
             lambda: training_families(
                 self._recorder, engine.totals(), step=engine.step, loss=engine.last_loss, unit=unit
@@ -53,11 +57,16 @@ class Watching:
         )
 
     def averaged(self, done: Round | GlobalStep) -> None:
-        """A round of averaging is over, or a step of a collaboration is made."""
+        """Hear of a round of averaging, or of a step of a collaboration, that is over."""
+        self._averages.append(done)
         if isinstance(done, GlobalStep):
             self._recorder.global_step(done)
         else:
             self._recorder.round(done)
+
+    def records(self) -> list[tuple[str, Mapping[str, object]]]:
+        """Records, for the run's metrics, of the averages since the last call."""
+        return [_record(self._averages.popleft()) for _ in range(len(self._averages))]
 
     def _call(self, record: CallRecord) -> None:
         self._recorder.call(record)
@@ -70,13 +79,27 @@ class Watching:
             self._trace.add(span)
 
 
+def _record(done: Round | GlobalStep) -> tuple[str, Mapping[str, object]]:
+    if isinstance(done, GlobalStep):
+        return "global_step", asdict(done)
+    if done.why_lost:
+        return "event", {"name": "average_lost", "detail": done.why_lost}
+    return "average", {
+        "round": done.number,
+        "peers": done.peers,
+        "peers_lost": len(done.lost),
+        "received": done.received,
+        "sent_bytes": done.moved_bytes,
+        "took_s": done.took_s,
+    }
+
+
 @contextmanager
 def watching(swarm: Swarm, monitor: Monitor, trace_to: Path | None, say: Callable[[str], None]) -> Iterator[Watching]:
-    """Watch a run while the block runs; its trace is written at the end, however that comes.
+    """Watch a run while the block runs, and at its end, however that comes, write a trace of it.
 
     Args:
-      trace_to: where; None: there is none. A file that cannot be written ends no run: the user is told.
-      say: tells the user.
+      trace_to: file of the trace; None: there is none. One that cannot be written ends no run: the user is told.
     """
     trace = None if trace_to is None else Trace(trio.current_time())
     try:

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import trio
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.sources import Given
@@ -16,7 +15,6 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import flags_of, words_of
 from dmoe_jax.training.saving import check_code
-from tests.dmoe_jax.training_rig import parsed
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -91,11 +89,6 @@ def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
         assert parse_command_line(UpCommand, prog="dmoe up", args=words).swarm.save_experts is saves
 
 
-async def write_flags(command: UpCommand) -> None:
-    async with command._logs_held():
-        pass
-
-
 def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     """Those that are given now come last; a file that the run names is run only if it is named again, or trusted."""
     out = tmp_path / "run"
@@ -104,7 +97,9 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
         prog="dmoe up",
         args=["--out", str(out), "--nodes", "3", "--steps", "40", "--learning-rate", "0.1", "--model", "a.py:model"],
     )
-    trio.run(write_flags, begun)
+    with begun._logs_held():
+        # A list of words.
+        assert json.loads((tmp_path / "run.logs" / "up.json").read_text())[:2] == ["--nodes", "3"]
 
     def resumed(*args: str) -> UpCommand:
         words = ["--resume", "--out", str(out), *args]
@@ -159,9 +154,3 @@ def test_completion_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
         main(["completion", "bash"])
     assert not exit_.value.code
     assert "complete -F" in capsys.readouterr().out
-
-
-def test_the_flags_file_is_plain(tmp_path: Path) -> None:
-    """A list of words."""
-    trio.run(write_flags, parsed(UpCommand, out=tmp_path / "run", nodes=5))
-    assert json.loads((tmp_path / "run.logs" / "up.json").read_text()) == ["--nodes", "5"]

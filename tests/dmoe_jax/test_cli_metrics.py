@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import trio
+from rich.console import Console
 
 from dmoe_jax.cli import main
-from dmoe_jax.cli.local_view import LocalMetrics, TrainerWatch
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.cli.up import UpCommand
@@ -67,10 +68,9 @@ async def test_processes_show_themselves(tmp_path: Path, capsys: pytest.CaptureF
     The port of one of them is refused to another process.
     """
     up = parsed(UpCommand, metrics_port=0, insecure_loopback=True)
-    shown = LocalMetrics(up.network.announce)
-    assert shown.why_not_ready() == "no node runs"
     async with open_local_swarm(tmp_path, network_flags=[*up.network_flags(), *up.metrics_flags()]) as swarm:
-        shown.began(swarm, {"trainer0": TrainerWatch(tmp_path)})
+        shown = LocalView(Console(), swarm, {"trainer0": TrainerWatch(tmp_path)}, 10)
+        assert shown.why_not_ready() == "no node runs"
         dht = await swarm.start("dht", ["dht"])
         flags = ["--expert", "feedforward", "--d-model", "8", "--experts", "ffn.[0:2]", "--warm-up-rows", "2"]
         node = await swarm.launch("node0", ["node", "--join", dht.contact, *flags])

@@ -44,11 +44,25 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["failed_share_after_kill"] == 0.25
 
 
+def node_of(up: UpCommand, index: int = 0) -> NodeCommand:
+    """A node as it reads the flags that it is given."""
+    flags = [*up.saving_flags(index), *([] if up.swarm.claim is None else ["--of", "a.0"]), *up.flags_of_nodes()]
+    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
+    return node
+
+
+def trainer_of(up: UpCommand, index: int = 0) -> TrainCommand:
+    """A trainer as it reads the flags that it is given."""
+    flags = ["--join", "127.0.0.1:1", *up.flags_of_trainer(index)]
+    trainer: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
+    return trainer
+
+
 def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
     """Beside the run folder, one for each node; what an earlier run left there would be taken up, and is refused."""
     up = parsed(UpCommand, out=tmp_path / "run", save_experts=True)
     up.check()
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.saving_flags(1))
+    node = node_of(up, 1)
     assert node.saving.checkpoint_dir == tmp_path / "run.nodes" / "node1"
     (tmp_path / "run.nodes" / "node0").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"run\.nodes is not"):
@@ -60,8 +74,7 @@ def test_nodes_of_up_claim_and_share_a_folder(tmp_path: Path) -> None:
     up = parsed(UpCommand, out=tmp_path / "run", save_experts=True, claim=20)
     up.check()
     assert up.hands() == [["layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]"]] * 2
-    for index in range(2):
-        node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=[*up.saving_flags(index), "--of", "a.0"])
+    for node in (node_of(up, 0), node_of(up, 1)):
         assert (node.hand.claim, node.hand.of, node.hand.experts) == (20, ("a.0",), ())
         assert node.saving.checkpoint_dir == tmp_path / "run.nodes" / "shared"
     assert parsed(UpCommand, claim=4, experts=("ffn.[0:4]",), nodes=3).hands() == [["ffn.[0:4]"]] * 3
@@ -69,34 +82,16 @@ def test_nodes_of_up_claim_and_share_a_folder(tmp_path: Path) -> None:
 
 def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
     """Every expert has one home; shapes, kinds, seeds and further flags arrive; several trainers average."""
-    up: UpCommand = parse_command_line(
-        UpCommand,
-        prog="dmoe up",
-        args=[
-            *("--nodes", "3", "--trainers", "2", "--num-layers", "1", "--grid-size", "2", "4", "--d-model", "64"),
-            *("--steps", "40", "--seed", "7", "--average-every", "5", "--announce", "localhost"),
-            *(
-                "--out",
-                str(tmp_path / "run"),
-                "--node-flags=--grad-clip 2",
-                "--train-flags=--num-trainers 3 --k-best 2",
-            ),
-        ],
-    )
+    line = "--nodes 3 --trainers 2 --num-layers 1 --grid-size 2 4 --d-model 64 --steps 40 --seed 7 --average-every 5"
+    words = [*line.split(), "--announce", "localhost", "--out", str(tmp_path / "run")]
+    words += ["--node-flags=--grad-clip 2", "--train-flags=--num-trainers 3 --k-best 2"]
+    up: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=words)
     up.check()
     assert sorted(uid for hand in up.hands() for uid in hand) == [f"layer0.{i}.{j}" for i in range(2) for j in range(4)]
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    assert (node.kind.expert.d_model, node.seed, node.learning.recipe.grad_clip, node.listen.announce) == (
-        64,
-        7,
-        2.0,
-        "localhost",
-    )
-    trainers: list[TrainCommand] = [
-        parse_command_line(TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(index)])
-        for index in range(2)
-    ]
-    for index, train in enumerate(trainers):
+    node = node_of(up)
+    assert (node.kind.expert.d_model, node.seed, node.learning.recipe.grad_clip) == (64, 7, 2.0)
+    assert node.listen.announce == "localhost"
+    for index, train in enumerate((trainer_of(up, 0), trainer_of(up, 1))):
         assert (train.language.layer.d_model, train.run_length.steps) == (64, 40)
         assert (train.data.seed, train.data.data_seed, train.data.num_trainers) == (7, 7 + index, 3)
         assert (train.language.num_layers, train.language.grid_size, train.calls.k_best) == (1, (2, 4), 2)
@@ -107,10 +102,7 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
 def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
     """The demonstration's wish reaches both; the experts of tokens are compiled for many rows."""
     up = parsed(DemoCommand, route="token", router="switch+balanced", out=tmp_path)._up()
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
-    train: TrainCommand = parse_command_line(
-        TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
-    )
+    node, train = node_of(up), trainer_of(up)
     assert (node.kind.route, node.serving.warm_up_rows, train.language.route) == ("token", 64, "token")
     assert train.language.router == "switch+balanced"
     assert [spec.shape for spec in node.kind.make().inputs] == [(node.kind.expert.d_model,)]
@@ -129,17 +121,10 @@ def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
 
 def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     """Own kinds, own optimisers and own patterns reach the nodes; the model reaches the trainer."""
-    up = parsed(
-        UpCommand,
-        nodes=2,
-        experts=("ffn.[0:4]",),
-        expert="a.py:expert",
-        optimizer="a.py:adam",
-        model="a.py:model",
-        out=tmp_path,
-    )
+    own = {"expert": "a.py:expert", "optimizer": "a.py:adam", "model": "a.py:model"}
+    up = parsed(UpCommand, nodes=2, experts=("ffn.[0:4]",), out=tmp_path, **own)
     assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
+    node = node_of(up)
     assert (node.kind.kind, node.learning.optimizer) == ("a.py:expert", "a.py:adam")
     assert (node.devices.xla_threads or 0) >= 2, "they may call the host"
     words = up.flags_of_trainer(0)
@@ -187,11 +172,8 @@ def test_the_demonstration_is_a_swarm_of_up() -> None:
     up = parsed(DemoCommand, quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)._up()
     up.check()
     assert (len(up.hands()), up.swarm.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=up.flags_of_nodes())
+    node, train = node_of(up), trainer_of(up)
     assert (node.learning.recipe.freeze_experts, node.serving.warm_up_rows, node.seed) == (True, 64, 5)
-    train: TrainCommand = parse_command_line(
-        TrainCommand, prog="train", args=["--join", "127.0.0.1:1", *up.flags_of_trainer(0)]
-    )
     assert (train.data.num_trainers, train.run_length.eval_tokens, train.run_length.steps) == (3, 8192, 100)
     other = parsed(UpCommand, trainers=2).flags_of_trainer(1)
     assert other[other.index("--eval-tokens") + 1] == "1024"

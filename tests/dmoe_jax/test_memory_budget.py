@@ -109,7 +109,7 @@ async def test_the_flag_reaches_the_process() -> None:
     network = NetworkOptions(insecure_loopback=True)
     async with join_swarm(network, join=[], budget=BudgetOptions(memory_budget="3MiB")) as peer:
         assert peer.rpc.bulk.budget.max_bytes == 3 * MIB
-    assert BudgetOptions().budget().max_bytes == DEFAULT_BUDGET_BYTES
+    assert MemoryBudget(BudgetOptions().memory_budget).max_bytes == DEFAULT_BUDGET_BYTES
 
 
 def test_flags_that_cannot_be_meant_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,14 +12,7 @@ import trio
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.grid import all_uids, expand_grid_pattern
-from dmoe_jax.processes import (
-    LocalSwarm,
-    ProcessFailed,
-    SwarmProcess,
-    check_status,
-    deal,
-    open_local_swarm,
-)
+from dmoe_jax.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
 from dmoe_jax.runs.endings import UsageError
 from net.errors import DialFailed
 from net.identity import Contact
@@ -44,14 +37,6 @@ def test_columns_are_shared_out_too() -> None:
     assert [len(hand) for hand in hands] == [4] * 4
     for hand in hands:
         assert len({uid.rpartition(".")[2] for uid in hand}) == 4
-
-
-def test_dealing_knows_any_grid() -> None:
-    """3 layers of 2 x 3 x 5 on 7 nodes: each expert once, and nodes have about as many."""
-    hands = deal((uid for layer in range(3) for uid in all_uids(f"layer{layer}", (2, 3, 5))), 7)
-    uids = [uid for hand in hands for uid in hand]
-    assert len(uids) == len(set(uids)) == 3 * 30
-    assert max(map(len, hands)) - min(map(len, hands)) <= 2
 
 
 @pytest.mark.parametrize(
