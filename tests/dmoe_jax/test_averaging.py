@@ -241,7 +241,7 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
     async def main() -> TreeAverager:
         async with trio.open_nursery() as nursery:
             tree_averager = TreeAverager(
-                [Fragment(number=0, averager=averager, form=form)],
+                fragments=[Fragment(number=0, averager=averager, form=form)],
                 what="parameters",
                 device=InlineDevice(),
                 nursery=nursery,

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig, CollaborationTotals, GlobalStep
-from dmoe_jax.collaboration.remarks import Remarks
+from dmoe_jax.collaboration.collaboration import Remarks
 from experiments.collaborative.world import Life, PeerSpec, World
 from tests.dmoe_jax.test_collaboration import check_one_machine, in_world
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay, fewest_of
+from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from net.averaging.collaboration.progress import NO_CHAIN, Forecast, Report, forecast, next_chain
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
@@ -192,5 +192,5 @@ def test_who_goes_elsewhere_loses_what_it_had_and_who_is_restored_does_not() -> 
 def test_nobody_makes_a_step_that_others_have_made_already() -> None:
     """Two that missed it are most of those at it still."""
     state = peer()
-    assert fewest_of(view_of(state, OTHER)) == 2
-    assert fewest_of(view_of(state, OTHER, AHEAD)) > MAX_GROUP_SIZE
+    assert view_of(state, OTHER).fewest == 2
+    assert view_of(state, OTHER, AHEAD).fewest > MAX_GROUP_SIZE

@@ -6,7 +6,7 @@ It learns from the DHT what is averaged and which step is at hand, and from the 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -22,7 +22,7 @@ from net.rpc.base import Caller
 
 
 async def is_collaboration(dht: DhtNode, prefix: str) -> bool:
-    """Wait until something is averaged under this name; whether its peers gather for one large batch.
+    """Wait until something is averaged under this name; return True if its peers gather for one large batch.
 
     Raises:
       NetError: the DHT cannot be asked.
@@ -58,7 +58,7 @@ async def assist_collaboration(
     config = replace(config, role=Role.AUXILIARY)
     async with background_nursery() as nursery:
         assistant = _Assistant(
-            caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
+            caller=caller, dht=dht, plan=plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
         )
         try:
             await assistant.run()
@@ -66,58 +66,49 @@ async def assist_collaboration(
             assistant.averaging.close()
 
 
+@dataclass(kw_only=True, eq=False)
 class _Assistant:
     """The step at hand, and the group that is under way."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        plan: AveragingPlan,
-        *,
-        prefix: str,
-        config: RoundConfig,
-        nursery: trio.Nursery,
-        rng: random.Random,
-        on_step: Callable[[Averaged], None],
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._nursery = nursery
-        self._on_step = on_step
-        self._step, self._chain, self._trained = 0, NO_CHAIN, 0.0
+    caller: Caller
+    dht: DhtNode
+    plan: AveragingPlan
+    prefix: str
+    config: RoundConfig
+    nursery: trio.Nursery
+    rng: random.Random
+    on_step: Callable[[Averaged], None]
+
+    def __post_init__(self) -> None:
+        self._own = Report(
+            peer_id=self.caller.peer_id,
+            address=self.caller.address,
+            role=Role.AUXILIARY,
+            step=0,
+            chain=NO_CHAIN,
+            samples=0.0,
+            rate=0.0,
+            at=0.0,
+            trained=0.0,
+        )
         self._begins_at: float | None = None
-        within = plan.within(prefix)
         self._board = ProgressBoard(
-            caller,
-            dht,
-            prefix=within,
-            own=self._report,
+            caller=self.caller,
+            dht=self.dht,
+            prefix=self.plan.within(self.prefix),
+            own=lambda: replace(self._own, at=self.dht.clock.now()),
             target=math.inf,  # others tell when a step is near
-            silence_s=config.silence_s,
+            silence_s=self.config.silence_s,
             on_begin=self._heard,
         )
         self.averaging = StepAveraging(
-            caller, dht, prefix=within, plan=plan, config=config, nursery=nursery, rng=rng, on_lost=self._board.forget
+            board=self._board, plan=self.plan, config=self.config, nursery=self.nursery, rng=self.rng
         )
 
     async def run(self) -> None:
         """Report, follow and assist until cancelled."""
-        self._nursery.start_soon(self._follow)
+        self.nursery.start_soon(self._follow)
         await self._board.run()
-
-    def _report(self) -> Report:
-        return Report(
-            peer_id=self._caller.peer_id,
-            address=self._caller.address,
-            role=Role.AUXILIARY,
-            step=self._step,
-            chain=self._chain,
-            samples=0.0,
-            rate=0.0,
-            at=self._dht.clock.now(),
-            trained=self._trained,
-        )
 
     async def _follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
@@ -125,38 +116,31 @@ class _Assistant:
             await self._board.wait_for_news()
             leader = self._board.view.leader
             if leader is not None and self._begins_at is None:
-                self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
+                self._own = replace(self._own, step=leader.step, chain=leader.chain, trained=leader.trained)
                 self._board.refresh()
 
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
-        if at is None or at > self._dht.clock.now() + 60:
+        if at is None or at > self.dht.clock.now() + 60:
             return None
-        if self._begins_at is None and step >= self._step:
-            self._step, self._chain, self._begins_at = step, chain, at
-            self._nursery.start_soon(self._assist)
-            return self._begins_at
-        is_ours = (step, chain) == (self._step, self._chain)
-        if is_ours and self._begins_at is not None and at > self._begins_at:
+        if self._begins_at is None and step >= self._own.step:
+            self._own, self._begins_at = replace(self._own, step=step, chain=chain), at
+            self.nursery.start_soon(self._assist)
+        elif self._begins_at is not None and (step, chain) == self._own.where and at > self._begins_at:
             self._begins_at = at
             self.averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
+        own, board = self._own, self._board
         assert self._begins_at is not None
         try:
-            group = await self.averaging.find_group(
-                step=self._step,
-                chain=self._chain,
-                begins_at=self._begins_at,
-                others=self._board.contacts,
-                fewest=lambda: self._board.view.quorum,
-            )
+            group = await self.averaging.find_group(step=own.step, chain=own.chain, begins_at=self._begins_at)
             done = None if group is None else await self.averaging.average(group, None)
             if done is not None:
-                self._step, self._chain = self._step + 1, next_chain(self._chain, done.group_id)
-                self._trained += done.weight
-                self._board.advanced(done.members, self._step, self._chain)
-                self._on_step(done)
+                chain = next_chain(own.chain, done.group_id)
+                self._own = replace(own, step=own.step + 1, chain=chain, trained=own.trained + done.weight)
+                board.advanced(done.members, own.step + 1, chain)
+                self.on_step(done)
         finally:
             self._begins_at = None
-            self._board.refresh()
+            board.refresh()
