@@ -53,7 +53,7 @@ _CATCH_UP_ATTEMPTS = 3
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A round and what came of it."""
+    """A round, and its average once that has come."""
 
     sent: Sent
     averaged: PyTree | None = None
@@ -87,20 +87,17 @@ class TreeAverager:
     nursery: trio.Nursery
     on_round: Callable[[Round], None]
     totals: AveragingTotals = field(default_factory=AveragingTotals)
-    """What the rounds so far came to."""
+    """Counts of the rounds so far."""
     why_not: str = ""
-    """Why the last round came to nothing, or why there are none now; empty if it gave an average."""
+    """Reason for which the last round came to nothing, or there are none now; empty if it gave an average."""
 
     def __post_init__(self) -> None:
         self._missed_in_a_row = 0
         self._left_behind = trio.Event()
         self._held_back = ""
-        self._ask_at = -math.inf
-        """trio's time at which others are to be asked for their state, beside when rounds come to nothing."""
-        self._is_refused = False
-        """True if those who are ahead had no state to give when they were last asked."""
-        self._is_of_others = False
-        """True if a state that was offered last has other arrays than this peer's."""
+        self._ask_at = -math.inf  # trio's time at which a late state is asked for, beside when rounds come to nothing
+        self._is_refused = False  # when last asked: those who are ahead had no state to give
+        self._is_of_others = False  # when last asked: a state that was offered has other arrays than this peer's
 
     @property
     def is_under_way(self) -> bool:
@@ -186,17 +183,18 @@ class TreeAverager:
         """Reduce for others, round after round, until cancelled; for an auxiliary peer alone."""
         if self.role != Role.AUXILIARY:
             raise ValueError(f"only an auxiliary peer assists; this peer's role is {self.role}")
+
+        async def reduce(averager: Averager) -> None:
+            while True:
+                try:
+                    await averager.step(None)
+                except NetError as error:
+                    self.why_not = f"the network failed ({type(error).__name__})"
+                    await trio.sleep(1.0)
+
         async with trio.open_nursery() as nursery:
             for fragment in self.fragments:
-                nursery.start_soon(self._assist, fragment.averager)
-
-    async def _assist(self, averager: Averager) -> None:
-        while True:
-            try:
-                await averager.step(None)
-            except NetError as error:
-                self.why_not = f"the network failed ({type(error).__name__})"
-                await trio.sleep(1.0)
+                nursery.start_soon(reduce, fragment.averager)
 
     async def catch_up(
         self, version: int, tree: PyTree, *, min_lead: int = 1, max_version: int = MAX_VERSION
@@ -309,9 +307,9 @@ class TreeAverager:
         self.totals.peers_lost.update(done.lost.values())
         return done, ""
 
-    def _missed(self, why: str, *, reason: str = "") -> str:
+    def _missed(self, why: str, *, reason: str) -> str:
         self.totals.missed += 1
-        self.totals.reasons[reason or why] += 1
+        self.totals.reasons[reason] += 1
         self._missed_in_a_row += 1
         if self._missed_in_a_row >= MISSED_BEFORE_CATCHING_UP:
             self._left_behind.set()

@@ -6,13 +6,13 @@ It learns from the DHT what is averaged and which step is at hand, and from the 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import trio
 
 from net.averaging.assisting import plan_to_assist
 from net.averaging.collaboration.board import ProgressBoard
-from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
+from net.averaging.collaboration.progress import Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
 from net.averaging.grouping.group import Role
 from net.averaging.plan import AveragingPlan, wait_for_plan
@@ -58,80 +58,68 @@ async def assist_collaboration(
     config = replace(config, role=Role.AUXILIARY)
     async with background_nursery() as nursery:
         assistant = _Assistant(
-            caller=caller, dht=dht, plan=plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
+            caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
         )
         try:
-            await assistant.run()
+            nursery.start_soon(assistant.follow)
+            await assistant.board.run()
         finally:
             assistant.averaging.close()
 
 
-@dataclass(kw_only=True, eq=False)
 class _Assistant:
     """The step at hand, and the group that is under way."""
 
-    caller: Caller
-    dht: DhtNode
-    plan: AveragingPlan
-    prefix: str
-    config: RoundConfig
-    nursery: trio.Nursery
-    rng: random.Random
-    on_step: Callable[[Averaged], None]
-
-    def __post_init__(self) -> None:
-        self._own = Report(
-            peer_id=self.caller.peer_id,
-            address=self.caller.address,
-            role=Role.AUXILIARY,
-            step=0,
-            chain=NO_CHAIN,
-            samples=0.0,
-            rate=0.0,
-            at=0.0,
-            trained=0.0,
-        )
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        plan: AveragingPlan,
+        *,
+        prefix: str,
+        config: RoundConfig,
+        nursery: trio.Nursery,
+        rng: random.Random,
+        on_step: Callable[[Averaged], None],
+    ) -> None:
+        self._clock = dht.clock
+        self._nursery = nursery
+        self._on_step = on_step
+        self._own = Report(peer_id=caller.peer_id, address=caller.address, role=Role.AUXILIARY, at=dht.clock.now())
         self._begins_at: float | None = None
-        self._board = ProgressBoard(
-            caller=self.caller,
-            dht=self.dht,
-            prefix=self.plan.within(self.prefix),
-            own=lambda: replace(self._own, at=self.dht.clock.now()),
+        self.board = ProgressBoard(
+            caller=caller,
+            dht=dht,
+            prefix=plan.within(prefix),
+            own=lambda: replace(self._own, at=self._clock.now()),
             target=math.inf,  # others tell when a step is near
-            silence_s=self.config.silence_s,
+            silence_s=config.silence_s,
             on_begin=self._heard,
         )
-        self.averaging = StepAveraging(
-            board=self._board, plan=self.plan, config=self.config, nursery=self.nursery, rng=self.rng
-        )
+        self.averaging = StepAveraging(board=self.board, plan=plan, config=config, nursery=nursery, rng=rng)
 
-    async def run(self) -> None:
-        """Report, follow and assist until cancelled."""
-        self.nursery.start_soon(self._follow)
-        await self._board.run()
-
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
         while True:
-            await self._board.wait_for_news()
-            leader = self._board.view.leader
+            await self.board.wait_for_news()
+            leader = self.board.view.leader
             if leader is not None and self._begins_at is None:
                 self._own = replace(self._own, step=leader.step, chain=leader.chain, trained=leader.trained)
-                self._board.refresh()
+                self.board.refresh()
 
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
-        if at is None or at > self.dht.clock.now() + 60:
+        if at is None or at > self._clock.now() + 60:
             return None
         if self._begins_at is None and step >= self._own.step:
             self._own, self._begins_at = replace(self._own, step=step, chain=chain), at
-            self.nursery.start_soon(self._assist)
+            self._nursery.start_soon(self._assist)
         elif self._begins_at is not None and (step, chain) == self._own.where and at > self._begins_at:
             self._begins_at = at
             self.averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
-        own, board = self._own, self._board
+        own, board = self._own, self.board
         assert self._begins_at is not None
         try:
             group = await self.averaging.find_group(step=own.step, chain=own.chain, begins_at=self._begins_at)
@@ -140,7 +128,7 @@ class _Assistant:
                 chain = next_chain(own.chain, done.group_id)
                 self._own = replace(own, step=own.step + 1, chain=chain, trained=own.trained + done.weight)
                 board.advanced(done.members, own.step + 1, chain)
-                self.on_step(done)
+                self._on_step(done)
         finally:
             self._begins_at = None
             board.refresh()

@@ -47,17 +47,17 @@ class Report:
     """The place where it can be called; None for a client."""
     role: Role
     """Its part in the averaging."""
-    step: int
+    step: int = 0
     """Steps that the swarm had made with it: the one that it gathers for, counted from 0."""
-    chain: bytes
+    chain: bytes = NO_CHAIN
     """`CHAIN_BYTES` that name these steps."""
-    samples: float
+    samples: float = 0.0
     """Gathered for this step by then."""
-    rate: float
+    rate: float = 0.0
     """Samples a second while it gathers."""
     at: float
     """Swarm time of the report."""
-    trained: float
+    trained: float = 0.0
     """Samples in all steps of its chain: of two chains, the one with more goes on."""
 
     def samples_at(self, now: float) -> float:
