@@ -40,7 +40,7 @@ class Collaboration:
         self.standing = forming.state
         """Step, chain and samples of this peer."""
         self.totals = self.standing.totals
-        """Counts of what has become of this peer's work."""
+        """Counts of this peer's work."""
         self.board = forming.board
         """Reports of everybody; `board.view` is the whole swarm, as this peer sees it."""
         self.rounds = forming.rounds
@@ -71,7 +71,7 @@ class Collaboration:
 
     @property
     def state(self) -> PyTree:
-        """Everything that checkpoints and newcomers get: all but what this peer has gathered itself."""
+        """All that checkpoints and newcomers get: everything but what this peer has gathered itself."""
         return self._training.shared
 
     def facts(self) -> Mapping[str, Any]:
@@ -133,10 +133,7 @@ class Collaboration:
     async def _step(self, stopped_at: float) -> bool:
         """Bring what is gathered to the step that is coming, and step with what all brought.
 
-        Args:
-          stopped_at: when this peer ended its last micro-batch.
-
-        Returns: True if the parameters have changed.
+        Returns True if the parameters have changed. This peer ended its last micro-batch at `stopped_at`.
         """
         state, coming = self.standing, self.standing.coming
         assert coming is not None
@@ -164,8 +161,7 @@ class Collaboration:
             self._forming.changed()
 
     async def _step_with_the_last(self, begun: UnderWay, group: Group | None, own: Averaged) -> bool:
-        """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the
-        next one. Returns True if the parameters have changed."""
+        """Make the step whose averaging ran beside this batch, and average this batch beside the next one."""
         state, last = self.standing, self.standing.under_way
         state.under_way, state.gathered = begun, 0.0
         state.step += 1
@@ -196,7 +192,7 @@ class Collaboration:
         self.board.advanced(averaged.members, state.step, state.chain)
         self._averaged_s = done.averaged_s
         self._following.in_step()
-        self._remarks.stepped(done, num_behind=self.board.num_behind)
+        self._remarks.stepped(done, num_behind=self.board.view.num_behind)
         self._on_step(done)
 
     async def snapshot(self) -> tuple[int, PyTree]:

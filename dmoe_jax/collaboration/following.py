@@ -64,8 +64,8 @@ class Following:
     async def catch_up(self) -> bool:
         """Go where whoever is further is, if somebody is; return True if that was done.
 
-        What steps bring that are made meanwhile is fetched beside the state and applied to it. Where only the last ones
-        are missing, and are to be had, they are all that is fetched.
+        What steps bring that are made meanwhile is fetched beside the state and applied to it; where only the last ones
+        are missing, that is all that is fetched.
         """
         state, board = self.state, self.forming.board
         leader = board.view.leader
@@ -122,8 +122,7 @@ class Following:
     async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:
         """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others.
 
-        Args:
-          downloading: cancelled as soon as there is something to go on with from here, without a state.
+        Cancel `downloading` as soon as there is something to go on with from here, without a state.
         """
         while True:
             await self._follows.wait()

@@ -25,7 +25,7 @@ class StepForming:
     dht: DhtNode
     plan: AveragingPlan
     name: str
-    """Of the collaboration, within the plan."""
+    """Prefix of the collaboration, within the plan."""
     nursery: trio.Nursery
     rng: random.Random
 
@@ -47,7 +47,7 @@ class StepForming:
             config=config.rounds(),
             nursery=self.nursery,
             rng=self.rng,
-            quiet_s=lambda: state.quiet_s(board.view, board.num_behind, self.dht.clock.now()),
+            quiet_s=lambda: state.quiet_s(board.view, self.dht.clock.now()),
         )
 
     def _report(self) -> Report | None:

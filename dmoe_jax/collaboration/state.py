@@ -5,9 +5,8 @@ Theory of operation. A peer gathers samples for the step after its last one; a c
 its group forms beside the computing, and begins when the batch is foretold to be full. With delayed updates an
 averaging may be *under way* beside the next batch; until it is over nobody knows what that batch comes after (`where`).
 
-The shell tells what has happened and asks what is to be done: when a step is near (`due`, `heard`), after a micro-batch
-(`next_move`), and when a step was made or another peer's state was taken (`settled`, `moved`). `view` is the swarm as
-of the last reports. `now` is swarm time, which may be set; `local_s` is this machine's time, by which durations go.
+`view` is the swarm as of the last reports. `now` is swarm time, which may be set; `local_s` is this machine's time, by
+which durations go.
 """
 
 from collections.abc import Mapping
@@ -52,7 +51,6 @@ class ComingStep:
     chain: bytes
     """Names these."""
     begins_at: float
-    """Swarm time."""
     group: Group | None = None
     """Its members; None while they are looked for, and if nobody was found."""
     has_company: bool = False
@@ -159,10 +157,10 @@ class CollaborationState:
         """Swarm time at which the batch is full or the step begins, as far as is known."""
         return view.ends_at if self.coming is None else min(view.ends_at, self.coming.begins_at)
 
-    def quiet_s(self, view: Forecast, num_behind: int, now: float) -> float:
+    def quiet_s(self, view: Forecast, now: float) -> float:
         """Seconds until groups form for the next step, as far as is foretold; 0 if they do, or if somebody is behind
         and takes the state, which measurements would hold up."""
-        if self.coming is not None or num_behind:
+        if self.coming is not None or view.num_behind:
             return 0.0
         return max(0.0, view.ends_at - self.lead_s(view) - now)
 

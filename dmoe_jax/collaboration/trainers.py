@@ -35,7 +35,7 @@ class _Gathering:
         return {"collaboration": self._peer.saved_facts()}
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Where others are further, their state is taken soon after."""
+        """Go on from a checkpoint. The state of others that are further is taken soon after."""
         self._peer.restore(step, state, facts["collaboration"])
 
     async def apply(

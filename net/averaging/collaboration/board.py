@@ -84,16 +84,7 @@ class ProgressBoard:
     @property
     def ahead(self) -> tuple[Contact, ...]:
         """Contacts of those who are further, the furthest first."""
-        if self.view.leader is None:
-            return ()
-        known = sorted(self._known(), key=lambda each: each.standing, reverse=True)
-        return _contacts(each for each in known if each.standing > self._now().standing and each.gathers)
-
-    @property
-    def num_behind(self) -> int:
-        """Peers with gradients that are behind, and take what they lack from others."""
-        step = self._now().step
-        return sum(each.gathers and each.step < step for each in self._known())
+        return _contacts(each for each in self.view.ahead if each.gathers)
 
     @property
     def view(self) -> Forecast:

@@ -96,8 +96,15 @@ class Forecast:
     """Seconds that a whole batch takes at that rate; infinite if nobody gathers."""
     ends_at: float
     """Swarm time at which the batch is full; in the past if it is, infinite if nobody gathers."""
-    leader: Report | None
-    """Somebody that is further, or in a chain that goes on where this peer's does not; None: nobody is."""
+    ahead: tuple[Report, ...]
+    """Peers that are further, or in a chain that goes on where this peer's does not; the furthest first."""
+    num_behind: int
+    """Number of peers with gradients that are behind, and take what they lack from others."""
+
+    @property
+    def leader(self) -> Report | None:
+        """The furthest of those that are ahead."""
+        return self.ahead[0] if self.ahead else None
 
     @property
     def others(self) -> tuple[Report, ...]:
@@ -116,7 +123,7 @@ class Forecast:
         Nobody makes it any more once others have: those who are left may be most of those that are at this step still,
         but not most of the swarm, and would go on in a chain that comes to nothing.
         """
-        is_made = self.leader is not None and self.peers[0].gathers  # an auxiliary peer goes wherever it is asked to
+        is_made = self.ahead and self.peers[0].gathers  # an auxiliary peer goes wherever it is asked to
         return MAX_GROUP_SIZE + 1 if is_made else self.quorum
 
     def count(self, role: Role) -> int:
@@ -134,6 +141,7 @@ def forecast(own: Report, others: Sequence[Report], *, target: float, now: float
     samples = math.fsum(each.samples_at(now) for each in gathering)
     rate = math.fsum(each.rate for each in gathering)
     ahead = [each for each in rest if each.standing > own.standing]
+    ahead.sort(key=lambda each: each.standing, reverse=True)
     return Forecast(
         peers=peers,
         helpers=tuple(each for each in rest if each.role is Role.AUXILIARY),
@@ -141,7 +149,8 @@ def forecast(own: Report, others: Sequence[Report], *, target: float, now: float
         rate=rate,
         batch_s=target / rate if rate > 0 else math.inf,
         ends_at=now + (target - samples) / rate if rate > 0 else (math.inf if samples < target else now),
-        leader=max(ahead, key=lambda each: each.standing, default=None),
+        ahead=tuple(ahead),
+        num_behind=sum(each.gathers and each.step < own.step for each in rest),
     )
 
 

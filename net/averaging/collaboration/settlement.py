@@ -97,7 +97,6 @@ class Case:
     """One group's votes, and the rule by which they are decided."""
 
     group: Group
-    """Those who vote."""
     votes: dict[int, Vote] = field(default_factory=dict)
     """By the member's place in the group."""
     gone: set[int] = field(default_factory=set)
