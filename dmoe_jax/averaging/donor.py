@@ -1,21 +1,28 @@
 """A training loop's state as arrays that travel, and back."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import trio
 
 from dmoe_jax.arrays import kept_like, sent, stored
 from dmoe_jax.device import Device, to_host
+from dmoe_jax.optim.host_state import host_state, without_taken
 from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
 from net.averaging.state.sharing import SharedState, StateSource
-from net.errors import PeerBusy
+from net.errors import CallRefused, PeerBusy
 from net.types import Array
 
 _SNAPSHOT_ATTEMPTS = 3
 """A loop in another thread may donate the arrays of a state just when they are copied."""
+_PATIENCE_S = 20.0
+"""Seconds for which a newcomer waits for the next step of a donor's loop, or two steps if these take longer. Shorter
+than `StateSharingConfig.call_timeout_s`."""
 
 
 def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> StateSource:
@@ -49,15 +56,65 @@ def table_of(tree: PyTree) -> Table:
 
 
 def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
-    """A received state in the structure of this peer's own, each leaf as the kind of array or number that it is there.
-
-    Args:
-      tensors: one for each leaf, in their order.
-    """
+    """A received state, one tensor a leaf, in the structure and with the kinds of arrays and numbers of one's own."""
     leaves, structure = jax.tree.flatten(own)
     return jax.tree.unflatten(structure, list(map(kept_like, leaves, tensors)))
 
 
 def is_finite_state(state: SharedState) -> bool:
-    """Whether all its numbers are finite."""
+    """True if all its numbers are finite."""
     return all(np.isfinite(tensor).all() for tensor in state.tensors if jnp.issubdtype(tensor.dtype, jnp.inexact))
+
+
+class LoopState:
+    """Parameters and optimiser state of a loop that hands them to `TreeAverager.step`: between two steps they may be
+    donated, and are not at hand.
+
+    Args:
+      device: brings copies to the host.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held: PyTree = None
+        self._is_held = trio.Event()
+        self._num_waiting = 0
+        self._left_at: float | None = None
+        self._patience_s = _PATIENCE_S
+        self.version = 0
+        """Averagings behind it, with lost ones, as of the last step."""
+        self.source = StateSource(lambda: self.version, self._snapshot)
+        """Gives the state to newcomers."""
+
+    @asynccontextmanager
+    async def at_hand(self, params: PyTree, opt_state: PyTree) -> AsyncIterator[PyTree]:
+        """Offer this state to newcomers as long as the block lasts, which gets what is offered."""
+        self.version = await self._device.run(lambda: int(host_state(opt_state).rounds))
+        if self._left_at is not None:
+            self._patience_s = max(_PATIENCE_S, 2 * (trio.current_time() - self._left_at))
+        self._held = {"params": params, "opt_state": without_taken(opt_state)}
+        self._is_held.set()
+        try:
+            yield self._held
+        finally:
+            with trio.CancelScope(shield=True):
+                while self._num_waiting:
+                    await trio.lowlevel.checkpoint()
+            self._held, self._is_held, self._left_at = None, trio.Event(), trio.current_time()
+
+    async def _snapshot(self) -> SharedState:
+        """Copy it while it is at hand: at once, or at the next step.
+
+        Raises:
+          CallRefused: the next step does not come, since the loop has ended or its caller does something else.
+        """
+        self._num_waiting += 1
+        try:
+            with trio.move_on_at(math.inf if self._left_at is None else self._left_at + self._patience_s):
+                await self._is_held.wait()
+        finally:
+            self._num_waiting -= 1
+        if not self._is_held.is_set():
+            raise CallRefused(f"the training loop of this peer has made no step for {self._patience_s:g} s")
+        held, version = self._held, self.version  # nothing else runs until they are copied
+        return await donor_source(lambda: (version, held), self._device).snapshot()

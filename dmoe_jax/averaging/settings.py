@@ -1,4 +1,4 @@
-"""How a peer averages, and what its rounds came to."""
+"""Settings of a peer that averages, and records of its rounds."""
 
 import math
 from collections import Counter
@@ -21,33 +21,32 @@ CompressionName = Literal["none", "float16", "bfloat16", "blockwise8"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAveragerConfig:
-    """How a peer averages."""
+    """Settings of a peer that averages; side, dims and share are the same for all peers."""
 
     side: int = 4
-    """Peers in a full group, the same for all peers."""
+    """Peers in a full group."""
     dims: int = 1
-    """Axes of the grid of peers, the same for all: with 1 all are one group, with 2 and side M there are M groups of M,
-    others in each round."""
+    """Axes of the grid of peers: with 1 all are one group, with 2 and side M there are M groups of M, others in each
+    round."""
     window_s: float = 5.0
-    """How long a group waits for more members, seconds; a full one begins at once."""
+    """Seconds that a group waits for more members; a full one begins at once."""
     timeout_s: float = 30.0
     """Longest that a round takes, seconds."""
     compression: CompressionName = "none"
-    """How numbers travel."""
+    """Form in which numbers travel."""
     sparse: ErrorFeedback | None = None
-    """How few of them travel follows from the optimiser, if its `moshpit_average` was made with `compress`: the largest
-    of each block in two or four bits, in an all-gather among the members of a group, and instead of `compression`. What
-    is given here must be the same."""
+    """Compression of an optimiser whose `moshpit_average` was made with `compress`, which decides: given here, it must
+    be the same. The largest of each block travel in two or four bits, by an all-gather, in place of `compression`."""
     share: float = 1.0
-    """Of the parameters, drawn anew for each group, that are averaged; the rest stays as it is (SPARTA). The same for
-    all, and only for an optimiser that averages parameters."""
+    """Share of the parameters, drawn anew for each group, that is averaged; the rest stays as it is (SPARTA). Only for
+    an optimiser that averages parameters."""
     role: RoleName = "auto"
     """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """Bytes a second that this machine sends, receives and adds up, for the share that it reduces."""
     measures_line: bool = True
-    """Whether to find out what `speeds` does not say of the line: from what passes it, and every five minutes by some
+    """True: find out what `speeds` does not say of the line, from what passes it, and every five minutes by some
     megabytes exchanged with others of the group."""
     meaning: str = ""
     """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
@@ -89,12 +88,12 @@ DEFAULTS = TreeAveragerConfig()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round came to."""
+    """The end of one round."""
 
     number: int
     """Rounds of this peer before it."""
     fragment: int = 0
-    """Which part of the model it averaged, where these are averaged one by one (`streaming_diloco`)."""
+    """Number of the part of the model, where these are averaged one by one (`streaming_diloco`)."""
     peers: int = 1
     """Members of the group, this peer included."""
     received: float = 0.0
@@ -102,16 +101,16 @@ class Round:
     took_s: float
     """Seconds from its beginning to its end."""
     why_lost: str
-    """Why there is no average; empty if there is one."""
+    """Reason for there being no average; empty if there is one."""
     moved_bytes: float = 0.0
-    """What this peer sent: with sparse payloads just their bytes, else those of float32 in the all-reduce."""
+    """Bytes that this peer sent: with sparse payloads just those, else as of float32 in the all-reduce."""
     lost: Mapping[PeerId, str] = field(default_factory=dict)
     """Members of the group that the average goes without, and why."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AveragingTotals:
-    """What the rounds so far came to."""
+    """Counts of the rounds so far."""
 
     done: int = 0
     """Averages that were received and given to the optimiser."""
@@ -128,7 +127,7 @@ class AveragingTotals:
     states_taken: int = 0
     """Whole states taken from others."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """How many rounds were lost for which reason."""
+    """Number of lost rounds by reason."""
 
     def headline(self) -> dict[str, Any]:
         """The totals by the names that reports give them."""

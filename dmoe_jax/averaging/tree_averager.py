@@ -12,8 +12,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.loop_state import LoopState
+from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.device import Device, ThreadDevice
@@ -54,7 +53,7 @@ _CATCH_UP_ATTEMPTS = 3
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    """A round and what came of it."""
+    """A round, and its average once that has come."""
 
     sent: Sent
     averaged: PyTree | None = None
@@ -74,43 +73,36 @@ class Fragment:
     under_way: _UnderWay | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class TreeAverager:
     """Averages what an optimiser offers with the peers of one name. Made by `open_tree_averager`."""
 
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        *,
-        what: str,
-        role: RoleName = "auto",
-        loop: LoopState | None = None,
-        device: Device,
-        nursery: trio.Nursery,
-        on_round: Callable[[Round], None],
-    ) -> None:
-        self._fragments = fragments
-        self._what = what
-        self._role = role
-        self._loop = loop
-        self._device = device
-        self._nursery = nursery
-        self._on_round = on_round
+    fragments: Sequence[Fragment]
+    what: str
+    """Kind of what is averaged."""
+    role: RoleName = "auto"
+    loop: LoopState | None = None
+    """The state that `step` gives to newcomers, and takes from others."""
+    device: Device
+    nursery: trio.Nursery
+    on_round: Callable[[Round], None]
+    totals: AveragingTotals = field(default_factory=AveragingTotals)
+    """Counts of the rounds so far."""
+    why_not: str = ""
+    """Reason for which the last round came to nothing, or there are none now; empty if it gave an average."""
+
+    def __post_init__(self) -> None:
         self._missed_in_a_row = 0
         self._left_behind = trio.Event()
         self._held_back = ""
-        self._is_refused = False
-        """True if those who are ahead had no state to give when they were last asked."""
-        self._is_of_others = False
-        """True if a state that was offered last has other arrays than this peer's."""
-        self.totals = AveragingTotals()
-        """What the rounds so far came to."""
-        self.why_not = ""
-        """Why the last round came to nothing, or why there are none now; empty if it gave an average."""
+        self._ask_at = -math.inf  # trio's time at which a late state is asked for, beside when rounds come to nothing
+        self._is_refused = False  # when last asked: those who are ahead had no state to give
+        self._is_of_others = False  # when last asked: a state that was offered has other arrays than this peer's
 
     @property
     def is_under_way(self) -> bool:
         """True while the outcome of a round is not in an optimiser's state yet."""
-        return any(fragment.under_way is not None for fragment in self._fragments)
+        return any(fragment.under_way is not None for fragment in self.fragments)
 
     @property
     def is_left_behind(self) -> bool:
@@ -123,12 +115,12 @@ class TreeAverager:
     async def step(self, opt_state: PyTree, params: PyTree, *, wait: bool = False) -> PyTree:
         """Begin a round if one is due, and put the outcome of the last one into the state if it has come.
 
-        Call it after each update. It waits until the update is computed, in a worker thread, and never for others,
-        unless told to. The next update applies what has come; after a `wait`, `optim.apply_average` does so at once.
-        If cancelled, the round goes on, and a later call gives its outcome.
+        Call it after each update. The next update applies what has come; after a `wait`, `optim.apply_average` does so
+        at once. If cancelled, the round goes on, and a later call gives its outcome.
 
         If the averager was opened without `state`, a peer that joins late or is left behind takes the state of the
-        peer that is furthest: this call waits for that state, and the next update leads to its parameters.
+        peer that is furthest: this call waits for that state, and the next update leads to its parameters. Else it
+        waits for nobody, unless told to.
 
         Args:
           opt_state: of the optimiser with which the averager was opened; not donated while this runs.
@@ -140,32 +132,33 @@ class TreeAverager:
         Raises:
           ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
         """
-        if self._role == Role.AUXILIARY:
+        if self.role == Role.AUXILIARY:
             raise ValueError("an auxiliary peer has nothing to average: call assist")
-        if self._loop is None:
+        if self.loop is None:
             return await self._step(opt_state, params, wait=wait)
-        async with self._loop.at_hand(params, opt_state) as own:
-            if (taken := await self._late_state(self._loop, own)) is not None:
+        async with self.loop.at_hand(params, opt_state) as own:
+            if (taken := await self._late_state(self.loop, own)) is not None:
                 return taken_over(**taken)
-            if await self._device.run(is_going_over, opt_state):
+            if await self.device.run(is_going_over, opt_state):
                 return opt_state
             return await self._step(own["opt_state"], params, wait=wait)
 
     async def _late_state(self, loop: LoopState, own: PyTree) -> PyTree | None:
-        if not (loop.may_be_behind or self.is_left_behind or trio.current_time() >= loop.ask_again_at):
+        if not self.is_left_behind and trio.current_time() < self._ask_at:
             return None
-        loop.may_be_behind, self._is_of_others, self._is_refused = False, False, False
+        self._is_of_others, self._is_refused, self._ask_at = False, False, math.inf
         taken = await self.catch_up(loop.version, own)
-        loop.ask_again_at = trio.current_time() + _ASK_AGAIN_S if self._is_refused else math.inf
+        if self._is_refused:
+            self._ask_at = trio.current_time() + _ASK_AGAIN_S
         if taken is None and self._is_of_others:  # the others share a `state` of their callers': not for this peer
             self.why_not = self._held_back = ""
         return None if taken is None else taken[1]
 
     async def _step(self, opt_state: PyTree, params: PyTree, *, wait: bool) -> PyTree:
-        for fragment in self._fragments:
-            if fragment.under_way is None and await self._device.run(averaging_due, opt_state, fragment.number):
+        for fragment in self.fragments:
+            if fragment.under_way is None and await self.device.run(averaging_due, opt_state, fragment.number):
                 await self._begin(fragment, opt_state, params)
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             this = fragment.under_way
             if this is None:
                 continue
@@ -173,48 +166,40 @@ class TreeAverager:
                 await this.done.wait()
             if this.done.is_set() and this is fragment.under_way:
                 receive = partial(with_average, fragment=fragment.number)
-                opt_state = await self._device.run(receive, opt_state, this.sent, this.averaged)
+                opt_state = await self.device.run(receive, opt_state, this.sent, this.averaged)
                 fragment.under_way = None
         return opt_state
 
     async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
-        if (kind := host_state(opt_state).kind) != self._what:
-            raise ValueError(f"the averager is for {self._what}, the optimiser averages {kind}")
+        if (kind := host_state(opt_state).kind) != self.what:
+            raise ValueError(f"the averager is for {self.what}, the optimiser averages {kind}")
         offer = partial(what_to_send, fragment=fragment.number)
-        sent = await self._device.run(offer, opt_state, params)
+        sent = await self.device.run(offer, opt_state, params)
         fragment.form.layout.check(sent.tree)
         fragment.under_way = _UnderWay(sent)
-        self._nursery.start_soon(self._carry, fragment, fragment.under_way)
+        self.nursery.start_soon(self._carry, fragment, fragment.under_way)
 
     async def assist(self) -> None:
-        """Reduce for others, round after round, until cancelled: what an auxiliary peer does.
+        """Reduce for others, round after round, until cancelled; for an auxiliary peer alone."""
+        if self.role != Role.AUXILIARY:
+            raise ValueError(f"only an auxiliary peer assists; this peer's role is {self.role}")
 
-        Raises:
-          ValueError: this peer's role is another.
-        """
-        if self._role != Role.AUXILIARY:
-            raise ValueError(f"only an auxiliary peer assists; this peer's role is {self._role}")
+        async def reduce(averager: Averager) -> None:
+            while True:
+                try:
+                    await averager.step(None)
+                except NetError as error:
+                    self.why_not = f"the network failed ({type(error).__name__})"
+                    await trio.sleep(1.0)
+
         async with trio.open_nursery() as nursery:
-            for fragment in self._fragments:
-                nursery.start_soon(self._assist, fragment.averager)
-
-    async def _assist(self, averager: Averager) -> None:
-        while True:
-            try:
-                await averager.step(None)
-            except NetError as error:
-                self.why_not = f"the network failed ({type(error).__name__})"
-                await trio.sleep(1.0)
+            for fragment in self.fragments:
+                nursery.start_soon(reduce, fragment.averager)
 
     async def catch_up(
-        self,
-        version: int,
-        tree: PyTree,
-        *,
-        min_lead: int = 1,
-        max_version: int = MAX_VERSION,
+        self, version: int, tree: PyTree, *, min_lead: int = 1, max_version: int = MAX_VERSION
     ) -> tuple[int, PyTree] | None:
-        """The whole state of the peer that is furthest ahead; None if nobody is, or it cannot be had.
+        """Fetch the whole state of the peer that is furthest ahead; None if nobody is, or it cannot be had.
 
         As long as others are ahead and their state cannot be had, this peer takes no part in averages, since it would
         hold theirs back: `why_not` says so. A round that is under way is dropped when a state is taken.
@@ -246,7 +231,7 @@ class TreeAverager:
             return theirs <= max_version and offered == table
 
         try:
-            state = await self._fragments[0].averager.download_state(
+            state = await self.fragments[0].averager.download_state(
                 min_version=version + min_lead,
                 timeout_s=_CATCH_UP_TIMEOUT_S,
                 attempts=_CATCH_UP_ATTEMPTS,
@@ -262,12 +247,12 @@ class TreeAverager:
             self.why_not = self._held_back = ""
         if state is None:
             return None
-        return state.version, without_gathered(await self._device.run(tree_like, tree, state.tensors))
+        return state.version, without_gathered(await self.device.run(tree_like, tree, state.tensors))
 
     def state_was_taken(self) -> None:
         """Drop the rounds that are under way, for their difference belongs to a state that is no more."""
         self.totals.states_taken += 1
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             if fragment.under_way is not None:
                 fragment.under_way.scope.cancel()
                 fragment.under_way.done.set()
@@ -287,19 +272,19 @@ class TreeAverager:
         if done is not None:
             met, received = len(done.peers), done.received
             over = replace(over, peers=met, received=received, moved_bytes=done.moved_bytes, lost=done.lost)
-        self._on_round(over)
+        self.on_round(over)
 
     async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
-        """Carry a round out, and leave its average in `under_way`; returns what it came to and why it is lost."""
+        """Carry a round out, and leave its average in `under_way`; return what it came to and why it is lost."""
         if self._held_back:
             self._left_behind.set()
             return None, self._missed(self._held_back, reason="held back")
-        vector, is_finite = await self._device.run(fragment.form.vector_of, under_way.sent)
+        vector, is_finite = await self.device.run(fragment.form.vector_of, under_way.sent)
         samples = under_way.sent.samples
-        weight = 1.0 if samples is None else await self._device.run(float, samples)
-        name = self._what.replace("_", "-")
+        weight = 1.0 if samples is None else await self.device.run(float, samples)
+        name = self.what.replace("_", "-")
         if not is_finite:
-            if self._what != "gradients":  # they are gone with their round, parameters stay
+            if self.what != "gradients":  # they are gone with their round, parameters stay
                 self._left_behind.set()
             return None, self._rejected(f"this peer's {name} are not finite")
         if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
@@ -315,16 +300,16 @@ class TreeAverager:
         self._missed_in_a_row = 0
         if not np.isfinite(done.average).all():
             return done, self._rejected(f"the average of {name} is not finite")
-        under_way.averaged = await self._device.run(fragment.form.mean.to_tree, done.average)
+        under_way.averaged = await self.device.run(fragment.form.mean.to_tree, done.average)
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
         self.totals.moved_bytes += done.moved_bytes
         self.totals.peers_lost.update(done.lost.values())
         return done, ""
 
-    def _missed(self, why: str, *, reason: str = "") -> str:
+    def _missed(self, why: str, *, reason: str) -> str:
         self.totals.missed += 1
-        self.totals.reasons[reason or why] += 1
+        self.totals.reasons[reason] += 1
         self._missed_in_a_row += 1
         if self._missed_in_a_row >= MISSED_BEFORE_CATCHING_UP:
             self._left_behind.set()
@@ -354,16 +339,14 @@ async def open_tree_averager(
 
     Args:
       caller: places and serves the calls. dht: where groups and donors are found.
-      params: of the model, for their names, shapes and types. Peers with others, or of another `config.meaning`, are
-        not met.
+      params: of the model, for names, shapes and types. Peers with others, or of another `config.meaning`, are not met.
       optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
       name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
         fragments (`streaming_diloco`) they meet under name-0, name-1 and so on.
       state: (how far this peer is, its state) for newcomers, where more than parameters and optimiser state belongs to
-        it, or `step` is not to change them; the peer then calls `catch_up` itself. It is called from the event loop;
-        where the training runs in a thread of its own, keep version and state in one tuple and replace it as a whole.
-        None: what `step` is given is the state, and it takes that of others.
-      config: see there.
+        it, or `step` is not to change them; the peer then calls `catch_up` itself. It is called from the event loop:
+        keep version and state in one tuple if they change in a thread. None: what `step` is given is the state, and
+        it takes that of others.
       device: copies between arrays and vectors; None: a worker thread of its own. In virtual time, an `InlineDevice`.
       rng: draws the place on the grid; None: the system's.
       on_round: called after each round, in the event loop.
@@ -396,21 +379,15 @@ async def open_tree_averager(
             )
             if not is_first:  # one line: what the first averager finds out of it counts for all
                 settings = replace(settings, speeds=fragments[0].averager.known_speeds, measures_line=False)
-            averager = await stack.enter_async_context(
-                open_averager(
-                    caller,
-                    dht,
-                    plan,
-                    prefix=name if len(forms) == 1 else f"{name}-{number}",
-                    rng=rng,
-                    state=source if is_first else None,
-                    config=settings,
-                )
+            prefix = name if len(forms) == 1 else f"{name}-{number}"
+            opened = open_averager(
+                caller, dht, plan, prefix=prefix, rng=rng, state=source if is_first else None, config=settings
             )
+            averager = await stack.enter_async_context(opened)
             fragments.append(Fragment(number=number, averager=averager, form=form))
         async with background_nursery() as nursery:
             yield TreeAverager(
-                fragments,
+                fragments=fragments,
                 what=what,
                 role=config.role,
                 loop=loop,

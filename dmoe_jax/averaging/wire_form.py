@@ -1,9 +1,8 @@
 """The form in which a fragment of an optimiser's state travels: all its numbers, some of them, or the largest.
 
-Which one it is follows from the optimiser. `moshpit_average(compress=...)` sends the largest of each block with error
-feedback (SparseLoCo): `optim.compression` chooses and rounds, `net.averaging.gathering` exchanges, and the mean of all
-payloads comes back to the optimiser. What was not sent stays in the optimiser's state, and with it in checkpoints. A
-round that is lost changes nothing there: what it offered is offered again, and was applied by nobody here.
+`moshpit_average(compress=...)` sends the largest of each block with error feedback (SparseLoCo): `optim.compression`
+chooses and rounds, `net.averaging.gathering` exchanges, and the mean of all payloads comes back to the optimiser. What
+was not sent stays in its state, and so in checkpoints. What a lost round offered is offered again.
 """
 
 from dataclasses import dataclass
@@ -90,5 +89,3 @@ def _check_method(state: HostState, config: TreeAveragerConfig) -> None:
         raise ValueError(
             f"sparse values travel in a few bits as they are: compression {config.compression!r} is for all"
         )
-    if feedback is not None and config.role == "auxiliary":
-        raise ValueError("sparse payloads are gathered and not reduced: an auxiliary peer has nothing to do for them")

@@ -4,6 +4,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -11,43 +12,35 @@ import trio
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.collaboration.remarks import Remarks
-from dmoe_jax.collaboration.settings import CollaborationConfig, GlobalStep
+from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from dmoe_jax.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.types import PyTree
-from net.averaging.collaboration.progress import facts
 from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import Group
+from net.averaging.grouping.group import Group, Role
 from net.averaging.grouping.group_key import MoshpitGrid
 from net.averaging.plan import AveragingPlan, announce_plan
-from net.clock import SwarmClock
 from net.dht.node import DhtNode
 from net.nursery import background_nursery
 from net.rpc.base import Caller
 
 _log = logging.getLogger(__name__)
 
+_NO_ACCIDENT = 3
+"""Number of steps in a row without the others that is no accident."""
+
 
 class Collaboration:
     """This peer among those that make one large batch together. Made by `open_collaboration`."""
 
     def __init__(
-        self,
-        standing: CollaborationState,
-        training: PeerState,
-        forming: StepForming,
-        following: Following,
-        *,
-        clock: SwarmClock,
-        nursery: trio.Nursery,
-        on_step: Callable[[GlobalStep], None],
+        self, training: PeerState, forming: StepForming, following: Following, *, on_step: Callable[[GlobalStep], None]
     ) -> None:
-        self.standing = standing
+        self.standing = forming.state
         """Step, chain and samples of this peer."""
-        self.totals = standing.totals
-        """Counts of what has become of this peer's work."""
+        self.totals = self.standing.totals
+        """Counts of this peer's work."""
         self.board = forming.board
         """Reports of everybody; `board.view` is the whole swarm, as this peer sees it."""
         self.rounds = forming.rounds
@@ -57,10 +50,8 @@ class Collaboration:
         self._training = training
         self._forming = forming
         self._following = following
-        self._clock = clock
-        self._nursery = nursery
         self._on_step = on_step
-        self._remarks = Remarks(standing.config.target_batch_size, standing.totals)
+        self._remarks = Remarks(self.standing.config.target_batch_size, self.totals)
         self._averaged_s = 0.0
 
     @property
@@ -80,12 +71,20 @@ class Collaboration:
 
     @property
     def state(self) -> PyTree:
-        """Everything that checkpoints and newcomers get: all but what this peer has gathered itself."""
+        """All that checkpoints and newcomers get: everything but what this peer has gathered itself."""
         return self._training.shared
 
     def facts(self) -> Mapping[str, Any]:
         """Facts for `dmoe status`: the whole swarm as this peer sees it."""
-        return {**facts(self.board.view, self.standing.config.target_batch_size), "averaged_s": self._averaged_s}
+        view = self.board.view
+        return {
+            "step": view.peers[0].step,
+            "gathered": round(view.samples),
+            "target": self.standing.config.target_batch_size,
+            "samples_per_s": float(view.rate),
+            "peers": " + ".join(f"{view.count(role)} {role.value}" for role in Role if view.count(role)),
+            "averaged_s": self._averaged_s,
+        }
 
     async def add(self, grads: PyTree, *, samples: int, took_s: float | None = None) -> bool:
         """Take in the mean gradient of a micro-batch; make the global step if it is due.
@@ -95,7 +94,7 @@ class Collaboration:
           samples: how many it is a mean of.
           took_s: seconds of computing them; None: since the last call returned.
 
-        Returns: whether the parameters have changed.
+        Returns: True if the parameters have changed.
         """
         await self.gather(grads, samples=samples)
         return await self.gathered(samples, took_s)
@@ -107,14 +106,11 @@ class Collaboration:
         await self._training.gather(grads, samples)
 
     async def gathered(self, samples: int, took_s: float | None = None) -> bool:
-        """So many samples were gathered: make the global step if it is due, and take the swarm's state if it is ahead.
+        """Make the global step if so many gathered samples make it due, and take the swarm's state if it is ahead.
 
-        Args:
-          took_s: seconds of computing them; None: since the last call returned.
-
-        Returns: whether the parameters have changed.
+        Args: took_s: as of `add`, whose result is returned.
         """
-        state, board, now = self.standing, self.board, self._clock.now
+        state, board, now = self.standing, self.board, self._forming.dht.clock.now
         stopped_at, changed = trio.current_time(), False
         state.took_in(samples, took_s, stopped_at)
         while not state.has_time_for_more(board.view, now()):
@@ -131,16 +127,13 @@ class Collaboration:
         return changed
 
     async def catch_up(self) -> bool:
-        """Take the state of somebody that is further, if there is anybody; whether that was done."""
+        """Take the state of somebody that is further, if there is anybody; return True if that was done."""
         return await self._following.catch_up()
 
     async def _step(self, stopped_at: float) -> bool:
         """Bring what is gathered to the step that is coming, and step with what all brought.
 
-        Args:
-          stopped_at: when this peer ended its last micro-batch.
-
-        Returns: whether the parameters have changed.
+        Returns True if the parameters have changed. This peer ended its last micro-batch at `stopped_at`.
         """
         state, coming = self.standing, self.standing.coming
         assert coming is not None
@@ -168,8 +161,7 @@ class Collaboration:
             self._forming.changed()
 
     async def _step_with_the_last(self, begun: UnderWay, group: Group | None, own: Averaged) -> bool:
-        """Make the step whose averaging ran beside this batch, and leave the averaging of this batch to run beside the
-        next one. Returns whether the parameters have changed."""
+        """Make the step whose averaging ran beside this batch, and average this batch beside the next one."""
         state, last = self.standing, self.standing.under_way
         state.under_way, state.gathered = begun, 0.0
         state.step += 1
@@ -188,7 +180,7 @@ class Collaboration:
             begun.is_over = True
             self._forming.changed()
 
-        self._nursery.start_soon(average_beside)
+        self._forming.nursery.start_soon(average_beside)
         return last is not None and last.averaged is not None
 
     def _settled(self, begun: UnderWay, averaged: Averaged) -> None:
@@ -200,7 +192,7 @@ class Collaboration:
         self.board.advanced(averaged.members, state.step, state.chain)
         self._averaged_s = done.averaged_s
         self._following.in_step()
-        self._remarks.stepped(done, num_behind=self.board.num_behind)
+        self._remarks.stepped(done, num_behind=self.board.view.num_behind)
         self._on_step(done)
 
     async def snapshot(self) -> tuple[int, PyTree]:
@@ -219,6 +211,54 @@ class Collaboration:
         self._training.restore(state)
         self.standing.restore(step, facts, trio.current_time())
         self.board.refresh()
+
+
+@dataclass(slots=True)
+class Remarks:
+    """Warnings, each once in the log, of a collaboration that loses work or has batches far above its target."""
+
+    target: int
+    """Samples of a whole batch."""
+    totals: CollaborationTotals
+    _num_alone: int = 0
+    _num_missed: int = 0
+    _lost: float = 0.0
+    _said: set[str] = field(default_factory=set)
+
+    def stepped(self, done: GlobalStep, *, num_behind: int) -> None:
+        """Look at a step that this peer has made while so many with gradients reported from earlier ones."""
+        self._num_missed = 0
+        self._num_alone = self._num_alone + 1 if done.peers == 1 and num_behind else 0
+        if self._num_alone == _NO_ACCIDENT:
+            self._say(
+                "alone",
+                f"the last {_NO_ACCIDENT} steps, up to {done.number}, were made by this peer alone while {num_behind} "
+                f"others report from earlier steps and do not get in step: their samples are lost. A step took "
+                f"{done.gathered_s:.2g} s; a larger target_batch_size than {self.target} gives them time",
+            )
+        if done.samples > 2 * self.target:
+            self._say(
+                "large",
+                f"step {done.number} has {done.samples:.0f} samples of {done.peers} peers, more than twice the target "
+                f"of {self.target}: are micro-batches too large? {done.own_samples:.0f} samples are this peer's",
+            )
+
+    def gathered(self) -> None:
+        """Look at what followed from a micro-batch."""
+        lost, self._lost = self.totals.samples_lost - self._lost, self.totals.samples_lost
+        self._num_missed += lost > 0
+        if self._num_missed == _NO_ACCIDENT:
+            reasons = ", ".join(f"{count} times {reason}" for reason, count in self.totals.reasons.items())
+            self._say(
+                "missed",
+                f"others made steps without this peer {_NO_ACCIDENT} times in a row: {self._lost:.0f} of its samples "
+                f"are in no step, {self.totals.samples:.0f} are ({reasons or 'they were faster'})",
+            )
+
+    def _say(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            _log.warning(text)
 
 
 @asynccontextmanager
@@ -251,7 +291,6 @@ async def open_collaboration(
     Raises:
       ValueError: an argument is out of range, or a parameter is not of floating-point numbers.
     """
-    rng = rng or random.SystemRandom()
     training = PeerState(together, params, device or ThreadDevice())
     layout, local_s = training.layout, trio.current_time()
     if layout.rounding:
@@ -262,14 +301,13 @@ async def open_collaboration(
     grid = MoshpitGrid(side=config.side, dims=1)
     plan = AveragingPlan.of(size=layout.size, grid=grid, schema=told, meaning=config.meaning)
     within = plan.within(name)
-    standing = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
+    state = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
     async with background_nursery() as nursery:
-        forming = StepForming(standing, caller, dht, plan=plan, name=within, nursery=nursery, rng=rng)
+        rng = rng or random.SystemRandom()
+        forming = StepForming(state=state, caller=caller, dht=dht, plan=plan, name=within, nursery=nursery, rng=rng)
         try:
-            following = Following(standing, training, forming, caller=caller, dht=dht, name=within, rng=rng)
-            peer = Collaboration(
-                standing, training, forming, following, clock=dht.clock, nursery=nursery, on_step=on_step
-            )
+            following = Following(training=training, forming=forming)
+            peer = Collaboration(training, forming, following, on_step=on_step)
             nursery.start_soon(forming.board.run)
             await forming.board.wait_for_news()
             await peer.catch_up()

@@ -1,8 +1,8 @@
 """Taking the swarm's state where others are further, and giving it to those who need it."""
 
 import math
-import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,88 +12,68 @@ from dmoe_jax.arrays import sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.collaboration.state import CollaborationState
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
 from net.averaging.state.download import download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.dht.node import DhtNode
 from net.errors import NetError
 from net.nursery import background_nursery
-from net.rpc.base import Caller
 
 _TIMEOUT_S = 600.0
 _CONFIG = StateSharingConfig(announce_period_s=10.0, max_lag=0)
 
 
+@dataclass(kw_only=True, eq=False)
 class Following:
-    """Keeps this peer where the swarm is.
+    """Keeps this peer where the swarm is."""
 
-    Args:
-      state: of this peer. training: its parameters and optimiser. forming: whether a step is coming.
-      caller: places and serves the calls. dht: where donors are found. name: of the collaboration.
-      rng: chooses among donors.
-    """
+    training: PeerState
+    forming: StepForming
+    """Knows the others, and where this peer is."""
 
-    def __init__(
-        self,
-        state: CollaborationState,
-        training: PeerState,
-        forming: StepForming,
-        *,
-        caller: Caller,
-        dht: DhtNode,
-        name: str,
-        rng: random.Random,
-    ) -> None:
-        self._state = state
-        self._training = training
-        self._forming = forming
-        self._caller = caller
-        self._dht = dht
-        self._name = name
-        self._rng = rng
-        self.log = StepLog(caller, prefix=name)
+    def __post_init__(self) -> None:
+        forming = self.forming
+        self.state = forming.state
+        self.log = StepLog(forming.caller, prefix=forming.name)
         """Keeps what steps bring, where somebody wants it."""
-        self.follower = StepFollower(
-            caller,
-            prefix=name,
-            size=training.layout.size,
+        self._follower = StepFollower(
+            caller=forming.caller,
+            prefix=forming.name,
+            size=self.training.layout.size,
             # Whoever is further, and then those who may be soon.
             donors=lambda: list(dict.fromkeys((*forming.board.ahead, *forming.board.contacts))),
         )
-        """Fetches what steps bring."""
         self._follows = trio.Event()
 
     async def serve(self) -> None:
         """Give state and steps to newcomers, until cancelled."""
-        source = StateSource(lambda: self._state.step, self._shared_state)
-        sharing = StateSharing(self._caller, self._dht, prefix=self._name, source=source, config=_CONFIG)
+        source, forming = StateSource(lambda: self.state.step, self._shared_state), self.forming
+        sharing = StateSharing(forming.caller, forming.dht, prefix=forming.name, source=source, config=_CONFIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sharing.run)
             nursery.start_soon(self.log.run)
             nursery.start_soon(self._follow_along)
 
     def in_step(self) -> None:
-        """This peer has made a step with the others."""
+        """Fetch no more: this peer has made a step with the others."""
         if self._follows.is_set():
             self._follows = trio.Event()
 
     async def catch_up(self) -> bool:
-        """Go where whoever is further is, if somebody is; whether that was done.
+        """Go where whoever is further is, if somebody is; return True if that was done.
 
-        What steps bring that are made meanwhile is fetched beside the state and applied to it. Where only the last ones
-        are missing, and are to be had, they are all that is fetched.
+        What steps bring that are made meanwhile is fetched beside the state and applied to it; where only the last ones
+        are missing, that is all that is fetched.
         """
-        state, board = self._state, self._forming.board
+        state, board = self.state, self.forming.board
         leader = board.view.leader
         if leader is None or state.coming is not None or state.where is None:
             return False
         self._follows.set()
-        await self.follower.ask()
-        if await self.follow():
+        await self._follower.ask()
+        if await self._follow():
             return True
         if leader.chain == state.chain:  # with delayed updates: its last step is under way, and will be told
             await board.wait_for_news()
@@ -103,58 +83,57 @@ class Following:
             async with background_nursery() as nursery:
                 nursery.start_soon(self._follow_along, downloading)
                 taken = await self._download(leader)
-        if taken is None and await self.follow():
+        if taken is None and await self._follow():
             return True
         if taken is None or (taken.version, taken.facts["trained"]) <= (state.step, state.trained):
             board.refresh()
             await board.wait_for_news()
             return False
-        await self._training.take(taken.tensors)
+        await self.training.take(taken.tensors)
         state.moved(taken.version, taken.facts["chain"], taken.facts["trained"], trio.current_time())
         state.totals.states_taken += 1
-        await self.follower.ask()
-        await self.follow()
-        self._forming.arrived()
+        await self._follower.ask()
+        await self._follow()
+        self.forming.arrived()
         return True
 
-    async def follow(self) -> bool:
-        """Make the steps that were fetched and go on where this peer stands; whether there were any."""
-        state, has_moved = self._state, False
+    async def _follow(self) -> bool:
+        """Make the steps that were fetched and go on where this peer stands; return True if there were any."""
+        state, has_moved = self.state, False
         while (brought := self._next) is not None:
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way
             if last is not None and last.averaged is not None:
-                await self._training.step(last.averaged)
+                await self.training.step(last.averaged)
             state.under_way = None
-            await self._training.step(brought)
+            await self.training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
             state.moved(state.step + 1, chain, state.trained + brought.weight, trio.current_time())
             state.totals.steps_followed += 1
             has_moved = True
         if has_moved:
-            self._forming.arrived()
+            self.forming.arrived()
         return has_moved
 
     @property
     def _next(self) -> Averaged | None:
-        return self.follower.following(self._state.step, self._state.chain)
+        return self._follower.following(self.state.step, self.state.chain)
 
     async def _follow_along(self, downloading: trio.CancelScope | None = None) -> None:
         """Fetch what steps bring, from the moment that this peer has to catch up until it makes a step with others.
 
-        Args:
-          downloading: cancelled as soon as there is something to go on with from here, without a state.
+        Cancel `downloading` as soon as there is something to go on with from here, without a state.
         """
         while True:
             await self._follows.wait()
-            await self.follower.ask()
+            await self._follower.ask()
             if downloading is not None and self._next is not None:
                 downloading.cancel()
             await trio.sleep(POLL_S)
 
     async def _download(self, leader: Report) -> SharedState | None:
         """The state of whoever is furthest in the chain that goes on; None if it cannot be had."""
-        table = table_of(self._training.shared)
+        table = table_of(self.training.shared)
 
         def is_of_use(shared: SharedState) -> bool:
             # Of two chains of a swarm that fell apart one is given up: not the one whose state is taken.
@@ -164,35 +143,35 @@ class Following:
 
         try:
             return await download_state(
-                self._caller,
-                self._dht,
-                prefix=self._name,
-                rng=self._rng,
+                self.forming.caller,
+                self.forming.dht,
+                prefix=self.forming.name,
+                rng=self.forming.rng,
                 config=_CONFIG,
                 min_version=leader.step,
                 timeout_s=_TIMEOUT_S,
                 attempts=3,
-                expects=lambda version, offered: version >= self._state.step and offered == table,
+                expects=lambda version, offered: version >= self.state.step and offered == table,
                 accepts=is_of_use,
             )
         except NetError as error:
-            self._state.totals.reasons[f"no state: {type(error).__name__}"] += 1
+            self.state.totals.reasons[f"no state: {type(error).__name__}"] += 1
             return None
 
     async def _shared_state(self) -> SharedState:
         step, tree = await self.snapshot()
-        facts = {"chain": self._state.chain, "trained": float(self._state.trained)}
+        facts = {"chain": self.state.chain, "trained": float(self.state.trained)}
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(tree))), facts=facts)
 
     async def snapshot(self) -> tuple[int, PyTree]:
-        """The step, and a copy of the state after it on the host."""
-        state = self._state
+        """Return the step, and a copy of the state after it on the host."""
+        state = self.state
         while True:
             before, under_way = state.step, state.under_way
             while under_way is not None and not under_way.is_over:
                 # What is averaged is in the copy: whoever takes it has nothing under way.
-                await self._forming.changes()
-            tree = await self._training.snapshot(None if under_way is None else under_way.averaged)
+                await self.forming.changes()
+            tree = await self.training.snapshot(None if under_way is None else under_way.averaged)
             if (before, under_way) == (state.step, state.under_way):
                 return before, tree
 

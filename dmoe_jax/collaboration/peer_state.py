@@ -35,10 +35,10 @@ class PeerState:
         self.layout = TreeLayout(params)
         self._brought: deque[tuple[Array, PyTree]] = deque(maxlen=2)  # what vectors were before they were rounded
         self._turn = trio.Lock()
-        self._programs = _programs_of(together)
+        self._programs = _Programs(together)
 
     def digest(self) -> bytes:
-        """Names the parameters, `CHAIN_BYTES` long: peers that begin with the same ones have the same."""
+        """The chain, `CHAIN_BYTES` long, of all peers that begin with these parameters."""
         found = hashlib.blake2b(digest_size=CHAIN_BYTES)
         for leaf in jax.tree.leaves(self.now.params):
             found.update(bytes_of(leaf))
@@ -69,7 +69,7 @@ class PeerState:
             return await self.device.run(work, self.now)
 
     async def step(self, whole: Averaged) -> None:
-        """The global step with what all peers brought."""
+        """Make the global step with what all peers brought."""
         await self._change(lambda state: self._programs.step(state, self._on_device(whole)))
 
     def _on_device(self, whole: Averaged) -> Contribution:
@@ -91,11 +91,7 @@ class PeerState:
         return jax.tree.map(stored, _shared(self.now))
 
     async def snapshot(self, whole: Averaged | None = None) -> PyTree:
-        """A copy of it on the host, taken between two changes.
-
-        Args:
-          whole: of a step that the copy is to have made already.
-        """
+        """Copy it to the host between two changes; the copy has made the step with `whole`, if there is one."""
 
         def work(state: CollaborativeState) -> PyTree:
             if whole is not None:
@@ -114,14 +110,12 @@ class PeerState:
         self.now = emptied(self.now._replace(**jax.tree.map(kept_like, _shared(self.now), shared)))
 
 
-_SHARED = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")
-
-
 def _shared(state: CollaborativeState) -> dict[str, PyTree]:
-    found = {name: getattr(state, name) for name in _SHARED}
-    return {name: value for name, value in found.items() if value is not None}
+    names = ("params", "inner", "steps", "anchor", "outer", "scale", "good_steps")
+    return {name: value for name in names if (value := getattr(state, name)) is not None}
 
 
+@remembered()
 class _Programs:
     """The compiled functions of an optimiser; once for all peers of a process."""
 
@@ -132,11 +126,8 @@ class _Programs:
         self.step_of_copy = jax.jit(together.step)
 
 
-_programs_of = remembered()(_Programs)
-
-
 def _keeping_params(work: Callable[..., CollaborativeState]) -> Callable[..., CollaborativeState]:
-    """`work(state, *args)` compiled, with everything donated but the parameters, which others may still be reading."""
+    """Compile `work(state, *args)`. All of the state is donated but the parameters, which others may still read."""
 
     def split(params: PyTree, rest: CollaborativeState, *args: Any) -> tuple[CollaborativeState, PyTree]:
         state = work(rest._replace(params=params), *args)

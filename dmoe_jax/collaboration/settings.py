@@ -24,9 +24,8 @@ class CollaborationConfig:
     """Most peers with gradients."""
     lead_s: float = 3.0
     """Seconds before a full batch at which groups form: as long as peers need to find each other, over the slowest
-    line. Where a batch takes less than twice as long, groups form in the time in which peers answer each other, and a
-    full batch waits for them. A longer lead does no harm; one that is too short costs attempts until it has grown, to
-    eight times its length at most."""
+    line; less where a batch takes less than twice as long. A longer lead does no harm; one that is too short costs
+    attempts until it has grown, to eight times its length at most."""
     timeout_s: float = 60.0
     """Longest that an all-reduce takes, seconds."""
     silence_s: float = 2.0
@@ -42,13 +41,12 @@ class CollaborationConfig:
     """Capacity of this machine's line, for the share that it reduces."""
     measures_line: bool = True
     """True: find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22 MB
-    each way, exchanged with others of the group between two steps, one peer after the other; a quarter of the bytes of
-    averages at most. Nobody measures where less than 12 s are left between an averaging and the forming of the next
-    group, so that shares stay equal, or while a newcomer takes the state."""
+    each way, exchanged with others of the group between two steps; a quarter of the bytes of averages at most. Nobody
+    measures where less than 12 s are left until the next group forms, or while a newcomer takes the state."""
     compression: CompressionName = "none"
-    """Form of the numbers that this peer sends: its gradients, and the means that it reduces. `net.wire.compression`
-    says what each may lose; whatever it is, all peers make the same step, to the last bit. Each may choose its own.
-    What is below 3e-8 vanishes in float16, not in bfloat16; in blockwise8 what is small beside others of its 4096."""
+    """Form of the numbers that this peer sends: its gradients, and the means that it reduces. Each may choose its own,
+    and all make the same step, to the last bit. Numbers below 3e-8 vanish in float16, not in bfloat16; in blockwise8
+    those that are small beside others of their 4096."""
     all_reduce: AllReduceConfig = field(default_factory=AllReduceConfig)
     """Chunks and windows of vectors. Its times and its compression are those above."""
     delayed: bool = False
@@ -117,13 +115,12 @@ class CollaborationTotals:
     samples: float = 0.0
     """Its samples that are in a step."""
     samples_lost: float = 0.0
-    """Its samples that are in none: it was left behind, or left."""
+    """Its samples that are in none."""
     whole: float = 0.0
-    """Samples of everybody in these steps."""
+    """Samples of everybody in its steps."""
     states_taken: int = 0
-    """Whole states taken from others."""
     steps_followed: int = 0
-    """Steps that others made while it fetched a state, or without it, and that it made after them."""
+    """Steps that others made without it, and that it made after them."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of attempts that came to nothing, by reason."""
 

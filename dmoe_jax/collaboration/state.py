@@ -5,9 +5,8 @@ Theory of operation. A peer gathers samples for the step after its last one; a c
 its group forms beside the computing, and begins when the batch is foretold to be full. With delayed updates an
 averaging may be *under way* beside the next batch; until it is over nobody knows what that batch comes after (`where`).
 
-The shell tells what has happened and asks what is to be done: when a step is near (`due`, `heard`), after a micro-batch
-(`next_move`), and when a step was made or another peer's state was taken (`settled`, `moved`). `view` is the swarm as
-of the last reports. `now` is swarm time, which may be set; `local_s` is this machine's time, by which durations go.
+`view` is the swarm as of the last reports. `now` is swarm time, which may be set; `local_s` is this machine's time, by
+which durations go.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
 from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Role
+from net.averaging.grouping.group import Group, Role
 from net.identity import Address, PeerId
 
 _AWAY = 4.0
@@ -28,8 +27,8 @@ _LATE_S = 1.0
 _MOST_LEADS = 8
 """Largest multiple of the time that was set in which groups form."""
 _ANSWERS = 8.0
-"""Lead in multiples of the time that others took to answer. Forming takes half as many: peers are told, ask each other
-and join. If the batch is full already, only half of the lead is left."""
+"""Lead in multiples of the time that others took to answer. Forming takes four, for peers are told, ask each other and
+join; and if the batch is full already, only half of the lead is left."""
 _PAUSE_S = 0.2
 """Seconds added to that lead: a peer that asked too early pauses before it asks again."""
 
@@ -37,14 +36,10 @@ _PAUSE_S = 0.2
 class Move(Enum):
     """Next thing to do for a peer that has ended a micro-batch."""
 
-    COMPUTE = auto()
-    """The next one."""
-    WAIT = auto()
-    """Until something changes."""
-    STEP = auto()
-    """With the group that forms."""
-    CATCH_UP = auto()
-    """With those that have made the step already."""
+    COMPUTE = auto()  # the next one
+    WAIT = auto()  # until something changes
+    STEP = auto()  # with the group that forms
+    CATCH_UP = auto()  # with those that have made the step already
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +51,6 @@ class ComingStep:
     chain: bytes
     """Names these."""
     begins_at: float
-    """Swarm time."""
     group: Group | None = None
     """Its members; None while they are looked for, and if nobody was found."""
     has_company: bool = False
@@ -132,10 +126,9 @@ class CollaborationState:
     def report(self, peer_id: PeerId, address: Address | None, role: Role, *, now: float, local_s: float) -> Report:
         """Tell of this peer.
 
-        Its samples are those at hand, and as many as the micro-batch that is being computed is worth by now: without
-        these every peer would be taken to have half a micro-batch less than it has. A peer that waits for the end of
-        the batch counts as computing until then: otherwise the foretold end would move away while everybody waits for
-        it. One that has brought nothing to that batch does not: the others fill it, or nobody does.
+        The micro-batch that is being computed counts for what it is worth by now. A peer that waits for the end of the
+        batch counts as computing until then: otherwise the foretold end would move away while everybody waits for it.
+        One that has brought nothing to that batch does not: the others fill it, or nobody does.
         """
         rate = 0.0 if self.waits and not self.gathered else self.pace.rate
         return Report(
@@ -153,8 +146,8 @@ class CollaborationState:
     def lead_s(self, view: Forecast) -> float:
         """Seconds between the forming of groups and the end of the batch.
 
-        As was set, but at most half of the time that a batch takes, and at least the time that forming a group takes,
-        judged by how soon others answer. It is longer after steps for which no group was found.
+        At most half of a batch, and at least the time that forming takes, judged by how soon others answer; longer
+        after steps for which no group was found.
         """
         needed = _ANSWERS * self.answer_s + _PAUSE_S if self.answer_s else self.config.lead_s
         lead_s = max(min(self.config.lead_s, view.batch_s / 2), needed)
@@ -164,10 +157,10 @@ class CollaborationState:
         """Swarm time at which the batch is full or the step begins, as far as is known."""
         return view.ends_at if self.coming is None else min(view.ends_at, self.coming.begins_at)
 
-    def quiet_s(self, view: Forecast, num_behind: int, now: float) -> float:
-        """Seconds until groups form for the next step, as far as the swarm's progress foretells it; 0 if they do, or if
-        somebody is behind and takes the state, which measurements would hold up."""
-        if self.coming is not None or num_behind:
+    def quiet_s(self, view: Forecast, now: float) -> float:
+        """Seconds until groups form for the next step, as far as is foretold; 0 if they do, or if somebody is behind
+        and takes the state, which measurements would hold up."""
+        if self.coming is not None or view.num_behind:
             return 0.0
         return max(0.0, view.ends_at - self.lead_s(view) - now)
 
@@ -181,14 +174,14 @@ class CollaborationState:
         return max(view.ends_at, now + lead_s / 2 if view.others else now)
 
     def begin(self, at: float) -> ComingStep:
-        """The step at hand begins then."""
+        """Have the step at hand begin then."""
         self.coming = ComingStep(self.step, self.chain, at)
         return self.coming
 
     def heard(
         self, where: tuple[int, bytes], at: float | None, view: Forecast, *, now: float, local_s: float
     ) -> float | None:
-        """Another peer is at a step of a chain, and may say when it begins; returns when it begins here, if it does.
+        """Hear where another peer is, and perhaps when its step begins; return when it begins here, if it does.
 
         Of several times the latest stands, for everybody hears of it.
         """
@@ -208,7 +201,7 @@ class CollaborationState:
         return coming.begins_at
 
     def over(self, view: Forecast) -> None:
-        """The coming step was made; or nobody was found for it, or nothing came of it.
+        """Close the coming step, made or not.
 
         Groups form for longer next time if nobody was found, unless others were and have made it meanwhile.
         """
@@ -217,17 +210,13 @@ class CollaborationState:
         self.lead_factor = min(max((2.0 if is_lost else 0.9) * self.lead_factor, 1.0), _MOST_LEADS)
 
     def took_in(self, samples: int, took_s: float | None, local_s: float) -> None:
-        """A micro-batch has ended.
-
-        Args:
-          took_s: seconds of computing it; None: since the loop went on.
-        """
+        """Count a micro-batch that has ended. It took `took_s` to compute; None: since the loop went on."""
         self.pace.measured(samples, local_s - self.since if took_s is None else took_s)
         self.since, self.waits, self.micro_batch = local_s, True, samples
         self.gathered += samples
 
     def goes_on(self, local_s: float) -> None:
-        """The next micro-batch begins."""
+        """Begin the next micro-batch."""
         self.since, self.waits = local_s, False
 
     def has_time_for_more(self, view: Forecast, now: float) -> bool:
@@ -241,7 +230,7 @@ class CollaborationState:
     def next_move(self, view: Forecast, *, now: float, latest: float) -> Move:
         """Decide what to do where there is no time for another micro-batch.
 
-        After `latest` this peer goes on all the same, rather than wait for a batch that others may not fill.
+        After `latest` this peer computes all the same, for a batch that others may not fill.
         """
         if self.coming is not None:
             return Move.STEP
@@ -251,7 +240,7 @@ class CollaborationState:
         return Move.COMPUTE if self.has_time_for_more(view, now) or (is_known and now > latest) else Move.WAIT
 
     def settled(self, begun: UnderWay, averaged: Averaged, local_s: float) -> GlobalStep:
-        """All members of the group have the average, and know it; `step` counts it already."""
+        """Account for a step that is made, and which `step` counts already."""
         self.chain = next_chain(self.chain, averaged.group_id)
         self.trained += averaged.weight
         self.totals.steps += 1
@@ -270,7 +259,7 @@ class CollaborationState:
         )
 
     def moved(self, step: int, chain: bytes, trained: float, local_s: float) -> None:
-        """This peer stands elsewhere now; what it had gathered is lost."""
+        """Go elsewhere; what was gathered is lost."""
         self.totals.samples_lost += self.gathered
         self.step, self.chain, self.trained = step, chain, trained
         self.gathered, self.under_way, self.last_step_at = 0.0, None, local_s
@@ -283,12 +272,3 @@ class CollaborationState:
         """Go on from a step and what was `saved` of it."""
         self.gathered = 0.0
         self.moved(step, bytes.fromhex(saved["chain"]), float(saved["samples_trained"]), local_s)
-
-
-def fewest_of(view: Forecast) -> int:
-    """Fewest members with gradients that make the step at hand: most of those at it.
-
-    Nobody any more once others have made it: those who are left may be most of those that are at this step still, but
-    not most of the swarm, and would go on in a chain that comes to nothing.
-    """
-    return view.quorum if view.leader is None else MAX_GROUP_SIZE + 1

@@ -17,6 +17,7 @@ class _Gathering:
 
     def __init__(self, peer: Collaboration) -> None:
         self._peer = peer
+        self.snapshot = peer.snapshot
 
     @property
     def step(self) -> int:
@@ -30,20 +31,17 @@ class _Gathering:
     def state(self) -> PyTree:
         return self._peer.state
 
-    async def snapshot(self) -> tuple[int, PyTree]:
-        return await self._peer.snapshot()
-
     def facts(self) -> dict[str, Any]:
         return {"collaboration": self._peer.saved_facts()}
 
     def restore(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
-        """Where others are further, their state is taken soon after."""
+        """Go on from a checkpoint. The state of others that are further is taken soon after."""
         self._peer.restore(step, state, facts["collaboration"])
 
     async def apply(
         self, grads: PyTree, *, samples: int, read_at: int, read_params: PyTree, check: Callable[[], None]
     ) -> int:
-        """Take in a micro-batch's gradient; returns the number of the step that it will be in."""
+        """Take in a micro-batch's gradient; return the number of the step that it will be in."""
         del read_params
         await self._peer.device.run(check)
         await self._peer.gather(grads, samples=samples)
@@ -54,10 +52,6 @@ class CollaborativeTrainers(Trainers[_Gathering]):
     """Trainers that compute side by side and gather for one step of the whole swarm. Made by `Swarm.collaborate`.
 
     `params` and `step` are the swarm's, as of this process's last step.
-
-    Args:
-      peer: this process's part in the collaboration.
-      model, batches, seed: as of `Trainers`.
     """
 
     def __init__(self, model: Model, peer: Collaboration, batches: Sequence[Iterator[Any]], *, seed: int) -> None:

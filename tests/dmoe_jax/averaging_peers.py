@@ -1,5 +1,6 @@
 """Peers with an optimiser that averages, in the simulated swarm of the tests of averaging."""
 
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,20 +12,33 @@ import trio
 
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.device import InlineDevice
+from dmoe_jax.optim import apply_average
+from dmoe_jax.types import PyTree
+from net.rpc.peer import RpcPeer
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0)
 
 
-class Loop:
-    """A training loop of one's own: parameters {"w": [3]}, an optimiser, gradients given from outside."""
+@functools.cache
+def _compiled(optimizer: optax.GradientTransformationExtraArgs) -> tuple[Any, Any]:
+    return jax.jit(optimizer.update), jax.jit(functools.partial(apply_average, optimizer))
 
-    def __init__(self, optimizer: optax.GradientTransformationExtraArgs, start: float = 0.0) -> None:
+
+class Loop:
+    """A training loop of one's own: an optimiser, and gradients given from outside.
+
+    Args:
+      start: parameters to begin with; a number for {"w": [3]} of it.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformationExtraArgs, start: float | PyTree = 0.0) -> None:
         self.optimizer = optimizer
-        self.params = {"w": jnp.full(3, start)}
+        params = {"w": jnp.full(3, start)} if isinstance(start, float) else start
+        self.params: PyTree = jax.tree.map(jnp.asarray, params)
         self.opt_state = optimizer.init(self.params)
         self.steps = 0
-        self._update = jax.jit(optimizer.update)
+        self._update, self._apply = _compiled(optimizer)
 
     @property
     def values(self) -> np.ndarray:
@@ -33,20 +47,29 @@ class Loop:
 
     @property
     def state(self) -> tuple[int, Any]:
-        """What a newcomer takes."""
+        """The state that a newcomer takes."""
         return self.steps, (self.params, self.opt_state)
 
     @state.setter
     def state(self, taken: tuple[int, Any]) -> None:
         self.steps, (self.params, self.opt_state) = taken
 
-    async def step(self, averager: TreeAverager, grad: Any, *, wait: bool = False, **extra: Any) -> None:
-        """One update with the gradient, and the averager's turn."""
-        grads = {"w": jnp.broadcast_to(jnp.asarray(grad, jnp.float32), 3)}
+    def learn(self, grads: Any, **extra: Any) -> None:
+        """One update with the gradients, or with a number for all of them."""
+        if not isinstance(grads, dict):
+            grads = {"w": jnp.broadcast_to(jnp.asarray(grads, jnp.float32), 3)}
         updates, self.opt_state = self._update(grads, self.opt_state, self.params, **extra)
         self.params = optax.apply_updates(self.params, updates)
         self.steps += 1
+
+    async def step(self, averager: TreeAverager, grads: Any, *, wait: bool = False, **extra: Any) -> None:
+        """One update, and the averager's turn."""
+        self.learn(grads, **extra)
         self.opt_state = await averager.step(self.opt_state, self.params, wait=wait)
+
+    def apply(self) -> None:
+        """Go on from an average that has arrived, at once."""
+        self.params, self.opt_state = self._apply(self.opt_state, self.params)
 
 
 async def swarm_lived(swarm: Swarm, *names: str) -> None:
@@ -65,9 +88,15 @@ def start(
     name: str,
     loop: Loop,
     live: Callable[[TreeAverager, Loop], Awaitable[None]],
+    *,
+    wrap: Callable[[RpcPeer], Any] = lambda rpc: rpc,
     **settings: Any,
 ) -> None:
-    """A peer with this loop, in a group of two unless the settings say otherwise; it stays when it has lived."""
+    """A peer with this loop, in a group of two unless the settings say otherwise; it stays when it has lived.
+
+    Args:
+      wrap: makes its caller.
+    """
 
     async def main() -> None:
         settings.setdefault("config", CONFIG)
@@ -75,7 +104,7 @@ def start(
         async with (
             open_place(swarm, name) as place,
             open_tree_averager(
-                place.rpc,
+                wrap(place.rpc),
                 place.dht,
                 loop.params,
                 optimizer=loop.optimizer,

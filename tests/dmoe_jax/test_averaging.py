@@ -21,7 +21,7 @@ from dmoe_jax.averaging import (
 from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import apply_average, moshpit_average
+from dmoe_jax.optim import moshpit_average
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.speeds import Speeds
 from net.clock import SwarmClock
@@ -51,7 +51,7 @@ def train_two(
                 for step in range(len(grads)):
                     extra = {} if samples is None else {"samples": float(samples[step, number])}
                     await loop.step(averager, grads[step, number], wait=True, **extra)
-                    loop.params, loop.opt_state = apply_average(loop.optimizer, loop.opt_state, loop.params)
+                    loop.apply()
 
             start(swarm, f"peer{number}", loop, live, config=config)
         await swarm_lived(swarm, "peer0", "peer1")
@@ -126,8 +126,7 @@ def test_a_step_never_waits_and_progress_made_meanwhile_stays() -> None:
         await loop.step(averager, 0.0)
         assert not averager.is_under_way
         np.testing.assert_allclose(loop.values, 3.5)  # there, not applied yet
-        updates, loop.opt_state = optimizer.update({"w": jnp.zeros(3)}, loop.opt_state, loop.params)
-        loop.params = optax.apply_updates(loop.params, updates)
+        loop.learn(0.0)
 
     async def comes_later(averager: TreeAverager, loop: Loop) -> None:
         await trio.sleep_until(6.0)
@@ -194,7 +193,7 @@ def test_numbers_that_are_none_are_not_sent(what: Any) -> None:
         assert dict(averager.totals.reasons) == {averager.why_not: 1}
         assert (averager.totals.rejected, averager.totals.missed) == (1, 0)
         assert averager.is_left_behind == (what != "gradients")
-        loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+        loop.apply()
 
     async def waits(averager: TreeAverager, loop: Loop) -> None:
         await trio.sleep_until(5.0)
@@ -241,7 +240,7 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
     async def main() -> TreeAverager:
         async with trio.open_nursery() as nursery:
             tree_averager = TreeAverager(
-                [Fragment(number=0, averager=averager, form=form)],
+                fragments=[Fragment(number=0, averager=averager, form=form)],
                 what="parameters",
                 device=InlineDevice(),
                 nursery=nursery,
@@ -265,7 +264,7 @@ def test_an_auxiliary_peer_reduces_for_others() -> None:
     async def averages(averager: TreeAverager, loop: Loop) -> None:
         await trio.sleep_until(5.0)
         await loop.step(averager, 0.0, wait=True)
-        loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+        loop.apply()
         with pytest.raises(ValueError, match="role is client"):
             await averager.assist()
 

@@ -10,12 +10,11 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.averaging import Round, TreeAverager, open_tree_averager
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import apply_average, noloco, streaming_diloco
+from dmoe_jax.averaging import Round, TreeAverager
+from dmoe_jax.optim import noloco, streaming_diloco
 from net.transport.sim.events import HostDown
-from tests.dmoe_jax.averaging_peers import CONFIG
-from tests.net.averaging_swarm import Swarm, in_swarm, open_place
+from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
+from tests.net.averaging_swarm import Swarm, in_swarm
 
 PEERS, STEPS, NAMES = 2, 12, ("a", "b", "c")
 STEP_S = 10.0
@@ -30,52 +29,26 @@ def over_the_network(optimizer: Any, *, at_once: bool, dies_at: float | None = N
 
     `dies_at`: virtual seconds after which the second peer is gone.
     """
-    found: list[Any] = [None] * PEERS
-    rounds: list[Round] = []
-    update = jax.jit(optimizer.update)
+    loops, rounds = [Loop(optimizer, START) for _ in range(PEERS)], list[Round]()
 
-    async def train(averager: TreeAverager, number: int) -> None:
-        params = jax.tree.map(jnp.asarray, START)
-        state = optimizer.init(params)
+    async def train(averager: TreeAverager, loop: Loop) -> None:
         for step in range(STEPS):
             await trio.sleep_until(STEP_S * (step + 1))
-            grads = {name: value[step, number] for name, value in GRADS.items()}
-            updates, state = update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            state = await averager.step(state, params, wait=at_once)
+            grads = {name: value[step, loops.index(loop)] for name, value in GRADS.items()}
+            await loop.step(averager, grads, wait=at_once)
             if at_once:
-                params, state = apply_average(optimizer, state, params)
-        found[number] = params
-
-    async def live(swarm: Swarm, number: int) -> None:
-        async with (
-            open_place(swarm, f"peer{number}") as place,
-            open_tree_averager(
-                *(place.rpc, place.dht, START),
-                optimizer=optimizer,
-                name="run",
-                config=CONFIG,
-                device=InlineDevice(),
-                rng=place.rng,
-                on_round=rounds.append,
-            ) as averager,
-        ):
-            await train(averager, number)
-            swarm.done.setdefault(f"{number}", trio.Event()).set()
-            await trio.sleep_forever()
+                loop.apply()
 
     async def body(swarm: Swarm) -> None:
-        for number in range(PEERS):
-            swarm.network.start(f"peer{number}", functools.partial(live, swarm, number))
+        for number, loop in enumerate(loops):
+            start(swarm, f"peer{number}", loop, train, on_round=rounds.append)
         if dies_at is not None:
             await trio.sleep_until(dies_at)
             swarm.network.apply(HostDown("peer1"))
-        with trio.fail_after(1000):
-            for number in range(PEERS if dies_at is None else 1):
-                await swarm.done.setdefault(f"{number}", trio.Event()).wait()
+        await swarm_lived(swarm, *(f"peer{number}" for number in range(PEERS if dies_at is None else 1)))
 
     in_swarm(body)
-    return found, rounds
+    return [loop.params for loop in loops], rounds
 
 
 def over_an_axis(optimizer: Any) -> Any:

@@ -12,7 +12,7 @@ import trio
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import apply_average, moshpit_average, noloco, streaming_diloco
+from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
 from dmoe_jax.optim.host_state import host_state, is_going_over, taken_over, without_taken
 from net.errors import NetError
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
@@ -64,7 +64,7 @@ def test_who_meets_nobody_is_told_that_it_may_be_left_behind() -> None:
         for _ in range(MISSED_BEFORE_CATCHING_UP):
             assert not averager.is_left_behind
             await loop.step(averager, 0.0, wait=True)
-            loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+            loop.apply()
         assert averager.is_left_behind
         await loop.step(averager, 0.0)
         assert averager.is_under_way
@@ -142,7 +142,7 @@ def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind:
     async def trains(averager: TreeAverager, loop: Loop) -> None:
         while averager.totals.done < AVERAGES:
             await loop.step(averager, 1.0, wait=True)
-        loop.params, loop.opt_state = apply_average(optimizer, loop.opt_state, loop.params)
+        loop.apply()
         while loop is old:  # a donor hands out its state when it steps
             loop.opt_state = await averager.step(loop.opt_state, loop.params)
             await trio.sleep(0.1)

@@ -1,83 +1,35 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
-import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
-import jax.numpy as jnp
 import optax
 import pytest
 import trio
 
-from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
+from dmoe_jax.collaboration import Collaboration, open_collaboration
 from dmoe_jax.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
-from dmoe_jax.types import PyTree
-from experiments.collaborative.regression import regression
-from experiments.collaborative.world import (
-    ROOT,
-    Life,
-    PeerSpec,
-    Problem,
-    World,
-    compare_with_one_machine,
-    relative_difference,
-)
-from net.averaging.collaboration.assisting import assist_collaboration
+from experiments.collaborative.world import ROOT, World, relative_difference
 from net.averaging.collaboration.progress import next_chain, report_to_wire
 from net.averaging.plan import wait_for_plan
 from net.identity import Address, Contact
 from net.rpc.base import Reply, Request, handlers
 from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant, HostOptions
+from net.transport.sim.links import Constant
 from net.types import Array
-
-CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
-PROBLEM = regression()
-
-
-def machines(sample_s: Sequence[float] = (0.025, 0.05, 0.09, 0.125, 0.25)) -> list[PeerSpec]:
-    """Peers with these seconds a sample."""
-    return [PeerSpec(name=f"peer{number}", sample_s=each) for number, each in enumerate(sample_s)]
-
-
-def in_world(
-    body: Callable[[World], Awaitable[None]],
-    *,
-    latency_s: float = 0.02,
-    config: CollaborationConfig = CONFIG,
-    problem: Problem = PROBLEM,
-    bits_per_s: float = math.inf,
-) -> list[Life]:
-    """Run a test's body in virtual time; what the machines did."""
-    lives: list[Life] = []
-
-    async def main() -> None:
-        lines = HostOptions(up_bps=bits_per_s, down_bps=bits_per_s)
-        async with simulate(latency=Constant(latency_s), hosts=lambda name: lines) as network:
-            world = World(network, problem, config=config)
-            await world.open()
-            await body(world)
-            lives.extend(world.lives)
-
-    run(main)
-    return lives
-
-
-async def until(condition: Callable[[], bool], *, poll_s: float = 0.01) -> None:
-    """Wait, in virtual time, for something that has no event."""
-    while not condition():  # noqa: ASYNC110
-        await trio.sleep(poll_s)
-
-
-def check_one_machine(lives: list[Life], steps: int, *, delayed: bool = False, problem: Problem = PROBLEM) -> None:
-    found = compare_with_one_machine(problem, lives, steps, delayed=delayed)
-    assert not found.unexplained
-    assert not found.chains_apart
-    assert found.difference <= 1e-5
+from tests.dmoe_jax.collaboration_swarm import (
+    CONFIG,
+    PROBLEM,
+    check_one_machine,
+    in_world,
+    machines,
+    padded,
+    peer_of,
+    start_assistant,
+    until,
+)
 
 
 def test_unequal_peers_make_the_steps_of_one_machine() -> None:
@@ -125,8 +77,7 @@ def test_one_joins_and_one_is_killed_while_it_averages(victim: int, silent: bool
         joined_at = world.step
         world.start(specs[4])
         await world.wait_for_step(6)
-        peer = next(life.peer for life in world.lives if life.spec.name == specs[victim].name)
-        assert peer is not None
+        peer = peer_of(world, specs[victim].name)
         await until(lambda: peer.standing.is_averaging)
         await trio.sleep(0.03)
         world.kill(specs[victim].name, silent=silent)
@@ -157,8 +108,7 @@ def test_a_client_that_is_killed_costs_no_more_than_others(silent: bool) -> None
         for spec in specs:
             world.start(spec)
         await world.wait_for_step(4)
-        client = next(life.peer for life in world.lives if life.spec.client)
-        assert client is not None
+        client = peer_of(world, specs[3].name)
 
         def others_wait() -> bool:
             coming = client.standing.coming
@@ -181,22 +131,9 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
     assisted: list[int] = []
 
     async def body(world: World) -> None:
-        async def assistant() -> None:
-            async with open_peer(
-                [Address(ROOT, SIM_PORT)], PeerConfig(network=world.network, host="helper", seed=9)
-            ) as place:
-                await assist_collaboration(
-                    place.rpc,
-                    place.dht,
-                    prefix="run",
-                    rng=random.Random(9),
-                    config=CONFIG.rounds(),
-                    on_step=lambda done: assisted.append(len(done.members)),
-                )
-
         for spec in specs:
             world.start(spec)
-        world.network.start("helper", assistant)
+        start_assistant(world, lambda done: assisted.append(len(done.members)))
         await world.wait_for_step(8)
         await trio.sleep(1)
 
@@ -231,22 +168,6 @@ def test_delayed_steps_overlap_with_the_next_batch_and_are_one_machines_too() ->
         assert relative_difference(newcomer.params[number], lives[0].params[number]) == 0
     now = max(life.stepped_at[-1] for life in lives)
     assert max(life.idle_share(now) for life in lives[:3]) < 0.03
-
-
-def padded(num_more: int) -> Problem:
-    """The problem with so many parameters more, which its gradient decides as well."""
-
-    def with_padding(tree: PyTree) -> PyTree:
-        return {**tree, "padding": jnp.full(num_more, tree["b"].sum())}
-
-    def gradient(params: PyTree, *micro_batch: Any) -> PyTree:
-        return with_padding(PROBLEM.gradient({name: params[name] for name in "wb"}, *micro_batch))
-
-    def batch_gradient(params: PyTree, *micro_batches: Any) -> PyTree:
-        return with_padding(PROBLEM.batch_gradient({name: params[name] for name in "wb"}, *micro_batches))
-
-    params = {**PROBLEM.params, "padding": jnp.zeros(num_more)}
-    return replace(PROBLEM, params=params, gradient=gradient, batch_gradient=batch_gradient)
 
 
 @pytest.mark.parametrize(("delayed", "target"), [(False, 512), pytest.param(True, 1024, marks=pytest.mark.slow)])

@@ -1,6 +1,6 @@
 """One large batch whose numbers travel compressed, in virtual time: all peers make the same step, to the last bit."""
 
-import random
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,39 +10,33 @@ import pytest
 import trio
 
 from dmoe_jax.averaging.settings import CompressionName
-from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
-from dmoe_jax.types import PyTree
-from experiments.collaborative.regression import regression
-from experiments.collaborative.world import ROOT, Life, PeerSpec, World, compare_with_one_machine
-from net.averaging.collaboration.assisting import assist_collaboration
+from experiments.collaborative.world import Life, PeerSpec, World
 from net.averaging.collaboration.rounds import Averaged
-from net.identity import Address
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-
-CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
-PROBLEM = regression()
-SPECS = [PeerSpec(name=f"peer{n}", sample_s=each) for n, each in enumerate((0.025, 0.05, 0.09, 0.125, 0.25))]
-
-
-def bits(params: PyTree) -> bytes:
-    return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
+from tests.dmoe_jax.collaboration_swarm import (
+    CONFIG,
+    check_one_machine,
+    in_world,
+    machines,
+    peer_of,
+    start_assistant,
+    until,
+)
 
 
 def check_same_bits(lives: Sequence[Life], steps: int) -> None:
     """After every step; and somebody was there to compare with."""
     for number in range(1, steps + 1):
-        found = [bits(life.params[number]) for life in lives if number in life.params]
+        trees = [life.params[number] for life in lives if number in life.params]
+        found = [b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)) for tree in trees]
         assert len(found) >= 4
         assert len(set(found)) == 1
 
 
 def trained(
-    config: CollaborationConfig,
+    compression: CompressionName,
     steps: int,
     *,
-    specs: Sequence[PeerSpec] = SPECS,
+    specs: Sequence[PeerSpec] = tuple(machines()),
     victim: tuple[str, float] | None = None,
     helped: list[Averaged] | None = None,
 ) -> list[Life]:
@@ -50,45 +44,23 @@ def trained(
 
     What an assistant did is in `helped`.
     """
-    lives: list[Life] = []
 
-    async def main() -> None:
-        async with simulate(latency=Constant(0.05)) as network:
-            world = World(network, PROBLEM, config=config)
+    async def body(world: World) -> None:
+        for spec in specs:
+            world.start(spec)
+        if helped is not None:
+            start_assistant(world, helped.append)
+        if victim is not None:
+            await world.wait_for_step(5)
+            name, after_s = victim
+            peer = peer_of(world, name)
+            await until(lambda: peer.step >= 5 and peer.standing.is_averaging)
+            await trio.sleep(after_s)
+            world.kill(name, silent=True)
+        await world.wait_for_step(steps)
+        await trio.sleep(1)
 
-            async def assistant(told: list[Averaged]) -> None:
-                async with open_peer(
-                    [Address(ROOT, SIM_PORT)], PeerConfig(network=network, host="helper", seed=9)
-                ) as place:
-                    await assist_collaboration(
-                        place.rpc,
-                        place.dht,
-                        prefix="run",
-                        rng=random.Random(9),
-                        config=config.rounds(),
-                        on_step=told.append,
-                    )
-
-            await world.open()
-            for spec in specs:
-                world.start(spec)
-            if helped is not None:
-                network.start("helper", assistant, helped)
-            if victim is not None:
-                await world.wait_for_step(5)
-                name, after_s = victim
-                peer = next(life.peer for life in world.lives if life.spec.name == name)
-                assert peer is not None
-                while peer.step < 5 or not peer.standing.is_averaging:  # noqa: ASYNC110 (no event says so)
-                    await trio.sleep(0.01)
-                await trio.sleep(after_s)
-                world.kill(name, silent=True)
-            await world.wait_for_step(steps)
-            await trio.sleep(1)
-            lives.extend(world.lives)
-
-    run(main)
-    return lives
+    return in_world(body, latency_s=0.05, config=replace(CONFIG, compression=compression))
 
 
 # What 16 weights of about 1 and their Adam updates may come apart by in ten steps, from a machine that rounds nothing.
@@ -97,13 +69,9 @@ LOST = [("none", 1e-5), ("float16", 5e-3), ("bfloat16", 5e-2), ("blockwise8", 5e
 
 @pytest.mark.parametrize(("compression", "most"), LOST)
 def test_five_peers_end_with_the_same_bits(compression: CompressionName, most: float) -> None:
-    lives = trained(replace(CONFIG, compression=compression), 10)
+    lives = trained(compression, 10)
     check_same_bits(lives, 10)
-    found = compare_with_one_machine(PROBLEM, lives, 10)
-    assert not found.unexplained
-    assert not found.chains_apart
-    assert found.difference <= most
-    assert (found.difference > 1e-5) == (compression != "none")
+    assert (check_one_machine(lives, 10, most=most) > 1e-5) == (compression != "none")
 
 
 @pytest.mark.parametrize(
@@ -116,14 +84,12 @@ def test_five_peers_end_with_the_same_bits(compression: CompressionName, most: f
 )
 def test_also_when_one_dies_in_an_averaging(compression: CompressionName, victim: tuple[str, float]) -> None:
     """The others average once more."""
-    lives = trained(replace(CONFIG, compression=compression), 10, victim=victim)
+    lives = trained(compression, 10, victim=victim)
     check_same_bits(lives, 10)
     (dead,) = (life for life in lives if life.ended is not None)
     assert max(dead.params) == 5
     assert {step.attempts for life in lives for step in life.steps if step.number == 6} == {2}
-    found = compare_with_one_machine(PROBLEM, lives, 10)
-    assert not found.unexplained
-    assert not found.chains_apart
+    check_one_machine(lives, 10, most=math.inf)
 
 
 @pytest.mark.parametrize("compression", ["none", "blockwise8"])
@@ -131,7 +97,7 @@ def test_also_when_one_dies_in_an_averaging(compression: CompressionName, victim
 def test_an_assistant_knows_how_many_samples_a_step_has(count: int, compression: CompressionName) -> None:
     """Also where two peers have all parts between them, and it has none."""
     helped: list[Averaged] = []
-    lives = trained(replace(CONFIG, compression=compression), 8, specs=SPECS[:count], helped=helped)
+    lives = trained(compression, 8, specs=machines()[:count], helped=helped)
     whole = {step.samples for life in lives for step in life.steps}
     assert len(helped) >= 4
     assert all(done.weight in whole and done.weight > 0 for done in helped)

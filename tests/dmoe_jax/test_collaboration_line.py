@@ -4,10 +4,9 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
-from experiments.collaborative.world import Life, PeerSpec, World, compare_with_one_machine
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant, HostOptions
-from tests.dmoe_jax.test_collaboration import padded
+from experiments.collaborative.world import Life, PeerSpec, World
+from net.transport.sim.links import HostOptions
+from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, padded
 
 MB = 8e6
 """Bits."""
@@ -26,7 +25,6 @@ def play(
       has_equal_lines: all of them at 2 MB a second instead.
     """
     problem = padded(SIZE)
-    lives: list[Life] = []
     config = CollaborationConfig(target_batch_size=target, lead_s=3.0, measures_line=measures_line)
 
     def line(host: str) -> HostOptions:
@@ -36,21 +34,14 @@ def play(
             return HostOptions(up_bps=MB / 2, down_bps=2 * MB)
         return HostOptions(up_bps=8 * MB, down_bps=8 * MB)
 
-    async def main() -> None:
-        async with simulate(latency=Constant(0.02), hosts=line) as network:
-            world = World(network, problem, config=config, seed=seed)
-            await world.open()
-            for name in ("fast0", "fast1", "slow0", "slow1", "slow2", "slow3"):
-                world.start(PeerSpec(name=name, sample_s=3.0))
-            await world.wait_for_step(steps)
-            await trio.sleep(2)
-            lives.extend(world.lives)
+    async def body(world: World) -> None:
+        for name in ("fast0", "fast1", "slow0", "slow1", "slow2", "slow3"):
+            world.start(PeerSpec(name=name, sample_s=3.0))
+        await world.wait_for_step(steps)
+        await trio.sleep(2)
 
-    run(main)
-    found = compare_with_one_machine(problem, lives, steps)
-    assert not found.unexplained
-    assert not found.chains_apart
-    assert found.difference <= 1e-5
+    lives = in_world(body, config=config, problem=problem, lines=line, seed=seed)
+    check_one_machine(lives, steps, problem=problem)
     return lives
 
 

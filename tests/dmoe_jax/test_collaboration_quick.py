@@ -6,9 +6,9 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig, CollaborationTotals, GlobalStep
-from dmoe_jax.collaboration.remarks import Remarks
+from dmoe_jax.collaboration.collaboration import Remarks
 from experiments.collaborative.world import Life, PeerSpec, World
-from tests.dmoe_jax.test_collaboration import check_one_machine, in_world
+from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, peer_of
 
 TARGET, STEPS = 256, 30
 SPECS = [PeerSpec(name=f"peer{number}", sample_s=0.05 / 16, micro_batch=16) for number in range(3)]
@@ -119,8 +119,7 @@ def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
         for spec in specs:
             world.start(spec)
         await world.wait_for_step(2)
-        peer = next(life.peer for life in world.lives if life.spec is specs[1])
-        assert peer is not None
+        peer = peer_of(world, specs[1].name)
 
         async def does_something_else(*args: object, **named: object) -> bool:
             await trio.sleep_forever()

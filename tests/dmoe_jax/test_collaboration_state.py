@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay, fewest_of
+from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from net.averaging.collaboration.progress import NO_CHAIN, Forecast, Report, forecast, next_chain
 from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Role
 from net.identity import Address, PeerId
 
 IDS = [PeerId(bytes([number]) * 32) for number in range(3)]
@@ -82,8 +82,8 @@ def test_groups_form_for_as_long_as_others_take_to_answer() -> None:
     state = peer()
     view = view_of(state, OTHER)
     assert state.lead_s(view) == 2.0
-    assert state.quiet_s(view, 0, 100.0) == pytest.approx(3.0)
-    assert state.quiet_s(view, 1, 100.0) == 0.0
+    assert state.quiet_s(view, 100.0) == pytest.approx(3.0)
+    assert state.quiet_s(replace(view, num_behind=1), 100.0) == 0.0
     state.answer_s = 0.5
     assert state.lead_s(view) == pytest.approx(4.2)
     state.answer_s = 0.05
@@ -93,10 +93,10 @@ def test_groups_form_for_as_long_as_others_take_to_answer() -> None:
         state.begin(100.0).has_company = True
         state.over(view)
         assert state.lead_s(quick) == pytest.approx(0.6 * factor)
-    for has_company, leader in ((False, None), (True, AHEAD)):  # nobody was there, or others have made it
+    for has_company, ahead in ((False, ()), (True, (AHEAD,))):  # nobody was there, or others have made it
         before = state.lead_factor
         state.begin(100.0).has_company = has_company
-        state.over(replace(view, leader=leader))
+        state.over(replace(view, ahead=ahead))
         assert state.lead_factor == pytest.approx(0.9 * before)
 
 
@@ -149,22 +149,11 @@ def test_after_a_micro_batch_it_computes_steps_waits_or_catches_up() -> None:
     assert latest == pytest.approx(106.0)
     assert state.next_move(view, now=104.1, latest=latest) is Move.WAIT
     assert state.next_move(view, now=106.1, latest=latest) is Move.COMPUTE  # the others do not fill it
-    assert state.next_move(replace(view, leader=AHEAD), now=104.1, latest=latest) is Move.CATCH_UP
+    assert state.next_move(replace(view, ahead=(AHEAD,)), now=104.1, latest=latest) is Move.CATCH_UP
     state.under_way = UnderWay(8.0, 0.0)
-    assert state.next_move(replace(view, leader=AHEAD), now=106.1, latest=latest) is Move.WAIT
+    assert state.next_move(replace(view, ahead=(AHEAD,)), now=106.1, latest=latest) is Move.WAIT
     state.begin(105.0)
     assert state.next_move(view, now=104.1, latest=latest) is Move.STEP
-
-
-def test_it_averages_while_it_waits_for_its_group() -> None:
-    state = peer()
-    coming = state.begin(100.0)
-    assert not state.is_averaging
-    members = tuple(Member(peer_id=each, address=OTHER.address, role=Role.NODE) for each in IDS)
-    coming.group = Group(group_id=b"g" * 16, members=members, side=16)
-    assert not state.is_averaging
-    state.took_in(4, 2.0, 0.0)
-    assert state.is_averaging
 
 
 def test_a_step_moves_the_chain_and_counts_what_was_in_it() -> None:
@@ -192,5 +181,5 @@ def test_who_goes_elsewhere_loses_what_it_had_and_who_is_restored_does_not() -> 
 def test_nobody_makes_a_step_that_others_have_made_already() -> None:
     """Two that missed it are most of those at it still."""
     state = peer()
-    assert fewest_of(view_of(state, OTHER)) == 2
-    assert fewest_of(view_of(state, OTHER, AHEAD)) > MAX_GROUP_SIZE
+    assert view_of(state, OTHER).fewest == 2
+    assert view_of(state, OTHER, AHEAD).fewest > MAX_GROUP_SIZE

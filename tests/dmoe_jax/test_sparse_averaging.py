@@ -17,13 +17,14 @@ import trio
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.device import InlineDevice
-from dmoe_jax.optim import ErrorFeedback, apply_average, moshpit_average, what_to_send, with_average
+from dmoe_jax.optim import ErrorFeedback, moshpit_average, what_to_send, with_average
 from dmoe_jax.types import PyTree
 from net.identity import Address, Contact
 from net.rpc.base import Reply
 from net.rpc.peer import RpcPeer
 from net.transport.sim.events import HostDown
 from net.wire.sparse import SparseCoding, all_gather_nbytes
+from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 FEEDBACK = ErrorFeedback(coding=SparseCoding(block_size=16, kept=3), decay=0.9)
@@ -34,19 +35,13 @@ RNG = np.random.default_rng(0)
 PERIOD_S = 20.0
 
 
+@functools.cache
 def optimizer_of(what: Any = "pseudo_gradients", average: Any = None, feedback: ErrorFeedback = FEEDBACK) -> Any:
     """SparseLoCo in small, or gradients."""
     outer = optax.sgd(1.0) if what == "pseudo_gradients" else None
     return moshpit_average(
         optax.adam(0.1), every=EVERY, what=what, outer=outer, weighted=True, average=average, compress=feedback
     )
-
-
-@functools.cache
-def compiled(what: str, feedback: ErrorFeedback) -> tuple[Any, Any, Any]:
-    """An optimiser of those above whose averages come by the host, its jitted update, and what applies an average."""
-    optimizer = optimizer_of(what, feedback=feedback)
-    return optimizer, jax.jit(optimizer.update), jax.jit(partial(apply_average, optimizer))
 
 
 def config_of(side: int, **settings: Any) -> TreeAveragerConfig:
@@ -67,79 +62,46 @@ def at(tree: PyTree, peer: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[peer], tree)
 
 
-class Learner:
-    """A training loop of one's own: a peer's state, and its steps."""
-
-    def __init__(self, what: str = "pseudo_gradients", feedback: ErrorFeedback = FEEDBACK) -> None:
-        self.optimizer, self._update, self._apply = compiled(what, feedback)
-        self.params: PyTree = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-        self.opt_state = self.optimizer.init(self.params)
-
-    def learn(self, grads: PyTree, samples: float) -> None:
-        """One update."""
-        updates, self.opt_state = self._update(grads, self.opt_state, self.params, samples=samples)
-        self.params = optax.apply_updates(self.params, updates)
-
-    async def round(self, averager: TreeAverager, grads: Sequence[PyTree], samples: float) -> None:
-        """The steps between two averages, and the average."""
-        for each in grads:
-            self.learn(each, samples)
-            self.opt_state = await averager.step(self.opt_state, self.params, wait=True)
-        self.apply_average()
-
-    def apply_average(self) -> None:
-        """Go on from the average, if one has arrived."""
-        self.params, self.opt_state = self._apply(self.opt_state, self.params)
+def loop_of(what: str = "pseudo_gradients", feedback: ErrorFeedback = FEEDBACK) -> Loop:
+    """A training loop of one's own that begins at zeros."""
+    return Loop(optimizer_of(what, feedback=feedback), {name: np.zeros(shape) for name, shape in SHAPES.items()})
 
 
-Live = Callable[[TreeAverager, Learner, int], Any]
+async def one_round(averager: TreeAverager, loop: Loop, grads: Sequence[PyTree], samples: float) -> None:
+    """The steps between two averages, and the average."""
+    for each in grads:
+        await loop.step(averager, each, wait=True, samples=samples)
+    loop.apply()
 
 
 class Peers:
     """Peers that live until they are done; `averagers` are theirs."""
 
-    def __init__(self, learners: Sequence[Learner], config: TreeAveragerConfig, **roles: TreeAveragerConfig) -> None:
-        self.learners = list(learners)
+    def __init__(self, loops: Sequence[Loop], config: TreeAveragerConfig, **roles: TreeAveragerConfig) -> None:
+        self.loops = list(loops)
         self.averagers: dict[int, TreeAverager] = {}
         self._config, self._roles = config, roles
 
-    def run(self, live: Live, *, dying: Mapping[int, int] | None = None, silent: bool = True) -> None:
-        """Let all live at once. Who is `dying` is gone at its n-th piece of a payload in the second round."""
+    def run(self, live: Callable[..., Any], *, dying: Mapping[int, int] | None = None, silent: bool = True) -> None:
+        """Let all live at once: `live(averager, loop, index=...)`.
+
+        Who is `dying` is gone at its n-th piece of a payload in the second round.
+        """
         dying = dying or {}
-        self._silent = silent
 
         async def body(swarm: Swarm) -> None:
-            ended = [trio.Event() for _ in self.learners]
-            for index in range(len(self.learners)):
-                swarm.network.start(f"peer{index}", self._main, swarm, index, live, ended[index], dying.get(index))
-            with trio.fail_after(1000.0):
-                for index, event in enumerate(ended):
-                    if index not in dying:
-                        await event.wait()
+            for index, loop in enumerate(self.loops):
+                name = f"peer{index}"
+                config, wrap = self._roles.get(name, self._config), dict[str, Any]()
+                if index in dying:
+                    death = HostDown(name, silent=silent)
+                    wrap["wrap"] = partial(Mortal, swarm=swarm, death=death, dies_at=dying[index])
+                start(swarm, name, loop, partial(live, index=index), config=config, **wrap)
+            alive = [index for index in range(len(self.loops)) if index not in dying]
+            await swarm_lived(swarm, *(f"peer{index}" for index in alive))
+            self.averagers = {index: swarm.done[f"peer{index}"] for index in alive}
 
         in_swarm(body)
-
-    async def _main(self, swarm: Swarm, index: int, live: Live, ended: trio.Event, dies_at: int | None) -> None:
-        learner, name = self.learners[index], f"peer{index}"
-        async with (
-            open_place(swarm, name) as place,
-            open_tree_averager(
-                place.rpc
-                if dies_at is None
-                else Mortal(place.rpc, swarm, HostDown(name, silent=self._silent), dies_at),
-                place.dht,
-                learner.params,
-                optimizer=learner.optimizer,
-                name="run",
-                device=InlineDevice(),
-                rng=place.rng,
-                config=self._roles.get(name, self._config),
-            ) as averager,
-        ):
-            self.averagers[index] = averager
-            await live(averager, learner, index)
-            ended.set()
-            await trio.sleep_forever()
 
 
 class Mortal:
@@ -185,13 +147,13 @@ def on_one_device(what: str, grads: Sequence[PyTree], samples: Sequence[float]) 
 
 
 async def together(
-    grads: Sequence[PyTree], samples: Sequence[float], averager: TreeAverager, learner: Learner, index: int
+    grads: Sequence[PyTree], samples: Sequence[float], averager: TreeAverager, loop: Loop, *, index: int
 ) -> None:
     """All rounds, which all peers begin together."""
     for number in range(len(grads) // EVERY):
         await trio.sleep_until((number + 1) * PERIOD_S)
         steps = grads[number * EVERY : (number + 1) * EVERY]
-        await learner.round(averager, [at(each, index) for each in steps], samples[index])
+        await one_round(averager, loop, [at(each, index) for each in steps], samples[index])
 
 
 def weighted_mean(weights: Sequence[float], trees: Sequence[PyTree]) -> PyTree:
@@ -206,11 +168,11 @@ def test_four_peers_end_where_the_oracle_does(what: str) -> None:
     Each node brings its payload of blocks of 16, 16, 13 and 7 values to the two others, and gives it to the client.
     """
     samples, grads = [1.0, 2.0, 3.0, 6.0], grads_of(3, 4)
-    peers = Peers([Learner(what) for _ in samples], config_of(4), peer3=config_of(4, role="client"))
+    peers = Peers([loop_of(what) for _ in samples], config_of(4), peer3=config_of(4, role="client"))
     peers.run(partial(together, grads, samples))
     expected = on_one_device(what, grads, samples)
-    for index, learner in enumerate(peers.learners):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), learner.params, at(expected, index))
+    for index, loop in enumerate(peers.loops):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), loop.params, at(expected, index))
         totals = peers.averagers[index].totals
         assert (totals.done, totals.peers_met, totals.missed, totals.rejected) == (3, 9, 0, 0)
         assert not totals.peers_lost
@@ -218,7 +180,7 @@ def test_four_peers_end_where_the_oracle_does(what: str) -> None:
             # In each of three rounds to two others; what the client fetched last may not be counted any more.
             assert totals.moved_bytes >= 3 * all_gather_nbytes(FEEDBACK.coding, (45, 7), 3)
     # Not because nothing was kept back.
-    residual = peers.learners[0].opt_state.residual
+    residual = peers.loops[0].opt_state.residual
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(residual)) > 0.01
 
 
@@ -230,16 +192,16 @@ def test_who_dies_in_a_round_is_left_out_or_in_by_all(dies_at: int, silent: bool
     """
     samples, grads = [1.0] * 4, grads_of(3, 4)
     # A payload is one piece.
-    peers = Peers([Learner() for _ in samples], config_of(4))
+    peers = Peers([loop_of() for _ in samples], config_of(4))
     peers.run(partial(together, grads, samples), dying={3: dies_at}, silent=silent)
-    alive = peers.learners[:3]
+    alive = peers.loops[:3]
     for index in range(3):
         totals = peers.averagers[index].totals
         # The third round begins without the fourth peer, and its group when the window ends.
         assert (totals.done, totals.missed) == (3, 0)
         assert totals.peers_lost.total() == (1 if dies_at == 1 else 0)
-    for learner in alive[1:]:
-        jax.tree.map(np.testing.assert_array_equal, learner.opt_state.anchor, alive[0].opt_state.anchor)
+    for loop in alive[1:]:
+        jax.tree.map(np.testing.assert_array_equal, loop.opt_state.anchor, alive[0].opt_state.anchor)
     assert peers.averagers[0].totals.peers_met == 3 + 3 + 2
 
 
@@ -249,18 +211,18 @@ def test_what_a_lost_round_offered_is_offered_again() -> None:
     samples, grads = [1.0, 3.0], grads_of(3, 2)
     before, after = dict[int, Any](), dict[int, Any]()
 
-    async def live(averager: TreeAverager, learner: Learner, index: int) -> None:
+    async def live(averager: TreeAverager, loop: Loop, *, index: int) -> None:
         for number in range(3):
             # In the second round the other comes when the first one's step has ended.
             await trio.sleep_until(40.0 * (number + 1) + (20.0 if number == 1 and index == 1 else 0.0))
             steps = [at(each, index) for each in grads[number * EVERY : (number + 1) * EVERY]]
             if number == 1:
-                before[index] = learner.opt_state
-            await learner.round(averager, steps, samples[index])
+                before[index] = loop.opt_state
+            await one_round(averager, loop, steps, samples[index])
             if number == 1:
-                after[index] = learner.opt_state
+                after[index] = loop.opt_state
 
-    peers = Peers([Learner() for _ in samples], config_of(2))
+    peers = Peers([loop_of() for _ in samples], config_of(2))
     peers.run(live)
     for index, averager in peers.averagers.items():
         assert (averager.totals.done, averager.totals.missed) == (2, 1)
@@ -270,38 +232,38 @@ def test_what_a_lost_round_offered_is_offered_again() -> None:
             jax.tree.map(np.testing.assert_array_equal, kept, was)
         assert any(leaf.any() for leaf in jax.tree.leaves(after[index].residual))
 
-    pure = [Learner() for _ in samples]
+    pure = [loop_of() for _ in samples]
     for number in range(3):
         sent = []
-        for index, learner in enumerate(pure):
+        for index, loop in enumerate(pure):
             for each in grads[number * EVERY : (number + 1) * EVERY]:
-                learner.learn(at(each, index), samples[index])
-            sent.append(what_to_send(learner.opt_state, learner.params))
+                loop.learn(at(each, index), samples=samples[index])
+            sent.append(what_to_send(loop.opt_state, loop.params))
         weights = [float(each.weight) for each in sent]
         mean = weighted_mean(weights, [each.tree for each in sent])
-        for learner, each in zip(pure, sent, strict=True):
-            learner.opt_state = with_average(learner.opt_state, each, None if number == 1 else mean)
-            learner.apply_average()
-    for learner, expected in zip(peers.learners, pure, strict=True):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), learner.params, expected.params)
+        for loop, each in zip(pure, sent, strict=True):
+            loop.opt_state = with_average(loop.opt_state, each, None if number == 1 else mean)
+            loop.apply()
+    for loop, expected in zip(peers.loops, pure, strict=True):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), loop.params, expected.params)
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     """Two rounds, a checkpoint on disk, two rounds of new processes: bit for bit as four rounds at once."""
     samples, grads = [1.0, 3.0], grads_of(4, 2)
 
-    def trained(rounds: Sequence[PyTree], learners: list[Learner]) -> list[Learner]:
-        peers = Peers(learners, config_of(2))
+    def trained(rounds: Sequence[PyTree], loops: list[Loop]) -> list[Loop]:
+        peers = Peers(loops, config_of(2))
         peers.run(partial(together, rounds, samples))
         assert [averager.totals.done for averager in peers.averagers.values()] == [len(rounds) // EVERY] * 2
-        return learners
+        return loops
 
-    whole = trained(grads, [Learner() for _ in samples])
+    whole = trained(grads, [loop_of() for _ in samples])
     resumed = []
-    for index, learner in enumerate(trained(grads[: 2 * EVERY], [Learner() for _ in samples])):
+    for index, loop in enumerate(trained(grads[: 2 * EVERY], [loop_of() for _ in samples])):
         checkpoints = Checkpoints(tmp_path / f"{index}")
-        checkpoints.save(1, {"params": learner.params, "opt_state": learner.opt_state}, {})
-        new = Learner()
+        checkpoints.save(1, {"params": loop.params, "opt_state": loop.opt_state}, {})
+        new = loop_of()
         _, state, _ = checkpoints.restore_latest({"params": new.params, "opt_state": new.opt_state})
         new.params, new.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
         resumed.append(new)
@@ -312,19 +274,19 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
 
 def test_numbers_that_are_none_are_not_sent() -> None:
     """They are counted, nobody gets them, and the residual stays finite."""
-    learners = [Learner() for _ in range(2)]
+    loops = [loop_of() for _ in range(2)]
     bad = {name: jnp.full(shape, jnp.nan) for name, shape in SHAPES.items()}
 
-    async def live(averager: TreeAverager, learner: Learner, index: int) -> None:
+    async def live(averager: TreeAverager, loop: Loop, *, index: int) -> None:
         await trio.sleep_until(PERIOD_S)
         good = jax.tree.map(jnp.ones_like, bad)
-        await learner.round(averager, [bad if index == 0 else good] * EVERY, 1.0)
+        await one_round(averager, loop, [bad if index == 0 else good] * EVERY, 1.0)
 
-    peers = Peers(learners, config_of(2))
+    peers = Peers(loops, config_of(2))
     peers.run(live)
     assert peers.averagers[0].why_not == "this peer's pseudo-gradients are not finite"
     assert (peers.averagers[0].totals.rejected, peers.averagers[1].totals.missed) == (1, 1)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learners[0].opt_state.residual))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loops[0].opt_state.residual))
 
 
 def test_wrong_combinations_are_refused_at_start() -> None:
@@ -353,6 +315,6 @@ def test_wrong_combinations_are_refused_at_start() -> None:
                         raise AssertionError("it was opened")
 
     in_swarm(body)
-    peers = Peers([Learner(), Learner(feedback=OTHER)], config_of(2))
+    peers = Peers([loop_of(), loop_of(feedback=OTHER)], config_of(2))
     peers.run(partial(together, grads_of(1, 2), [1.0, 1.0]))
     assert [(each.totals.done, each.totals.missed) for each in peers.averagers.values()] == [(0, 1)] * 2

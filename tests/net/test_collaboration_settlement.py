@@ -45,7 +45,7 @@ async def settlements(
         name = f"host{number}"
         listen = None if number in clients else Address(name, 1)
         async with open_rpc_peer(network.transport(name, peer(name)), peer_id=peer(name), listen=listen) as rpc:
-            found[number] = Settlement(rpc, prefix="x", rng=random.Random(number), timeout_s=20.0, silence_s=1.0)
+            found[number] = Settlement(caller=rpc, prefix="x", rng=random.Random(number), timeout_s=20.0, silence_s=1.0)
             opened.set()
             await trio.sleep_forever()
 
@@ -200,7 +200,7 @@ def test_weights_that_cannot_be(weight: object) -> None:
             members[0].open(group_of(2))
             vote = {"group": b"g" * 16, "complete": True, "digest": b"", "note": 0.0, "weight": weight}
             with pytest.raises(CallRefused, match="weight must be a float from 0 to"):
-                await members[1]._caller.call(group_of(2).members[0].contact, "averaging.x.settle", vote, timeout_s=5.0)
+                await members[1].caller.call(group_of(2).members[0].contact, "averaging.x.settle", vote, timeout_s=5.0)
 
     body()
 

@@ -51,7 +51,7 @@ def contact(rpc: RpcPeer) -> Contact:
 
 
 def follower_of(rpc: RpcPeer, donors: Sequence[RpcPeer]) -> StepFollower:
-    return StepFollower(rpc, prefix="x", size=SIZE, donors=lambda: [contact(each) for each in donors])
+    return StepFollower(caller=rpc, prefix="x", size=SIZE, donors=lambda: [contact(each) for each in donors])
 
 
 @in_simulation

@@ -12,7 +12,7 @@ import trio
 
 from net.averaging.assisting import plan_to_assist
 from net.averaging.collaboration.board import ProgressBoard
-from net.averaging.collaboration.progress import NO_CHAIN, Report, next_chain, progress_key
+from net.averaging.collaboration.progress import Report, next_chain, progress_key
 from net.averaging.collaboration.rounds import Averaged, RoundConfig, StepAveraging
 from net.averaging.grouping.group import Role
 from net.averaging.plan import AveragingPlan, wait_for_plan
@@ -22,7 +22,7 @@ from net.rpc.base import Caller
 
 
 async def is_collaboration(dht: DhtNode, prefix: str) -> bool:
-    """Wait until something is averaged under this name; whether its peers gather for one large batch.
+    """Wait until something is averaged under this name; return True if its peers gather for one large batch.
 
     Raises:
       NetError: the DHT cannot be asked.
@@ -61,7 +61,8 @@ async def assist_collaboration(
             caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
         )
         try:
-            await assistant.run()
+            nursery.start_soon(assistant.follow)
+            await assistant.board.run()
         finally:
             assistant.averaging.close()
 
@@ -81,82 +82,53 @@ class _Assistant:
         rng: random.Random,
         on_step: Callable[[Averaged], None],
     ) -> None:
-        self._caller = caller
-        self._dht = dht
+        self._clock = dht.clock
         self._nursery = nursery
         self._on_step = on_step
-        self._step, self._chain, self._trained = 0, NO_CHAIN, 0.0
+        self._own = Report(peer_id=caller.peer_id, address=caller.address, role=Role.AUXILIARY, at=dht.clock.now())
         self._begins_at: float | None = None
-        within = plan.within(prefix)
-        self._board = ProgressBoard(
-            caller,
-            dht,
-            prefix=within,
-            own=self._report,
+        self.board = ProgressBoard(
+            caller=caller,
+            dht=dht,
+            prefix=plan.within(prefix),
+            own=lambda: replace(self._own, at=self._clock.now()),
             target=math.inf,  # others tell when a step is near
             silence_s=config.silence_s,
             on_begin=self._heard,
         )
-        self.averaging = StepAveraging(
-            caller, dht, prefix=within, plan=plan, config=config, nursery=nursery, rng=rng, on_lost=self._board.forget
-        )
+        self.averaging = StepAveraging(board=self.board, plan=plan, config=config, nursery=nursery, rng=rng)
 
-    async def run(self) -> None:
-        """Report, follow and assist until cancelled."""
-        self._nursery.start_soon(self._follow)
-        await self._board.run()
-
-    def _report(self) -> Report:
-        return Report(
-            peer_id=self._caller.peer_id,
-            address=self._caller.address,
-            role=Role.AUXILIARY,
-            step=self._step,
-            chain=self._chain,
-            samples=0.0,
-            rate=0.0,
-            at=self._dht.clock.now(),
-            trained=self._trained,
-        )
-
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
         while True:
-            await self._board.wait_for_news()
-            leader = self._board.view.leader
+            await self.board.wait_for_news()
+            leader = self.board.view.leader
             if leader is not None and self._begins_at is None:
-                self._step, self._chain, self._trained = leader.step, leader.chain, leader.trained
-                self._board.refresh()
+                self._own = replace(self._own, step=leader.step, chain=leader.chain, trained=leader.trained)
+                self.board.refresh()
 
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
-        if at is None or at > self._dht.clock.now() + 60:
+        if at is None or at > self._clock.now() + 60:
             return None
-        if self._begins_at is None and step >= self._step:
-            self._step, self._chain, self._begins_at = step, chain, at
+        if self._begins_at is None and step >= self._own.step:
+            self._own, self._begins_at = replace(self._own, step=step, chain=chain), at
             self._nursery.start_soon(self._assist)
-            return self._begins_at
-        is_ours = (step, chain) == (self._step, self._chain)
-        if is_ours and self._begins_at is not None and at > self._begins_at:
+        elif self._begins_at is not None and (step, chain) == self._own.where and at > self._begins_at:
             self._begins_at = at
             self.averaging.postpone(at)
         return self._begins_at
 
     async def _assist(self) -> None:
+        own, board = self._own, self.board
         assert self._begins_at is not None
         try:
-            group = await self.averaging.find_group(
-                step=self._step,
-                chain=self._chain,
-                begins_at=self._begins_at,
-                others=self._board.contacts,
-                fewest=lambda: self._board.view.quorum,
-            )
+            group = await self.averaging.find_group(step=own.step, chain=own.chain, begins_at=self._begins_at)
             done = None if group is None else await self.averaging.average(group, None)
             if done is not None:
-                self._step, self._chain = self._step + 1, next_chain(self._chain, done.group_id)
-                self._trained += done.weight
-                self._board.advanced(done.members, self._step, self._chain)
+                chain = next_chain(own.chain, done.group_id)
+                self._own = replace(own, step=own.step + 1, chain=chain, trained=own.trained + done.weight)
+                board.advanced(done.members, own.step + 1, chain)
                 self._on_step(done)
         finally:
             self._begins_at = None
-            self._board.refresh()
+            board.refresh()

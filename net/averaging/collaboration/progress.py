@@ -1,8 +1,7 @@
 """Progress of a swarm with the batch that it gathers together, and when that will be full. Without I/O.
 
-Every peer says how many samples it has gathered for the current step, at what rate it gathers more, and when it said
-so. Between two reports its samples are taken to grow at that rate. So anybody can tell when all of them together will
-reach the target (DeDLOC: Diskin et al., NeurIPS 2021, section 3.1; hivemind's `ProgressTracker` does alike):
+Between two reports of a peer its samples are taken to grow at the rate that it told. So anybody can tell the time T at
+which all peers together reach the target (DeDLOC: Diskin et al., NeurIPS 2021, section 3.1):
 
     sum over peers of  samples_i + rate_i (T - at_i)  =  target
 
@@ -13,11 +12,11 @@ parameters; peers of one step and several chains are a swarm that fell apart, an
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from net.averaging.grouping.group import Role
+from net.averaging.grouping.group import MAX_GROUP_SIZE, Role
 from net.dht.records import Dictionary, Record, Value
 from net.errors import RemoteProtocolError
 from net.identity import Address, PeerId
@@ -27,20 +26,14 @@ CHAIN_BYTES = 8
 NO_CHAIN = bytes(CHAIN_BYTES)
 """The chain before the first step."""
 
-MAX_STEP = 2**62
-MAX_SAMPLES = 1e12
-MAX_RATE = 1e9
-"""Samples, and samples a second, that a report may claim. A peer that claims more is not believed at all."""
-
+MAX_STEP, MAX_SAMPLES, MAX_RATE = 2**62, 1e12, 1e9
+"""Steps, samples, and samples a second that a report may claim. A peer that claims more is not believed at all."""
 MAX_PEERS = 1024
 """Reports that are taken into account, those that are furthest first."""
-
 MAX_SKEW_S = 30.0
 """Seconds by which a report may be later than now: clocks differ."""
-
 _SMOOTHING = 0.2
 """Weight of a new measurement of `Pace` against all before it (hivemind's is 0.1)."""
-
 _MAX_AGE_S = 3600.0
 """A sample count is extrapolated over no longer time."""
 
@@ -50,22 +43,21 @@ class Report:
     """A peer's part in the current step, as it tells."""
 
     peer_id: PeerId
-    """Names it."""
     address: Address | None
     """The place where it can be called; None for a client."""
     role: Role
     """Its part in the averaging."""
-    step: int
+    step: int = 0
     """Steps that the swarm had made with it: the one that it gathers for, counted from 0."""
-    chain: bytes
-    """`CHAIN_BYTES` that name the steps made so far, see the head of this file."""
-    samples: float
+    chain: bytes = NO_CHAIN
+    """`CHAIN_BYTES` that name these steps."""
+    samples: float = 0.0
     """Gathered for this step by then."""
-    rate: float
+    rate: float = 0.0
     """Samples a second while it gathers."""
     at: float
     """Swarm time of the report."""
-    trained: float
+    trained: float = 0.0
     """Samples in all steps of its chain: of two chains, the one with more goes on."""
 
     def samples_at(self, now: float) -> float:
@@ -76,6 +68,11 @@ class Report:
     def gathers(self) -> bool:
         """True if it has gradients of its own."""
         return self.role is not Role.AUXILIARY
+
+    @property
+    def where(self) -> tuple[int, bytes]:
+        """Step and chain: peers with the same have the same parameters."""
+        return self.step, self.chain
 
     @property
     def standing(self) -> tuple[int, float, bytes]:
@@ -99,8 +96,15 @@ class Forecast:
     """Seconds that a whole batch takes at that rate; infinite if nobody gathers."""
     ends_at: float
     """Swarm time at which the batch is full; in the past if it is, infinite if nobody gathers."""
-    leader: Report | None
-    """Somebody that is further, or in a chain that goes on where this peer's does not; None: nobody is."""
+    ahead: tuple[Report, ...]
+    """Peers that are further, or in a chain that goes on where this peer's does not; the furthest first."""
+    num_behind: int
+    """Number of peers with gradients that are behind, and take what they lack from others."""
+
+    @property
+    def leader(self) -> Report | None:
+        """The furthest of those that are ahead."""
+        return self.ahead[0] if self.ahead else None
 
     @property
     def others(self) -> tuple[Report, ...]:
@@ -112,49 +116,41 @@ class Forecast:
         """Fewest of those that gather that may make a step: more than half, so that no two groups make the same one."""
         return sum(peer.gathers for peer in self.peers) // 2 + 1
 
+    @property
+    def fewest(self) -> int:
+        """Fewest members with gradients that make the step at hand, for a group that this peer is to begin.
+
+        Nobody makes it any more once others have: those who are left may be most of those that are at this step still,
+        but not most of the swarm, and would go on in a chain that comes to nothing.
+        """
+        is_made = self.ahead and self.peers[0].gathers  # an auxiliary peer goes wherever it is asked to
+        return MAX_GROUP_SIZE + 1 if is_made else self.quorum
+
     def count(self, role: Role) -> int:
         """Number of peers of a role that take part."""
         return sum(peer.role is role for peer in self.peers)
 
 
-def forecast(own: Report, others: Iterable[Report], *, target: float, now: float) -> Forecast:
-    """Add up the reports.
-
-    Args:
-      own: this peer's report, of now.
-      others: everybody's else; of two of one peer the later counts.
-      target: samples of a whole batch.
-      now: swarm time.
-
-    Raises:
-      ValueError: the target is not positive.
-    """
-    if not target > 0:
-        raise ValueError(f"the target must be a positive number of samples, got {target}")
-    latest: dict[PeerId, Report] = {}
-    for report in others:
-        known = latest.get(report.peer_id)
-        if report.peer_id != own.peer_id and (known is None or known.at < report.at):
-            latest[report.peer_id] = report
-    same = [each for each in latest.values() if (each.step, each.chain) == (own.step, own.chain)]
+def forecast(own: Report, others: Sequence[Report], *, target: float, now: float) -> Forecast:
+    """Add up this peer's report of `now`, and one of each other peer, for a batch of `target` samples."""
+    same = [each for each in others if each.where == own.where]
     # With delayed updates somebody further may still be of our chain: its last step is under way.
-    ahead = [
-        each
-        for each in latest.values()
-        if each.standing > own.standing and (each.step > own.step or each.chain != own.chain)
-    ]
+    rest = [each for each in others if each.where != own.where]
     peers = (own, *sorted(same, key=lambda each: each.peer_id))
     gathering = [each for each in peers if each.gathers]
     samples = math.fsum(each.samples_at(now) for each in gathering)
     rate = math.fsum(each.rate for each in gathering)
+    ahead = [each for each in rest if each.standing > own.standing]
+    ahead.sort(key=lambda each: each.standing, reverse=True)
     return Forecast(
         peers=peers,
-        helpers=tuple(each for each in latest.values() if each.role is Role.AUXILIARY and each not in same),
+        helpers=tuple(each for each in rest if each.role is Role.AUXILIARY),
         samples=samples,
         rate=rate,
         batch_s=target / rate if rate > 0 else math.inf,
         ends_at=now + (target - samples) / rate if rate > 0 else (math.inf if samples < target else now),
-        leader=max(ahead, key=lambda each: each.standing, default=None),
+        ahead=tuple(ahead),
+        num_behind=sum(each.gathers and each.step < own.step for each in rest),
     )
 
 
@@ -189,11 +185,9 @@ def report_to_wire(report: Report) -> Value:
 
 
 def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[list[Report], list[PeerId]]:
-    """Reports under a key, and those who have said that they leave, by a report that is None. Entries that cannot be
-    read, or are of the future, are passed over.
+    """Reports under a key, and those who have said that they leave, by a report that is None.
 
-    Args:
-      now: swarm time; clocks may differ by a few seconds.
+    Entries that cannot be read, or are of the future, are passed over.
     """
     found: list[Report] = []
     withdrawn: list[PeerId] = []
@@ -208,11 +202,7 @@ def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[list[Rep
 
 
 def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:
-    """Read what `report_to_wire` made of a report of this peer.
-
-    Raises:
-      RemoteProtocolError: it did not make this.
-    """
+    """Read what `report_to_wire` made of a report of this peer. Raises `RemoteProtocolError` if it did not."""
     host, port, role, *rest = row_untrusted(value, "a report", **_ROW)
     if (host is None) != (port is None):
         raise RemoteProtocolError(f"a peer has both host and port or neither, got {host!r:.80} and {port}")
@@ -245,14 +235,3 @@ class Pace:
     def seconds_for(self, samples: int) -> float:
         """Seconds that so many samples will take; 0 before the first measurement."""
         return samples / self.rate if self.rate > 0 else 0.0
-
-
-def facts(view: Forecast, target: float) -> Mapping[str, Value]:
-    """Facts of a collaboration for `dmoe status`."""
-    return {
-        "step": view.peers[0].step,
-        "gathered": round(view.samples),
-        "target": round(target),
-        "samples_per_s": float(view.rate),
-        "peers": " + ".join(f"{view.count(role)} {role.value}" for role in Role if view.count(role)),
-    }

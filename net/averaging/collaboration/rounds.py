@@ -1,30 +1,27 @@
 """One step's averaging: a group that begins at a time agreed on, an exact mean, and the certainty that all have it.
 
-Theory of operation. Groups form while their members still compute, and begin at the time that the batch was foretold to
-be full. How many samples each will bring by then nobody knows while a group forms; so the weight of a vector comes with
-its chunks, and the sum of all weights with the means (`net.averaging.reduction.partition`). What a group has settled on
+Theory of operation. Groups form while their members still compute. How many samples each will bring nobody knows then;
+so the weight of a vector comes with its chunks, and the sum of all weights with the means. What a group has settled on
 (`settlement`) is the weighted mean over all of its members, for all of them or for nobody; where somebody died, those
-that are left average once more.
+that are left average once more. All hold the very same numbers afterwards, under compression, too: what they vote on is
+a digest of the average and of the weights behind it.
 
-Where lines are slow a sign of life waits behind vectors, on both sides, and members that live take each other for dead,
-so that nothing is settled. After such a step everybody is twice as patient with the silent, up to `_MOST_PATIENT`
-times, and less again as steps are made. Whoever's connection breaks is gone at once all the same.
-
-All members hold the very same numbers afterwards, or their parameters would part: under compression, too
-(`AllReduceConfig.is_identical`). What they vote on is a digest of the average and of the weights behind it.
+Where lines are slow a sign of life waits behind vectors, and members that live take each other for dead, so that
+nothing is settled. After such a step everybody is twice as patient with the silent, and less again as steps are made.
 """
 
 import hashlib
 import math
 import random
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import trio
 
+from net.averaging.collaboration.board import ProgressBoard
 from net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, Vote
 from net.averaging.grouping.group import Group, Member, Role
 from net.averaging.grouping.matchmaker import Matchmaker
@@ -35,11 +32,9 @@ from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from net.averaging.reduction.partition import AllReduceConfig
 from net.averaging.speeds import UNKNOWN, Speeds
 from net.dht.calls import PEER_ERRORS
-from net.dht.node import DhtNode
 from net.errors import CallFailed, DialFailed, PeerUnavailable, RemoteProtocolError
 from net.identity import Contact, PeerId
 from net.nursery import background_nursery
-from net.rpc.base import Caller
 from net.rpc.liveness import ping
 from net.types import Array
 
@@ -98,60 +93,44 @@ class Averaged:
     notes: float
     """Sum of their notes."""
     group_id: bytes = b""
-    """Names the group that has it."""
     members: tuple[PeerId, ...] = ()
-    """All of that group, where they are known."""
+    """All of the group, where they are known."""
     attempts: int = 0
     """All-reduces that it took."""
 
 
+@dataclass(kw_only=True, eq=False)
 class StepAveraging:
     """Finds groups and averages in them, one step at a time.
 
-    Args:
-      caller: places and serves the calls. dht: where groups are found.
-      prefix: names the collaboration.
-      plan: of the peers' vectors.
-      nursery: runs what goes on beside the steps.
-      rng: draws what is drawn.
-      quiet_s: seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun.
-      on_lost: somebody does not answer any more.
-
     Raises:
-      ValueError: an argument is out of range, or the caller serves the prefix already.
+      ValueError: the caller serves the prefix already.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        prefix: str,
-        plan: AveragingPlan,
-        config: RoundConfig,
-        nursery: trio.Nursery,
-        rng: random.Random,
-        quiet_s: Callable[[], float] = lambda: math.inf,
-        on_lost: Callable[[PeerId], None] = lambda peer_id: None,
-    ) -> None:
+    board: ProgressBoard
+    """Knows who else is at the step. Calls and groups go by its caller, its DHT and its prefix."""
+    plan: AveragingPlan
+    config: RoundConfig
+    nursery: trio.Nursery
+    """Runs what goes on beside the steps."""
+    rng: random.Random
+    quiet_s: Callable[[], float] = lambda: math.inf
+    """Seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun."""
+
+    def __post_init__(self) -> None:
+        config, plan, rng = self.config, self.plan, self.rng
+        caller, prefix = self.board.caller, self.board.prefix
         self.role = config.role or (Role.CLIENT if caller.address is None else Role.NODE)
         """This peer's, in every group."""
-        self._caller = caller
-        self._dht = dht
-        self._plan = plan
-        self._config = config
-        self._nursery = nursery
-        self._quiet_s = quiet_s
-        self._on_lost = on_lost
         self._patience = 1.0
         self._step = 0  # whose group was looked for last
         self._cell = rng.randrange(plan.grid.num_cells)
         self._matchmaker = Matchmaker(
-            caller, dht, prefix=prefix, grid=plan.grid, schema=plan.schema, rng=rng, config=config.assembly()
+            caller, self.board.dht, prefix=prefix, grid=plan.grid, schema=plan.schema, rng=rng, config=config.assembly()
         )
         self._all_reduce = AllReduce(caller, prefix=prefix, config=replace(config.all_reduce, is_identical=True))
         self._settlement = Settlement(
-            caller, prefix=prefix, rng=rng, timeout_s=config.all_reduce.timeout_s, silence_s=config.silence_s
+            caller=caller, prefix=prefix, rng=rng, timeout_s=config.all_reduce.timeout_s, silence_s=config.silence_s
         )
         self._monitor: LineMonitor | None = None
         if config.measures_line:
@@ -172,41 +151,30 @@ class StepAveraging:
         if self._monitor is not None:  # nothing is measured beside an averaging
             self._monitor.disturb("a step began")
 
-    async def find_group(
-        self,
-        *,
-        step: int,
-        chain: bytes,
-        begins_at: float,
-        others: Sequence[Contact] = (),
-        fewest: Callable[[], int] = lambda: 2,
-    ) -> Group | None:
-        """The group that makes this step with us, at about `begins_at`, swarm time. None: nobody was found.
+    async def find_group(self, *, step: int, chain: bytes, begins_at: float) -> Group | None:
+        """Find the group that makes this step with us at about `begins_at`, swarm time; None if there is nobody.
 
         If cancelled, the others go on without us.
-
-        Args:
-          others: peers that begin at that time, too.
-          fewest: how few members with gradients make a group, asked when it is to begin.
         """
+        board = self.board
         self._step = step
         self._disturb()
         me = Member(
-            peer_id=self._caller.peer_id,
-            address=None if self.role is Role.CLIENT else self._caller.address,
+            peer_id=board.caller.peer_id,
+            address=None if self.role is Role.CLIENT else board.caller.address,
             role=self.role,
             wanted_slot=self._cell,
-            speeds=self._config.speeds if self._monitor is None else self._monitor.speeds(),
+            speeds=self.config.speeds if self._monitor is None else self._monitor.speeds(),
         )
         group = await self._matchmaker.find_group(
             me,
             cell=self._cell,
             round_number=0,
-            deadline=max(begins_at, self._dht.clock.now()) + max(self._config.lead_s, 2.0),
+            deadline=max(begins_at, board.dht.clock.now()) + max(self.config.lead_s, 2.0),
             begins_at=begins_at,
-            schema=hashlib.sha256(self._plan.schema + step.to_bytes(8, "big") + chain).digest(),
-            hints=others,
-            fewest=fewest,
+            schema=hashlib.sha256(self.plan.schema + step.to_bytes(8, "big") + chain).digest(),
+            hints=board.contacts,
+            fewest=lambda: board.view.fewest,
         )
         if group is not None:
             group = cautious(group)
@@ -232,18 +200,16 @@ class StepAveraging:
           note: a number whose sum over the members all are told.
 
         Raises:
-          ValueError: the vector is not of that kind or length, or the weight is out of range.
+          ValueError: the weight is out of range.
         """
-        if vector is not None and (vector.dtype != np.float32 or vector.shape != (self._plan.size,)):
-            raise ValueError(f"expected float32 [{self._plan.size}], got {vector.dtype} {list(vector.shape)}")
         step = self._step
         self._disturb()
         averaged = await self._average(group, vector, weight, note)
         if self._monitor is not None and averaged is not None and averaged.attempts:
-            self._monitor.averaged(4 * self._plan.size)
-            self._monitor.measure_in_turn(group, step, self._nursery, self._quiet_s)
+            self._monitor.averaged(4 * self.plan.size)
+            self._monitor.measure_in_turn(group, step, self.nursery, self.quiet_s)
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
-        self._settlement.silence_s = self._patience * self._config.silence_s
+        self._settlement.silence_s = self._patience * self.config.silence_s
         return averaged
 
     async def _average(self, group: Group, vector: Array | None, weight: float, note: float) -> Averaged | None:
@@ -267,43 +233,37 @@ class StepAveraging:
             group = following
             self._settlement.open(group)
             if len(group.members) == 1:
-                brings = vector is not None and weight > 0
-                alone = vector if vector is not None and brings else np.zeros(self._plan.size, np.float32)
-                return _averaged(alone, weight if brings else 0.0, note, group, attempt)
+                alone = vector if vector is not None and weight > 0 else np.zeros(self.plan.size, np.float32)
+                return _averaged(alone, weight, note, group, attempt)
         return None
 
     def _after(self, group: Group, outcome: Outcome) -> Group | None:
-        """The group that averages once more; None if this peer is not in it."""
+        """The group that averages once more; None if this peer does not."""
         following = outcome.group_after(group)
         there = {member.peer_id for member in following.members}
         for member in group.members:
             if member.peer_id not in there:
-                self._on_lost(member.peer_id)
-        if self._caller.peer_id not in there or not has_majority(group, following):
-            return None
-        return following
+                self.board.forget(member.peer_id)
+        return following if self.board.caller.peer_id in there and has_majority(group, following) else None
 
     async def _reduce(self, group: Group, vector: Array | None, weight: float) -> AllReduceResult:
         # How long it takes tells nothing of the line: others may compress what they send.
         async with background_nursery() as nursery:
             for member in group.members:
-                if member.peer_id != self._caller.peer_id:
+                if member.peer_id != self.board.caller.peer_id:
                     nursery.start_soon(self._watch, group, member)
-            result = await self._all_reduce.run(group, vector, size=self._plan.size, weight=weight)
+            result = await self._all_reduce.run(group, vector, size=self.plan.size, weight=weight)
         return result
 
     async def _watch(self, group: Group, member: Member) -> None:
-        """Go on without a member that falls silent: one that is killed brings nothing, and says nothing.
-
-        One that cannot be called is asked over the connection that it has made; without one it is silent.
-        """
+        """Go on without a member that falls silent. A client is asked over the connection that it has made."""
         target = member.peer_id if member.address is None else member.contact
         heard_at = trio.current_time()
         while True:
             await trio.sleep(_POLL_S)
-            silence_s = self._patience * self._config.silence_s
+            silence_s = self._patience * self.config.silence_s
             try:
-                await ping(self._caller, target, silence_s=silence_s)
+                await ping(self.board.caller, target, silence_s=silence_s)
             except PeerUnavailable as error:
                 is_awaited = member.address is None and isinstance(error, DialFailed)
                 if is_awaited and trio.current_time() - heard_at < silence_s:
@@ -321,18 +281,18 @@ class StepAveraging:
 
         async def connect(contact: Contact) -> None:
             with suppress(*PEER_ERRORS):
-                await ping(self._caller, contact, silence_s=self._config.silence_s)
+                await ping(self.board.caller, contact, silence_s=self.config.silence_s)
 
         for member in group.members:
-            if member.address is not None and member.peer_id != self._caller.peer_id:
-                self._nursery.start_soon(connect, member.contact)
+            if member.address is not None:
+                self.nursery.start_soon(connect, member.contact)
 
 
 def cautious(group: Group) -> Group:
     """The group with unknown lines taken to be as slow as the slowest that is known of those who can reduce.
 
-    While peers find out what their lines carry, one after the other, a slow one that has not yet must not be given more
-    than an equal share because some are known to be fast. So it never is: nobody has a smaller share than the slowest.
+    While peers find out what their lines carry, a slow one that has not yet must not be given more than an equal share
+    because some are known to be fast.
     """
     reducers = [member.speeds for member in group.members if member.role is not Role.CLIENT]
     least = Speeds(
@@ -346,7 +306,7 @@ def cautious(group: Group) -> Group:
 def has_majority(group: Group, following: Group) -> bool:
     """True if this part of a group may go on: not so if another part could.
 
-    Those that do not answer may be dead, or on the other side of a slow line where they think the same of us. So only
+    Members that do not answer may be dead, or on the other side of a slow line where they think the same of us. So only
     more than half go on, or the half that has the first member.
     """
     before = [member.peer_id for member in group.members if member.sends]

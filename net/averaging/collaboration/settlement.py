@@ -1,19 +1,17 @@
 """Settling on an average: either all members of a group use the same one, or nobody does.
 
-Theory of operation. An all-reduce may end otherwise for each of its members: whoever dies in it leaves one part without
-a mean, or some parts with its vector in them and others without. A step that some made and others did not would part
-their parameters for good. So after an all-reduce every member *votes* (is its average whole, and what is its digest)
-at the first member, in the order of the group, that it can reach, and gets the *outcome* from there:
+Theory of operation. Whoever dies in an all-reduce leaves one part without a mean, or some parts with its vector in them
+and others without. A step that some made and others did not would part their parameters for good. So after an
+all-reduce every member *votes* (is its average whole, and what is its digest) at the first member, in the order of the
+group, that it can reach, and gets the *outcome* from there:
 
 - all that are there have the same whole average, of the same weights: it is used (`committed`), whoever died since;
 - else those that have voted average once more, as a new group, from the vectors that they had.
 
 The first member decides when all others have voted or are gone. Should it go, the votes come to the second, which asks
-all others whether they know an outcome already before it decides by itself. An outcome that is known is never decided
-anew. If those who cannot reach each other decide differently nevertheless, the chains of their steps tell (`progress`).
-
-This is two-phase commit whose coordinator is replaced by asking around (Skeen 1981, cooperative termination): with
-crashes alone the living agree; with a network that falls apart the smaller chain is given up later.
+all others whether they know an outcome already before it decides by itself. This is two-phase commit whose coordinator
+is replaced by asking around (Skeen 1981, cooperative termination): with crashes alone the living agree; if a network
+falls apart, and its parts decide differently, the smaller chain is given up later (`progress`).
 """
 
 import math
@@ -36,7 +34,7 @@ DIGEST_BYTES = 16
 CLIENT_S = 3.0
 """A client that has not voted so long after the first vote is gone: nobody can ask it."""
 _POLL_S = 0.5
-"""Seconds between two questions of whoever decides to members that have not voted, whether they live."""
+"""Seconds between two questions to members that are waited for, whether they live."""
 _MAX_PAST = 64
 """Outcomes that are remembered for members that ask late."""
 
@@ -68,7 +66,7 @@ class Vote:
     digest: bytes
     """Hash of the average; empty for an auxiliary member, which has only its part."""
     note: float = 0.0
-    """Something to be added up over the members that are there."""
+    """A number to be added up over the members."""
     weight: float | None = None
     """Sum of the weights in its average; None if it was not told."""
 
@@ -99,15 +97,12 @@ class Case:
     """One group's votes, and the rule by which they are decided."""
 
     group: Group
-    """Those who vote."""
     votes: dict[int, Vote] = field(default_factory=dict)
     """By the member's place in the group."""
     gone: set[int] = field(default_factory=set)
     """Members that are not waited for."""
     outcome: Outcome | None = None
-    """Once it is known."""
     first_vote_at: float = math.inf
-    """When waiting began."""
     changed: trio.Event = field(default_factory=trio.Event)
     """Set, and replaced, after each vote and with the outcome."""
 
@@ -124,7 +119,7 @@ class Case:
         return next((n for n, each in members if each.role is not Role.CLIENT and n not in self.gone), None)
 
     def count(self, place: int, vote: Vote, now: float) -> None:
-        """A member has voted, though it may have seemed gone. Its first vote counts."""
+        """Count a member's vote, though it may have seemed gone; its first one stands."""
         if self.outcome is None:
             self.votes.setdefault(place, vote)
             self.gone.discard(place)
@@ -132,7 +127,7 @@ class Case:
             self._tell()
 
     def lose(self, place: int) -> None:
-        """A member does not answer. What it has voted stays: its vector is in the average or is not."""
+        """Wait no more for a member. Its vote stays: its vector is in the average or is not."""
         self.gone.add(place)
         self._tell()
 
@@ -155,41 +150,47 @@ class Case:
             self.outcome = outcome
             self._tell()
 
+    async def changes(self) -> bool:
+        """Wait for a vote or the outcome; return False if none comes within `_POLL_S`."""
+        with trio.move_on_after(_POLL_S) as scope:
+            await self.changed.wait()
+        return not scope.cancelled_caught
+
     def _tell(self) -> None:
         self.changed.set()
         self.changed = trio.Event()
 
 
+@dataclass(kw_only=True, eq=False)
 class Settlement:
     """Votes and outcomes of all groups of a process under one name.
-
-    Args:
-      caller: serves `averaging.PREFIX.settle`.
-      rng: draws ids of groups.
-      timeout_s: longest that a settlement takes; after it a member does not know the outcome.
-      silence_s: a member that leaves a question unanswered is gone if nothing has moved between it and us for so long.
 
     Raises:
       ValueError: the caller serves the prefix already.
     """
 
-    def __init__(self, caller: Caller, *, prefix: str, rng: random.Random, timeout_s: float, silence_s: float) -> None:
-        self._caller = caller
-        self._rng = rng
-        self._timeout_s = timeout_s
-        self.silence_s = silence_s
-        """As was given, or longer where that has proved too short."""
-        self._method = f"averaging.{prefix}.settle"
+    caller: Caller
+    prefix: str
+    rng: random.Random
+    """Draws ids of groups."""
+    timeout_s: float
+    """Longest that a settlement takes; after it a member does not know the outcome."""
+    silence_s: float
+    """A member that leaves a question unanswered is gone if nothing has moved between it and us for so long. May be set
+    longer where that has proved too short."""
+
+    def __post_init__(self) -> None:
+        self._method = f"averaging.{self.prefix}.settle"
         self._cases: dict[bytes, Case] = {}
         self._arrival = trio.Event()
-        caller.add_handler(self._method, self._serve, max_concurrent=2 * MAX_GROUP_SIZE)
+        self.caller.add_handler(self._method, self._serve, max_concurrent=2 * MAX_GROUP_SIZE)
 
     def close(self) -> None:
         """Serve no more calls."""
-        self._caller.remove_handler(self._method)
+        self.caller.remove_handler(self._method)
 
     def open(self, group: Group) -> None:
-        """This peer averages with the group: it will vote. Before the all-reduce, so that others can ask for it."""
+        """Promise to vote. Before the all-reduce, so that others can ask for it."""
         self._cases[group.group_id] = Case(group)
         for group_id in list(self._cases)[:-_MAX_PAST]:
             del self._cases[group_id]
@@ -197,16 +198,16 @@ class Settlement:
         self._arrival = trio.Event()
 
     def give_up(self, group: Group) -> None:
-        """This peer will not vote any more, if it has not; others are told when they ask."""
+        """Take the promise back, if there is no outcome; others are told when they ask."""
         case = self._cases.get(group.group_id)
         if case is not None and case.outcome is None:
             del self._cases[group.group_id]
 
     async def settle(self, group: Group, vote: Vote) -> Outcome | None:
         """Vote, and wait for the outcome; None if it cannot be known in time. The group was opened before."""
-        own, case = group.index(self._caller.peer_id), self._cases[group.group_id]
+        own, case = group.index(self.caller.peer_id), self._cases[group.group_id]
         case.count(own, vote, trio.current_time())
-        with trio.move_on_after(self._timeout_s):
+        with trio.move_on_after(self.timeout_s):
             while case.outcome is None and case.decider is not None:
                 if case.decider == own:
                     await self._decide(case)
@@ -223,7 +224,7 @@ class Settlement:
         try:
             async with background_nursery() as nursery:
                 nursery.start_soon(self._watch, case, place, nursery.cancel_scope)
-                reply = await self._caller.call(contact, self._method, body, timeout_s=self._timeout_s)
+                reply = await self.caller.call(contact, self._method, body, timeout_s=self.timeout_s)
                 outcome = _parse_outcome_untrusted(reply.body, case.group)
         except PEER_ERRORS:
             case.lose(place)
@@ -236,12 +237,10 @@ class Settlement:
     async def _watch(self, case: Case, place: int, scope: trio.CancelScope) -> None:
         """Cancel `scope` once another knows the outcome, or the member falls silent."""
         while case.outcome is None and place not in case.gone:
-            changed = case.changed
-            with trio.move_on_after(_POLL_S):
-                await changed.wait()
+            if await case.changes():
                 continue
             try:
-                await ping(self._caller, case.group.members[place].contact, silence_s=self.silence_s)
+                await ping(self.caller, case.group.members[place].contact, silence_s=self.silence_s)
             except PeerUnavailable:
                 case.lose(place)
             except (CallFailed, RemoteProtocolError):
@@ -251,12 +250,10 @@ class Settlement:
     async def _decide(self, case: Case) -> None:
         """Wait for all votes, and decide; ends early if somebody knows an outcome."""
         while case.outcome is None:
-            case.decide(self._rng)
+            case.decide(self.rng)
             if case.outcome is not None:
                 return
-            changed = case.changed
-            with trio.move_on_after(_POLL_S):
-                await changed.wait()
+            if await case.changes():
                 continue
             async with trio.open_nursery() as nursery:
                 for place in case.missing:
@@ -272,7 +269,7 @@ class Settlement:
         body = {"group": case.group.group_id}
         try:
             reply = await call_living(
-                self._caller, member.contact, self._method, body, silence_s=self.silence_s, timeout_s=self._timeout_s
+                self.caller, member.contact, self._method, body, silence_s=self.silence_s, timeout_s=self.timeout_s
             )
             outcome = _parse_outcome_untrusted(reply.body, case.group)
         except PEER_ERRORS:
@@ -315,18 +312,13 @@ def _outcome_body(outcome: Outcome | None) -> Body:
 
 
 def _parse_outcome_untrusted(body: Body, group: Group) -> Outcome | None:
-    """Read what `_outcome_body` made.
-
-    Raises:
-      RemoteProtocolError: it did not make this, or the survivors make no group.
-    """
     if "committed" not in body:
         return None
     committed, survivors, next_id, notes, weight = [field.of_untrusted(body, name) for name, field in _TOLD.items()]
     outcome = Outcome(committed=committed, survivors=survivors, next_id=next_id, notes=notes, weight=weight)
-    if not outcome.committed:
-        if max(outcome.survivors, default=0) >= len(group.members):
-            raise RemoteProtocolError(f"a group of {len(group.members)} has no member {max(outcome.survivors)}")
+    if not committed:
+        if max(survivors, default=0) >= len(group.members):
+            raise RemoteProtocolError(f"a group of {len(group.members)} has no member {max(survivors)}")
         try:
             outcome.group_after(group)
         except ValueError as error:

@@ -2,13 +2,14 @@
 
 Theory of operation. A large state may take longer to fetch than the swarm takes for a step, and whoever fetched it
 again and again would never be in step. So a newcomer asks somebody who is further, before it fetches the state and
-every second until it has it, for the averages of the steps that are made meanwhile. Each is a part of the state (a
-third of it, with Adam), and a state with the averages after it, one by one, is the state of now. Being asked is what
-makes a peer keep averages, the last few of them: where nobody joins, nothing is kept.
+every second until it has it, for the averages of the steps that are made meanwhile: each is a part of the state (a
+third of it, with Adam), and the state of before with these is the state of now. Being asked is what makes a peer keep
+averages, the last few of them: where nobody joins, nothing is kept.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class StepLog:
         self._asked_at = -math.inf
 
     def keep(self, number: int, chain_before: bytes, brought: Averaged) -> None:
-        """This peer has made step `number`. Its mean must not be written to any more."""
+        """Take note of a step that this peer has made. Its mean must not be written to any more."""
         self._forget()
         if trio.current_time() - self._asked_at < KEEP_S:
             self._kept[number] = chain_before, brought
@@ -96,21 +97,21 @@ class StepLog:
         return Reply(tensors=(part,))
 
 
+@dataclass(kw_only=True, eq=False)
 class StepFollower:
-    """Fetches what is brought to the steps that others make, beside something else.
+    """Fetches what is brought to the steps that others make, beside something else."""
 
-    Args:
-      caller: places the calls. prefix: of the collaboration.
-      size: numbers in a mean.
-      donors: who may be asked, the best first; looked at again each time. Whoever was asked last is asked again, as
-        long as it is among them: it keeps what it will bring, and the others need not.
-    """
+    caller: Caller
+    prefix: str
+    """Names the collaboration."""
+    size: int
+    """Numbers in a mean."""
+    donors: Callable[[], Sequence[Contact]]
+    """Returns who may be asked, the best first. Whoever was asked last is asked again, as long as it is among them: it
+    keeps what it will bring, and the others need not."""
 
-    def __init__(self, caller: Caller, *, prefix: str, size: int, donors: Callable[[], Sequence[Contact]]) -> None:
-        self._caller = caller
-        self._listing, self._piece = _methods(prefix)
-        self._size = size
-        self._donors = donors
+    def __post_init__(self) -> None:
+        self._listing, self._piece = _methods(self.prefix)
         self._after = 0
         self._keeper: PeerId | None = None  # who answered last, and so keeps its steps
         self._found: dict[tuple[int, bytes], Averaged] = {}
@@ -119,7 +120,7 @@ class StepFollower:
     async def ask(self) -> None:
         """Fetch what is new now. Returns when everything has come that somebody had, or nobody answers."""
         async with self._turn:
-            donors = sorted(self._donors(), key=lambda each: each.peer_id != self._keeper)
+            donors = sorted(self.donors(), key=lambda each: each.peer_id != self._keeper)
             for donor in donors[:MAX_ASKED]:
                 try:
                     await self._fetch_news(donor)
@@ -129,13 +130,13 @@ class StepFollower:
                     continue
 
     def following(self, step: int, chain: bytes) -> Averaged | None:
-        """The step after this one of this chain, if it has come. Steps before it are forgotten."""
+        """Return the step after this one of this chain, if it has come. Steps before it are forgotten."""
         self._after = max(self._after, step)
         self._found = {key: each for key, each in self._found.items() if key[0] > step}
         return self._found.get((step + 1, chain))
 
     async def _fetch_news(self, donor: Contact) -> None:
-        reply = await self._caller.call(donor, self._listing, {"after": self._after}, timeout_s=_TIMEOUT_S)
+        reply = await self.caller.call(donor, self._listing, {"after": self._after}, timeout_s=_TIMEOUT_S)
         for row in rows(MAX_KEPT).of_untrusted(reply.body, "steps"):
             number, chain, group_id, weight, notes = row_untrusted(
                 row, "a step", number=_NUMBER, chain=_CHAIN, group=_GROUP_ID, weight=_WEIGHT, notes=_NOTES
@@ -146,21 +147,17 @@ class StepFollower:
             self._found[number, chain] = Averaged(mean=mean, weight=weight, notes=notes, group_id=group_id)
 
     async def _fetch(self, donor: Contact, number: int, group_id: bytes) -> Array:
-        """All pieces of one mean.
-
-        Raises:
-          NetError: the donor fails, has it no more, or sends what is no mean; the first such error.
-        """
-        mean = np.empty(self._size, np.float32)
+        """Fetch all pieces of one mean, or raise the first `NetError`."""
+        mean = np.empty(self.size, np.float32)
 
         async def fetch(start: int) -> None:
-            length = min(_PIECE, self._size - start)
+            length = min(_PIECE, self.size - start)
             body = {"number": number, "group": group_id, "start": start, "length": length}
-            reply = await self._caller.call(donor, self._piece, body, timeout_s=_TIMEOUT_S, bulk_bytes=4 * length)
+            reply = await self.caller.call(donor, self._piece, body, timeout_s=_TIMEOUT_S, bulk_bytes=4 * length)
             mean[start : start + length] = _numbers_untrusted(reply, length)
 
-        window = BulkWindow.towards(self._caller.bulk, donor.peer_id, start_bytes=4 * _START_PIECES * _PIECE)
-        await window.move(range(0, self._size, _PIECE), 4 * _PIECE, fetch)
+        window = BulkWindow.towards(self.caller.bulk, donor.peer_id, start_bytes=4 * _START_PIECES * _PIECE)
+        await window.move(range(0, self.size, _PIECE), 4 * _PIECE, fetch)
         return mean
 
 
