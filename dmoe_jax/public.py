@@ -5,13 +5,11 @@ Not imported by any other module of the package: those import one another, and `
 
 from dmoe_jax.autodiff import Recording, value_and_grad
 from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig
-from dmoe_jax.blocking import BlockingSwarm, connect
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
 from dmoe_jax.data.mnist import load_mnist, read_mnist
-from dmoe_jax.device import CostModel, InlineDevice, ThreadDevice
-from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.experts import (
     Expert,
     TensorSpec,
@@ -23,8 +21,9 @@ from dmoe_jax.experts import (
     make_expert,
     transformer_xl_layer,
 )
-from dmoe_jax.flax_layers import BlockingMixture, LinenMixture, NnxMixture
-from dmoe_jax.layer_config import LayerConfig, Recipe
+from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.machine.device import CostModel, InlineDevice, ThreadDevice
+from dmoe_jax.mixture.flax_layers import BlockingMixture, LinenMixture, NnxMixture
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics, TooFewExperts
 from dmoe_jax.model import Evaluation, Model, Outcome
@@ -45,11 +44,12 @@ from dmoe_jax.optim import (
     with_average,
 )
 from dmoe_jax.optim.collaborative import LossScale, collaborative
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
+from dmoe_jax.peers.security import Plain, Tls
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
-from dmoe_jax.security import Plain, Tls
-from dmoe_jax.swarm import Served, ServedExpert, Swarm, open_swarm
+from dmoe_jax.swarm.blocking import BlockingSwarm, connect
+from dmoe_jax.swarm.swarm import Served, ServedExpert, Swarm, open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 

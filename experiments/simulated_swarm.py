@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from dmoe_jax.device import Device, InlineDevice
+from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node
-from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
+from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from net.errors import DialFailed
 from net.identity import Address
 from net.rpc.base import Caller

@@ -26,7 +26,7 @@ if jax.__version_info__[:2] == (0, 10):
     )
 
 
-# Threads for host callbacks that wait, which XLA counts once, when JAX first computes. See dmoe_jax.flax_layers.
+# Threads for host callbacks that wait, which XLA counts once, when JAX first computes. See mixture.flax_layers.
 os.environ.setdefault("NPROC", str(16 + (os.cpu_count() or 1)))
 
 

@@ -15,7 +15,7 @@ import trio
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
-from dmoe_jax.device import Device, ThreadDevice
+from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.host_state import (
     Sent,
     averaging_due,

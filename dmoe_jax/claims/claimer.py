@@ -18,7 +18,7 @@ from dmoe_jax.claims.contest import Standing, gives_up, standing_untrusted
 from dmoe_jax.claims.records import check_claimable, claim_item, withdrawal_item
 from dmoe_jax.claims.survey import Survey
 from dmoe_jax.claims.watch import Watch
-from dmoe_jax.grid import ExpertUid
+from dmoe_jax.directory.grid import ExpertUid
 from net.dht.node import DhtNode
 from net.errors import NetError
 from net.identity import Contact, PeerId

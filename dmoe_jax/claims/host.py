@@ -8,13 +8,13 @@ import optax
 from dmoe_jax.claims.claimer import CannotTakeUp, Claimer
 from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.records import check_claimable
+from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.backend import ExpertBackend, make_backend
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode
 from dmoe_jax.node.sharding import Place, PlacedDevice, bytes_by_place
-from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.peers.peer import SwarmPeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

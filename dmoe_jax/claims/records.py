@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
 from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
-from dmoe_jax.grid import ExpertUid, check_prefix, steps
-from dmoe_jax.slots import children_of_untrusted
+from dmoe_jax.directory.grid import ExpertUid, check_prefix, steps
+from dmoe_jax.directory.slots import children_of_untrusted
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import StoreItem
 from net.dht.records import Dictionary, Entry, Record, Value
@@ -85,7 +85,7 @@ def read_listings(
 ) -> dict[str, Listing]:
     """Who announces these experts under a key such as `ffn.3.`, by uid.
 
-    Of the replicas of an expert (`dmoe_jax.slots`) the first that is not among the `dead` stands for all.
+    Of the replicas of an expert (`dmoe_jax.directory.slots`) the first that is not among the `dead` stands for all.
     """
     found: dict[str, Listing] = {}
     for coordinate, child in children_of_untrusted(record).items():

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dmoe_jax.claims.claiming import View
 from dmoe_jax.claims.records import claims_key, read_claims, read_listings, row_of, scope_of
 from dmoe_jax.claims.sharing import Claimant
-from dmoe_jax.grid import ExpertUid
-from dmoe_jax.members import Member, list_members
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.members import Member, list_members
 from net.dht.node import DhtNode
 from net.dht.records import Record, live, merge
 from net.identity import Contact, PeerId

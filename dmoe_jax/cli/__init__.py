@@ -23,7 +23,7 @@ from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
-from dmoe_jax.environment import HELP, JOIN_VARIABLE
+from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
 from dmoe_jax.runs.endings import UsageError, fail, mistakes_in_one_line
 from dmoe_jax.runs.speech import say, standard_streams

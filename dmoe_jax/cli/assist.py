@@ -21,7 +21,7 @@ from dmoe_jax.cli.network import (
     join_swarm,
 )
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.members import listed_member
+from dmoe_jax.directory.members import listed_member
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError

@@ -11,8 +11,8 @@ from typing import IO
 import jax
 import trio
 
+from dmoe_jax.machine.xla_threads import xla_threads
 from dmoe_jax.runs.speech import say
-from dmoe_jax.xla_threads import xla_threads
 
 if sys.platform != "win32":
     import fcntl

@@ -20,11 +20,11 @@ from dmoe_jax.cli.network import MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand
-from dmoe_jax.environment import SECRET_VARIABLE
-from dmoe_jax.layer_config import Route
-from dmoe_jax.processes import LocalSwarm, SwarmProcess
+from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import named_flags, words_of
+from dmoe_jax.runs.processes import LocalSwarm, SwarmProcess
 from dmoe_jax.runs.speech import say
 
 _QUICK: dict[str, Any] = {"steps": 100, "max_minutes": 1.0, "eval_tokens": 8192, "final_eval_tokens": 16384}

@@ -88,7 +88,7 @@ class DeviceOptions:
 
     def check_there(self) -> None:
         """Raise ValueError if there are not so many devices. JAX is initialized by then."""
-        from dmoe_jax.device import ThreadDevice
+        from dmoe_jax.machine.device import ThreadDevice
         from dmoe_jax.node.lockstep import mesh_of_all
         from dmoe_jax.node.sharding import node_devices
 

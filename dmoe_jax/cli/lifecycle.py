@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 
-from dmoe_jax.disk import CheckpointError, FolderInUse
-from dmoe_jax.processes import ProcessFailed
+from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
+from dmoe_jax.runs.processes import ProcessFailed
 from net.errors import NetError
 from net.keys import IdentityError
 

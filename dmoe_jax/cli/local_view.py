@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from dmoe_jax.metrics.families import Family, by_label, labelled
-from dmoe_jax.processes import LocalSwarm, SwarmProcess
+from dmoe_jax.runs.processes import LocalSwarm, SwarmProcess
 
 _FRAME_PERIOD_S = 0.125
 """Seconds between two pictures on a terminal; the spinner moves with each."""

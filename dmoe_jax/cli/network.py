@@ -12,14 +12,14 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.environment import SECRET_VARIABLE
-from dmoe_jax.grid import check_prefix
-from dmoe_jax.joining import parse_targets
+from dmoe_jax.directory.grid import check_prefix
+from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.metrics.monitor import Monitor, open_monitor
-from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.peers.joining import parse_targets
+from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.peers.security import Plain, Security, Tls
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say
-from dmoe_jax.security import Plain, Security, Tls
 from net.errors import ListenFailed
 from net.identity import Address
 from net.rpc.bulk import MemoryBudget

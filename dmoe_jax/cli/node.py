@@ -19,8 +19,9 @@ from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.distributed import DeviceOptions
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import MemberOptions, join_line, join_swarm
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.experts.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.node.config import NodeConfig
@@ -28,17 +29,16 @@ from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, mistakes_in_one_
 from dmoe_jax.runs.flags import by_flags, flags_of, named_flags
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
-from dmoe_jax.xla_threads import set_xla_threads
 from net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
     from dmoe_jax.experts import Expert
-    from dmoe_jax.peer import SwarmPeer
+    from dmoe_jax.peers.peer import SwarmPeer
     from dmoe_jax.replicas import ReplicaConfig
-    from dmoe_jax.serving import Served
-    from dmoe_jax.swarm import Swarm
+    from dmoe_jax.swarm.serving import Served
+    from dmoe_jax.swarm.swarm import Swarm
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
@@ -114,7 +114,7 @@ class KindOptions:
         """
         from dmoe_jax.experts import EXPERTS, make_expert
         from dmoe_jax.experts.transformer_xl import layer_expert
-        from dmoe_jax.user_file import load_from_file, user_expert
+        from dmoe_jax.experts.user_file import load_from_file, user_expert
 
         if self.kind == "transformer_xl":
             return layer_expert(self.expert, self.route)
@@ -160,8 +160,8 @@ class LearningOptions:
         Raises:
           UsageError: a flag would have no effect. ValueError: the user's file has no optimiser.
         """
-        from dmoe_jax.recipe import make_optimizer
-        from dmoe_jax.user_file import user_optimizer
+        from dmoe_jax.experts.user_file import user_optimizer
+        from dmoe_jax.optim.recipe import make_optimizer
 
         if self.optimizer is None:
             return None if self.recipe.freeze_experts else make_optimizer(self.recipe)
@@ -261,7 +261,7 @@ class NodeCommand(DhtCommand):
             set_xla_threads(self.devices.xla_threads)
         set_up_jax()
         await self.devices.initialize()
-        from dmoe_jax.swarm import swarm_of
+        from dmoe_jax.swarm.swarm import swarm_of
 
         with mistakes_in_one_line():
             self.devices.check_there()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
-from dmoe_jax.environment import NO_FLAGS, PREFIX
+from dmoe_jax.machine.environment import NO_FLAGS, PREFIX
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.flags import Flag, as_words, flags_of, key_of, meant, words_of

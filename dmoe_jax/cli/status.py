@@ -16,8 +16,8 @@ from dmoe_jax.cli.checks import check_positive
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.members import ROLES, Member, list_members, node_statuses
-from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.directory.members import ROLES, Member, list_members, node_statuses
+from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say, why_unheard
 from net.identity import PeerId

@@ -14,21 +14,21 @@ import trio
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.layer_config import Recipe
+from dmoe_jax.directory.grid import all_uids, layer_prefix
+from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import mistakes_in_one_line
-from dmoe_jax.swarm import Swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import EvaluationBatches
 from dmoe_jax.training.task import Task, language_task
-from dmoe_jax.user_file import UserFileError, call_user, user_model, user_optimizer
 
 _EVAL_BATCH = 16
 """Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""

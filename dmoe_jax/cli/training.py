@@ -15,14 +15,14 @@ from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, language_training, own_training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching, watching
 from dmoe_jax.collaboration import Collaboration
-from dmoe_jax.disk import CheckpointError
+from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import TooFewExperts, check_coverage
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
-from dmoe_jax.swarm import Swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import Trainers, first_leaf
 from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
 from dmoe_jax.training.engine import Totals

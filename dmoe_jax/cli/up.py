@@ -21,10 +21,14 @@ from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, Me
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data import check_source
-from dmoe_jax.disk import FolderInUse, hold_folder
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern, layer_prefix
+from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
-from dmoe_jax.processes import (
+from dmoe_jax.machine.disk import FolderInUse, hold_folder
+from dmoe_jax.machine.xla_threads import share_of_threads
+from dmoe_jax.runs.command_line import parse_command_line
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
+from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
+from dmoe_jax.runs.processes import (
     LocalSwarm,
     averaging_flags,
     check_status,
@@ -32,11 +36,7 @@ from dmoe_jax.processes import (
     launch_nodes,
     open_local_swarm,
 )
-from dmoe_jax.runs.command_line import parse_command_line
-from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
-from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
-from dmoe_jax.xla_threads import share_of_threads
 
 LEAVE_TIMEOUT_S = 90.0
 """Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""

@@ -16,7 +16,7 @@ from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.metrics.trace import Trace
 from dmoe_jax.metrics.training import TrainingRecorder, call_families, collaboration_families, training_families
 from dmoe_jax.mixture.statistics import CallRecord
-from dmoe_jax.swarm import Swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import StepSpan, Trainers
 from dmoe_jax.training.swarm_engine import SwarmEngine
 

@@ -14,7 +14,7 @@ from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
-from dmoe_jax.device import Device, ThreadDevice
+from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.types import PyTree
 from net.averaging.collaboration.rounds import Averaged

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError
+from dmoe_jax.machine.cache_folder import cache_folder
 
 MAX_FILE_BYTES = 16 * 2**20
 """Longest download, and longest text: the largest, train of WikiText-2, has 10.8 MB."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.adapters import expert_from_functions
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.remembered import remembered
+from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.types import PyTree
 
 

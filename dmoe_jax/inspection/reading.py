@@ -15,16 +15,16 @@ import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.data.batches import Batch, evaluation_segments
-from dmoe_jax.device import to_host
 from dmoe_jax.inspection.saved_model import SavedModel
+from dmoe_jax.machine.device import to_host
+from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.remote import RemoteMixture, mix_segment
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import Mixture
 from dmoe_jax.models.transformer_xl import TransformerXL, local_forward
 from dmoe_jax.models.trunk import Memory, empty_memory
-from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, cell_numbers
-from dmoe_jax.swarm import Swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.types import PyTree
 
 BLOCKS = 32

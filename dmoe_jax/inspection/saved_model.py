@@ -16,10 +16,10 @@ import numpy as np
 
 from dmoe_jax.checkpoints import names_of, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
-from dmoe_jax.disk import CheckpointError
-from dmoe_jax.grid import all_uids, layer_prefix
+from dmoe_jax.directory.grid import all_uids, layer_prefix
+from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import init_experts, init_trunk
 from dmoe_jax.node.saving import saved_uids

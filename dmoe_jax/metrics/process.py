@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dmoe_jax.metrics.families import Family, by_label, counter, gauge, labelled
-from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.peers.peer import SwarmPeer
 from net.dht.node import DhtNode
 from net.rpc.connections import RpcStatistics
 from net.rpc.peer import RpcPeer

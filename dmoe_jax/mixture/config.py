@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dmoe_jax.expert_calls import MAX_PARTS
+from dmoe_jax.mixture.expert_calls import MAX_PARTS
 from net.wire.compression import Compression
 
 

@@ -20,8 +20,11 @@ from typing import Any
 import numpy as np
 import trio
 
-from dmoe_jax.directory import ExpertDirectory, expert_target, host_target
-from dmoe_jax.expert_calls import (
+from dmoe_jax.directory.directory import ExpertDirectory, expert_target, host_target
+from dmoe_jax.experts.base import TensorSpec
+from dmoe_jax.mixture.capacity import CallTimes
+from dmoe_jax.mixture.config import MixtureConfig
+from dmoe_jax.mixture.expert_calls import (
     BACKWARD,
     Answer,
     ExpertCall,
@@ -30,9 +33,6 @@ from dmoe_jax.expert_calls import (
     outcomes_of_untrusted,
     request_of,
 )
-from dmoe_jax.experts.base import TensorSpec
-from dmoe_jax.mixture.capacity import CallTimes
-from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.statistics import LATE, OK, BadAnswer, CallRecord, CallStatistics, NotFinite, reason_of
 from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
 from net.identity import Contact, PeerId

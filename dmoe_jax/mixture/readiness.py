@@ -8,8 +8,8 @@ from typing import Any
 
 import trio
 
+from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.experts.base import Expert, TensorSpec
-from dmoe_jax.grid import ExpertUid
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
 from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch, seconds_of

@@ -14,7 +14,7 @@ not answer is masked and the weights renormalised over the others; in the backwa
 constant: it passes no gradient to its inputs. No row is ever NaN.
 
 A `RemoteMixture` is called on the tape of `dmoe_jax.autodiff`, or part by part (`choose`, `forward`, `backward`) with
-arrays on the host, from which `dmoe_jax.flax_layers` makes a layer that lives under `jit`.
+arrays on the host, from which `dmoe_jax.mixture.flax_layers` makes a layer that lives under `jit`.
 """
 
 import functools
@@ -28,17 +28,17 @@ import jax
 import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
-from dmoe_jax.device import Device, to_host
-from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
+from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import ExpertUid
+from dmoe_jax.machine.device import Device, to_host
+from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.capacity import grid_capacity, relative_to_median
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.config import MixtureConfig
+from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.readiness import check_experts
 from dmoe_jax.mixture.statistics import Coverage
-from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite

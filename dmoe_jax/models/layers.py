@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from dmoe_jax.autodiff import Value
+from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import layer_prefix
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, Traffic, combine_weights, router_loss
 from dmoe_jax.types import PyTree

@@ -27,6 +27,7 @@ from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.dropout import KeyData, wrap_key
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.soft import init_soft_gate, slot_router, soft_segments
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models.layers import (
@@ -39,7 +40,6 @@ from dmoe_jax.models.layers import (
     layer_mixtures,
     total_loss,
 )
-from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree

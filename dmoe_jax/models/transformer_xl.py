@@ -39,6 +39,7 @@ from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
 from dmoe_jax.experts.transformer_xl import TransformerXLAttention
+from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.models import trunk as trunk_parts
 from dmoe_jax.models.config import TransformerXLConfig
@@ -53,7 +54,6 @@ from dmoe_jax.models.layers import (
     total_loss,
 )
 from dmoe_jax.models.trunk import LayerMemory, Memory, StepKeys, init_embed_and_head, next_memory
-from dmoe_jax.remembered import remembered
 from dmoe_jax.routing.base import Router, Scores, score
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.types import PyTree

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from dmoe_jax.arrays import stored
+from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.experts.base import Expert, numbers_of_uid
-from dmoe_jax.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.node.programs import (
     Batch,
     ExpertPrograms,

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from dmoe_jax.own_devices import has_own_devices
-from dmoe_jax.xla_threads import VARIABLE, make_room, xla_threads
+from dmoe_jax.machine.own_devices import has_own_devices
+from dmoe_jax.machine.xla_threads import VARIABLE, make_room, xla_threads
 
 _ONE_AT_A_TIME = threading.Lock()
 

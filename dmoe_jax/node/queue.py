@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from dmoe_jax.expert_calls import MAX_UPDATES, Answer, Outcome
+from dmoe_jax.mixture.expert_calls import MAX_UPDATES, Answer, Outcome
 from net.errors import CallFailed, CallRefused
 from net.types import Array
 

@@ -13,7 +13,10 @@ from dataclasses import asdict
 import numpy as np
 import trio
 
-from dmoe_jax.expert_calls import (
+from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.dropout import row_keys_of_seed
+from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.mixture.expert_calls import (
     BACKWARD,
     FORWARD,
     MAX_ID_BYTES,
@@ -24,9 +27,6 @@ from dmoe_jax.expert_calls import (
     is_finite,
     parts_of_untrusted,
 )
-from dmoe_jax.experts.base import Expert, TensorSpec
-from dmoe_jax.experts.dropout import row_keys_of_seed
-from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.queue import NOT_STALE, Job, QueueFull, RememberedJobs, learnt_before, name_of, one_has_ended
 from dmoe_jax.node.runner import BatchRunner
@@ -64,7 +64,7 @@ class Answering:
             FORWARD: functools.partial(self._serve, kind="forward"),
             BACKWARD: functools.partial(self._serve, kind="backward"),
         }
-        """The RPC methods for experts, see `dmoe_jax.expert_calls`."""
+        """The RPC methods for experts, see `dmoe_jax.mixture.expert_calls`."""
         self.counts = {"forward": 0, "backward": 0, "busy": 0, "replayed": 0}
         """Jobs by kind, and parts that were turned away or known."""
         self.is_leaving = False

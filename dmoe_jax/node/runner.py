@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import trio
 
-from dmoe_jax.device import DeviceTime
-from dmoe_jax.expert_calls import below_one_another
+from dmoe_jax.machine.device import DeviceTime
 from dmoe_jax.metrics.node import NodeRecorder
+from dmoe_jax.mixture.expert_calls import below_one_another
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, Outcome, UpdateRejected
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.host_calls import one_at_a_time

@@ -25,9 +25,9 @@ import trio
 
 from dmoe_jax.arrays import copied
 from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, numbers_in
-from dmoe_jax.device import Device
-from dmoe_jax.disk import CheckpointError, hold_folder
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.machine.device import Device
+from dmoe_jax.machine.disk import CheckpointError, hold_folder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import Programs, compiled_alone
 from dmoe_jax.node.sharding import PlacedDevice, placed

@@ -7,7 +7,7 @@ itself. Experts may come and go while others are served: queue, runner and saver
 RPC methods (body -> body):
   expert.info      {uid} -> {calls, kind, inputs, output, takes_key, meaning, updates, max_rows, warm_rows}; "calls" is
                    the version of calls and records (`net.wire.versions`)
-  expert.forward, expert.backward    see `dmoe_jax.expert_calls`
+  expert.forward, expert.backward    see `dmoe_jax.mixture.expert_calls`
   node.status      {} -> counters, see `ExpertNode.status`
 """
 
@@ -19,11 +19,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import trio
 
-from dmoe_jax.device import Device
-from dmoe_jax.directory import declare_experts, find_replicas, withdraw_experts
-from dmoe_jax.freed_memory import give_back
-from dmoe_jax.grid import ExpertUid, parse_uid
-from dmoe_jax.members import MAX_GRIDS, declare_member, withdraw_member
+from dmoe_jax.directory.directory import declare_experts, find_replicas, withdraw_experts
+from dmoe_jax.directory.grid import ExpertUid, parse_uid
+from dmoe_jax.directory.members import MAX_GRIDS, declare_member, withdraw_member
+from dmoe_jax.machine.device import Device
+from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
@@ -63,7 +63,7 @@ class ExpertListing(Protocol):
         ...
 
     def facts(self) -> dict[str, Value]:
-        """Return facts for the node's entry as a member, see `dmoe_jax.members.Member.info`."""
+        """Return facts for the node's entry as a member, see `dmoe_jax.directory.members.Member.info`."""
         ...
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dmoe_jax.device import AllDevices, Device, InlineDevice, ThreadDevice
-from dmoe_jax.own_devices import own_cpu_devices
+from dmoe_jax.machine.device import AllDevices, Device, InlineDevice, ThreadDevice
+from dmoe_jax.machine.own_devices import own_cpu_devices
 from dmoe_jax.types import PyTree
 
 DATA, MODEL = "data", "model"
@@ -284,7 +284,7 @@ def node_devices(
       device: the process's own; it works at the first place if that is where JAX puts what it is told nothing of.
       devices: numbers among the local JAX devices (see `parse_devices`), or how many of them, from the first; None:
         as many as a mesh takes. Beside a loop of somebody's own they are devices that only experts use
-        (`dmoe_jax.own_devices`), in virtual time simulated ones. Devices that are placed already are taken as they are.
+        (`machine.own_devices`), in virtual time simulated ones. Devices that are placed already are taken as they are.
       mesh: the shape of the mesh that each expert lies on; None: an expert lives on one device.
       rule: how arrays are split over a mesh.
 

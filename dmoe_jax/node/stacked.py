@@ -19,7 +19,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from dmoe_jax.experts.base import Expert, TensorSpec
-from dmoe_jax.freed_memory import give_back
+from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import (

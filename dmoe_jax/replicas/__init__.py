@@ -2,7 +2,7 @@
 
     await swarm.serve({"ffn.[0:4].[0:4]": expert}, optimizer=adam, replicas=ReplicaConfig())      # on each of them
 
-Each node stands in a *slot* of each expert (`dmoe_jax.slots`, `slot_claims`), and trainers spread over them by
+Each node stands in a *slot* of each expert (`directory.slots`, `slot_claims`), and trainers spread over them by
 themselves. A node that comes takes the state of one that serves (`state`). Every `average_period_s` the copies are
 averaged (`averaging`), each counting as the updates that it has taken meanwhile: after it all have learnt from all
 gradients.

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from dmoe_jax.device import Device
-from dmoe_jax.directory import find_replicas
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.directory.directory import find_replicas
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import CopyLayout, Progress

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import trio
 
-from dmoe_jax.directory import declare_experts, find_replicas, withdraw_experts
-from dmoe_jax.grid import ExpertUid
+from dmoe_jax.directory.directory import declare_experts, find_replicas, withdraw_experts
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.slots import MAX_SLOTS, own_expiration
 from dmoe_jax.replicas.slot_claims import SlotClaims
-from dmoe_jax.slots import MAX_SLOTS, own_expiration
 from net.dht.node import DhtNode
 from net.identity import Contact
 

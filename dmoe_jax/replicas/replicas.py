@@ -9,9 +9,9 @@ from typing import Any
 
 import trio
 
-from dmoe_jax.device import Device
-from dmoe_jax.directory import find_replicas
-from dmoe_jax.grid import ExpertUid, parse_uid
+from dmoe_jax.directory.directory import find_replicas
+from dmoe_jax.directory.grid import ExpertUid, parse_uid
+from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.replicas.averaging import MEET, ReplicaAverager
 from dmoe_jax.replicas.config import ReplicaConfig

@@ -7,8 +7,8 @@ that it has lost and takes the next free one. Whoever has a slot looks before ea
 
 from collections.abc import Mapping, Sequence
 
-from dmoe_jax.grid import ExpertUid
-from dmoe_jax.slots import Replica, lowest_free
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.slots import Replica, lowest_free
 from net.identity import PeerId
 
 Found = Mapping[ExpertUid, Sequence[Replica]]

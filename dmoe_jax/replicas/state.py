@@ -22,9 +22,9 @@ import trio
 
 from dmoe_jax.arrays import sent
 from dmoe_jax.averaging.donor import table_of
-from dmoe_jax.device import Device
-from dmoe_jax.directory import find_replicas
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.directory.directory import find_replicas
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import MOST_REMEMBERED, ExpertBackend
 from dmoe_jax.node.queue import NAME_BYTES
 from dmoe_jax.node.saving import is_sound

@@ -20,7 +20,7 @@ section 2.1.2), made for a swarm:
 
 The biases are parameters of the router, in its tree under `BIAS`: they are saved, restored and averaged with the trunk.
 Their steps come as gradients of a term of the auxiliary loss whose value is zero. `steer_biases` hands these on as
-they are, since no other optimiser would; `dmoe_jax.recipe.make_optimizer` has it built in.
+they are, since no other optimiser would; `dmoe_jax.optim.recipe.make_optimizer` has it built in.
 """
 
 import math

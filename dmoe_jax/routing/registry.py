@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
+from dmoe_jax.experts.user_file import UserFileError, call_user, load_from_file
 from dmoe_jax.routing.balancing import balanced, balanced_product_key
 from dmoe_jax.routing.base import Router, RouterError, router_factory
 from dmoe_jax.routing.check import check_router
@@ -17,7 +18,6 @@ from dmoe_jax.routing.peer import peer
 from dmoe_jax.routing.product_key import flat_top_k, product_key
 from dmoe_jax.routing.switch import switch
 from dmoe_jax.routing.uniform_random import uniform_random
-from dmoe_jax.user_file import UserFileError, call_user, load_from_file
 
 ROUTERS: dict[str, Callable[[tuple[int, ...]], Router]] = {
     "product_key": product_key,
@@ -50,7 +50,7 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     Args:
       spec: a name in `ROUTERS`, perhaps with suffixes of `BALANCERS` ("product_key+balanced", "peer+balance=0.1": the
         bias's speed, the loss's weight), which then are part of the router's name; or
-        "path/to/file.py:attribute" (see `dmoe_jax.user_file`), the attribute a Router, or a function from grid_size to
+        "path/to/file.py:attribute" (see `experts.user_file`), the attribute a Router, or a function from grid_size to
         a Router.
       grid_size: extent of each dimension of the expert grid.
 

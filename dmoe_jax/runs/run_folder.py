@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.disk import is_empty
+from dmoe_jax.machine.disk import is_empty
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"

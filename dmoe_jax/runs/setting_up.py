@@ -8,10 +8,10 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.cache_folder import cache_folder
-from dmoe_jax.cores import usable_cores
-from dmoe_jax.freed_memory import keep_freed_memory
-from dmoe_jax.xla_threads import xla_threads
+from dmoe_jax.machine.cache_folder import cache_folder
+from dmoe_jax.machine.cores import usable_cores
+from dmoe_jax.machine.freed_memory import keep_freed_memory
+from dmoe_jax.machine.xla_threads import xla_threads
 
 
 def set_up_jax() -> None:

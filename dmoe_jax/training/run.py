@@ -21,7 +21,7 @@ import trio
 
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
-from dmoe_jax.disk import CheckpointError, reserve
+from dmoe_jax.machine.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import spoken, write_report

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import jax
 import optax
 
-from dmoe_jax.recipe import clip_and_decay
-from dmoe_jax.remembered import remembered
+from dmoe_jax.machine.remembered import remembered
+from dmoe_jax.optim.recipe import clip_and_decay
 from dmoe_jax.types import PyTree
 
 

@@ -18,9 +18,9 @@ import numpy as np
 import trio
 
 from dmoe_jax.collaboration import Collaboration, GlobalStep, open_collaboration
-from dmoe_jax.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.peers.security import Tls
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.security import Tls
 from experiments.collaborative.real_settings import config_of
 from experiments.collaborative.regression import regression
 from net.averaging.collaboration.assisting import assist_collaboration

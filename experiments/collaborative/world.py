@@ -16,9 +16,9 @@ import optax
 import trio
 
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
-from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
+from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.types import PyTree
 from net.averaging.speeds import Speeds
 from net.errors import NetError

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from dmoe_jax.cores import usable_cores
+from dmoe_jax.machine.cores import usable_cores
 from experiments.transformer_xl.settings import Place, TrainingSettings
 
 NAME = "compare_routers"

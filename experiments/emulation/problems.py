@@ -15,13 +15,13 @@ from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.mnist import NUM_CLASSES, Images, load_mnist
 from dmoe_jax.emulator import Data, Emulator, take_batches
 from dmoe_jax.emulator.stages import ModelStages
-from dmoe_jax.layer_config import LayerConfig, Recipe
+from dmoe_jax.experts.layer_config import LayerConfig, Recipe
 from dmoe_jax.model import Model
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.optim.recipe import learning_rate_schedule
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
-from dmoe_jax.recipe import learning_rate_schedule
 from dmoe_jax.routing.balancing import steer_biases
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key

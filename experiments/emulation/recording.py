@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import trio
 
+from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages, order_of
-from dmoe_jax.expert_calls import BACKWARD as BACKWARD_CALL
-from dmoe_jax.expert_calls import FORWARD as FORWARD_CALL
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.mixture.expert_calls import BACKWARD as BACKWARD_CALL
+from dmoe_jax.mixture.expert_calls import FORWARD as FORWARD_CALL
 from dmoe_jax.trainer import StepRecord
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Body, Caller, Handler, Reply, Request

@@ -15,15 +15,15 @@ import numpy as np
 import trio
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.directory.directory import DirectoryConfig
+from dmoe_jax.directory.grid import ExpertUid, all_uids
 from dmoe_jax.emulator import Data, Emulator, EventOrder
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import ExpertUid, all_uids
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import PeerConfig, open_peer
-from dmoe_jax.swarm import swarm_of
+from dmoe_jax.peers.peer import PeerConfig, open_peer
+from dmoe_jax.swarm.swarm import swarm_of
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree

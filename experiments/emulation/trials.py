@@ -17,7 +17,7 @@ import numpy as np
 from dmoe_jax.emulator import Data, Emulator, EventOrder, SwarmState, draw_order, exponential_delays
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import STAGE, num_stages
-from dmoe_jax.freed_memory import give_back
+from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.types import PyTree
 from experiments.emulation.dense import DenseProblem, dense_mnist
 from experiments.emulation.dense_emulator import DenseEmulator, draw_turns

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from dmoe_jax.blocking import BlockingSwarm, connect
 from dmoe_jax.experts import feedforward
-from dmoe_jax.flax_layers import BlockingMixture
+from dmoe_jax.mixture.flax_layers import BlockingMixture
 from dmoe_jax.mixture.local import init_experts, local_mixture
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.base import gather_logits, score
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.security import Plain
+from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from experiments.bench import Experiment, Run
 from experiments.layer_cost.settings import LayerCostSettings
 from experiments.results import Result

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dmoe_jax.device import ThreadDevice
+from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import Batch

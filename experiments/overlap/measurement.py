@@ -12,15 +12,15 @@ import trio
 from matplotlib.figure import Figure
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import Seams
+from dmoe_jax.peers.peer import Seams
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.trainer import Trainer
 from experiments.bench import Experiment, Run
 from experiments.overlap.settings import OverlapSettings

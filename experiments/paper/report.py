@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dmoe_jax.cores import usable_cores
+from dmoe_jax.machine.cores import usable_cores
 from dmoe_jax.runs.report import format_value, markdown_table
 from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, flat
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, PaperFigure, look_up

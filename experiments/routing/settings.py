@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dmoe_jax.cores import usable_cores
+from dmoe_jax.machine.cores import usable_cores
 from experiments.bench import ResumableSettings
 from experiments.routing.cases import CASES, FIRST
 

@@ -17,19 +17,19 @@ import optax
 import trio
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.device import CostModel, InlineDevice
-from dmoe_jax.grid import layer_prefix
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.directory.grid import layer_prefix
+from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import Seams
+from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.sim_scale.trainers import make_experts

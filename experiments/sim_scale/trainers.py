@@ -21,18 +21,18 @@ import trio
 
 from dmoe_jax import autodiff
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.directory import DirectoryConfig
-from dmoe_jax.grid import key_prefix, layer_prefix
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.directory.directory import DirectoryConfig
+from dmoe_jax.directory.grid import key_prefix, layer_prefix
+from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import Seams
+from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from experiments.simulated_swarm import start_simulated_nodes

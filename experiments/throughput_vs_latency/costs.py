@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import DeviceTime, ThreadDevice, work_of
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.machine.device import DeviceTime, ThreadDevice, work_of
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import buckets_up_to
 from experiments.throughput_vs_latency.settings import Block
@@ -31,7 +31,7 @@ OPTIMIZER = optax.adam(1e-6)
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """How long a node's device takes, as `dmoe_jax.device.InlineDevice` asks for it.
+    """How long a node's device takes, as `dmoe_jax.machine.device.InlineDevice` asks for it.
 
     Attributes:
       seconds: by "forward" and "backward", and then by the rows that a batch is padded to.

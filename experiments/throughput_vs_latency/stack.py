@@ -19,15 +19,15 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import Device, InlineDevice
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import buckets_up_to
-from dmoe_jax.peer import SIM_PORT, Seams
+from dmoe_jax.peers.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm import Served, Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
 from experiments.throughput_vs_latency.costs import (
     OPTIMIZER,
     STAND_IN,

@@ -20,7 +20,7 @@ from dmoe_jax.emulator import Emulator, SwarmState, draw_order, exponential_dela
 from dmoe_jax.emulator.order import STAGE, EventOrder
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import OnLost, OnStep, Totals

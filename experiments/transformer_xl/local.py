@@ -24,7 +24,7 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import ForwardAux
 from dmoe_jax.models.trunk import StepKeys, empty_memory, forget
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, Traffic, router_loss
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import OnLost, OnStep, Totals

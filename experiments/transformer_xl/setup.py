@@ -13,8 +13,8 @@ import numpy as np
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.layer_config import Recipe, Route
+from dmoe_jax.directory.grid import all_uids, layer_prefix
+from dmoe_jax.experts.layer_config import Recipe, Route
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig

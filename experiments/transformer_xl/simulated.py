@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.trainer import StepRecord, all_finite
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.trunk import SharedTrunk

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import trio
 
-from dmoe_jax.directory import DirectoryConfig
+from dmoe_jax.directory.directory import DirectoryConfig
+from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import parse_uid
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.peer import Seams
-from dmoe_jax.recipe import make_optimizer
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.optim.recipe import make_optimizer
+from dmoe_jax.peers.peer import Seams
+from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.training.engine import OnLost, OnStep, Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.environment import SECRET_VARIABLE
-from dmoe_jax.grid import all_uids, layer_prefix
-from dmoe_jax.layer_config import LayerConfig, Recipe
-from dmoe_jax.processes import (
+from dmoe_jax.directory.grid import all_uids, layer_prefix
+from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.machine.environment import SECRET_VARIABLE
+from dmoe_jax.machine.xla_threads import share_of_threads
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.figure import training_figure
+from dmoe_jax.runs.processes import (
     LocalSwarm,
     ProcessFailed,
     averaging_flags,
@@ -25,11 +28,8 @@ from dmoe_jax.processes import (
     launch_nodes,
     open_local_swarm,
 )
-from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER
-from dmoe_jax.xla_threads import share_of_threads
 from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.measurement import HEADLINE, check

@@ -22,10 +22,10 @@ from matplotlib.axes import Axes
 from dmoe_jax.averaging import Round
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.optim import moshpit_average
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, INK, VALID, dress
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainers
 from dmoe_jax.trunk import open_trunk_averaging
 from dmoe_jax.types import PyTree

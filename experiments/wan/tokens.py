@@ -18,9 +18,9 @@ import trio
 from matplotlib.axes import Axes
 
 from dmoe_jax.averaging import TreeAveragerConfig, open_tree_averager
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import ErrorFeedback, moshpit_average
-from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
+from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Run

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import trio
 
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig
-from dmoe_jax.peer import SIM_PORT, PeerConfig, open_peer
+from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import ROOT, Life, PeerSpec, Problem, World, compare_with_one_machine

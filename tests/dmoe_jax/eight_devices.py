@@ -14,14 +14,14 @@ import optax
 import trio
 from jax.sharding import PartitionSpec
 
-from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import feedforward
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, node_devices
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.peers.security import Plain
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from tests.dmoe_jax.node_rig import Rig, open_rig, rows
 
 EXPERT = feedforward(d_model=16)

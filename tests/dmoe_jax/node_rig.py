@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import CostModel, Device, InlineDevice
-from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.metrics.node import node_families
+from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode, open_expert_node

@@ -11,18 +11,18 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.device import Device, InlineDevice
-from dmoe_jax.directory import DirectoryConfig, ExpertDirectory
+from dmoe_jax.directory.directory import DirectoryConfig, ExpertDirectory
+from dmoe_jax.directory.grid import ExpertUid, all_uids, key_prefix
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.grid import ExpertUid, all_uids, key_prefix
+from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode
-from dmoe_jax.peer import Seams
+from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.base import Router
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.clock import SwarmClock
 from net.identity import Address, Contact, PeerId
 from net.rpc.base import Caller

@@ -15,13 +15,13 @@ from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts.adapters import expert_from_functions
+from dmoe_jax.machine.device import InlineDevice
+from dmoe_jax.machine.remembered import RECENT, remembered
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco, what_to_send, with_average
 from dmoe_jax.optim.collaborative import collaborative
-from dmoe_jax.recipe import clip_and_decay
-from dmoe_jax.remembered import RECENT, remembered
+from dmoe_jax.optim.recipe import clip_and_decay
 from dmoe_jax.trainer import all_finite as are_finite
 from dmoe_jax.trainer import iterators_of
 from dmoe_jax.trunk import SharedTrunk

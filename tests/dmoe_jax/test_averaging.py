@@ -20,7 +20,7 @@ from dmoe_jax.averaging import (
 )
 from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.speeds import Speeds

@@ -11,7 +11,7 @@ import trio
 
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
 from dmoe_jax.optim.host_state import host_state, is_going_over, taken_over, without_taken
 from net.errors import NetError

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmoe_jax.expert_calls import Answer
+from dmoe_jax.mixture.expert_calls import Answer
 from dmoe_jax.mixture.fan_out import Quorum
 from dmoe_jax.node.queue import BatchQueue, Job, QueueFull, RememberedJobs
 

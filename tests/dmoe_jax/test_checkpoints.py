@@ -14,7 +14,7 @@ import pytest
 
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, read_arrays
-from dmoe_jax.disk import CheckpointError
+from dmoe_jax.machine.disk import CheckpointError
 
 
 def state_at(step: int) -> dict:

@@ -16,14 +16,14 @@ import trio
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.claims.claimer import KEEP
 from dmoe_jax.claims.claiming import ClaimConfig
-from dmoe_jax.device import CostModel, Device, InlineDevice
+from dmoe_jax.directory.grid import expand_grid_pattern
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.grid import expand_grid_pattern
+from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.routing import product_key
-from dmoe_jax.serving import Served
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.serving import Served
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.errors import CallRefused
 from net.transport.sim import run, simulate
 from net.transport.sim.events import Heal, HostDown, Partition

@@ -14,7 +14,7 @@ from dmoe_jax.claims.contest import Standing, gives_up, standing_untrusted
 from dmoe_jax.claims.records import check_claimable, claim_item, claims_key, read_claims, read_listings, withdrawal_item
 from dmoe_jax.claims.sharing import MAX_PAIRS, Claimant, dealt_out, own_order, those_who_share, weight
 from dmoe_jax.claims.watch import to_watch
-from dmoe_jax.grid import expand_grid_pattern, parse_uid
+from dmoe_jax.directory.grid import expand_grid_pattern, parse_uid
 from net.dht.messages import contact_to_wire
 from net.dht.records import Dictionary, Entry, make_entry
 from net.errors import RemoteProtocolError

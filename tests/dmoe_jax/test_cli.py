@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dmoe_jax.cli import main
-from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
+from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
 from tests.dmoe_jax.own_file import OWN_FILE
 

@@ -20,9 +20,9 @@ from dmoe_jax.cli.training import run_training
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.cli.watching import watching
 from dmoe_jax.metrics.monitor import Monitor
-from dmoe_jax.processes import open_local_swarm
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.peers.security import Plain
+from dmoe_jax.runs.processes import open_local_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.identity import Address
 from tests.dmoe_jax.http_client import fetch, figures_of, scrape
 from tests.dmoe_jax.training_rig import command, parsed, served_swarm

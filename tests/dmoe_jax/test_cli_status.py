@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from dmoe_jax.cli.status import Statuses, status_tables
-from dmoe_jax.members import Member
+from dmoe_jax.directory.members import Member
 from net.identity import Address, Contact, PeerId
 
 

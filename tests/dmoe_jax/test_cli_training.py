@@ -17,14 +17,14 @@ from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
 from dmoe_jax.cli.training import run_training
+from dmoe_jax.experts.user_file import load_from_file
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
-from dmoe_jax.user_file import load_from_file
 from net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm
 

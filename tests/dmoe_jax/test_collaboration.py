@@ -8,9 +8,9 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import Collaboration, open_collaboration
-from dmoe_jax.device import InlineDevice
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
+from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
 from experiments.collaborative.world import ROOT, World, relative_difference
 from net.averaging.collaboration.progress import next_chain, report_to_wire
 from net.averaging.plan import wait_for_plan

@@ -14,10 +14,10 @@ from typing import IO
 import numpy as np
 import pytest
 
-from dmoe_jax.cache_folder import cache_folder
 from dmoe_jax.data import DataError, files, raw_text, wikitext2
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.vocabulary import EOS, UNK, unigram_perplexity
+from dmoe_jax.machine.cache_folder import cache_folder
 
 TINY = {
     "train": b" \n = A = \n b b <unk> \n c d \n",  # 12 tokens, 7 different words: = b <eos> A <unk> c d

@@ -20,11 +20,11 @@ from dmoe_jax.cli.local_view import LocalView, TrainerWatch, headline_of
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
-from dmoe_jax.disk import hold_folder
-from dmoe_jax.environment import SECRET_VARIABLE
-from dmoe_jax.processes import open_local_swarm
+from dmoe_jax.machine.disk import hold_folder
+from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.processes import open_local_swarm
 from dmoe_jax.runs.run_folder import append_metric
 from tests.dmoe_jax.training_rig import parsed
 

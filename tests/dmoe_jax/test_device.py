@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax import device as device_module
-from dmoe_jax.device import (
+from dmoe_jax.machine import device as device_module
+from dmoe_jax.machine.device import (
     CostModel,
     DeviceTime,
     InlineDevice,
@@ -117,7 +117,7 @@ def test_where_the_loop_shares_its_core(
     cores: int, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no core to spare the loop computes what is short, and turns are longer."""
-    monkeypatch.setattr("dmoe_jax.device.usable_cores", lambda: cores)
+    monkeypatch.setattr("dmoe_jax.machine.device.usable_cores", lambda: cores)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     device_module._shares_its_cores.cache_clear()
     try:

@@ -9,14 +9,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from dmoe_jax.directory import (
+from dmoe_jax.directory.directory import (
     DirectoryConfig,
     declare_experts,
     host_target,
     open_expert_directory,
     withdraw_experts,
 )
-from dmoe_jax.grid import ExpertUid, all_uids, parse_uid
+from dmoe_jax.directory.grid import ExpertUid, all_uids, parse_uid
 from net.dht.node import DhtNode
 from net.dht.records import Dictionary
 from net.dht.routing_table import key_id

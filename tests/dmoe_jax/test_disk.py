@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.disk import HOLDER, FolderInUse, check_not_held, check_room, hold_folder, is_empty
+from dmoe_jax.machine.disk import HOLDER, FolderInUse, check_not_held, check_room, hold_folder, is_empty
 from dmoe_jax.runs import run_folder
 
 no_locks = pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
@@ -17,7 +17,7 @@ no_locks = pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept ou
 HOLD = """
 import sys, time
 from pathlib import Path
-from dmoe_jax.disk import hold_folder
+from dmoe_jax.machine.disk import hold_folder
 with hold_folder(Path(sys.argv[1]), "run"):
     print("held", flush=True)
     time.sleep(60)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmoe_jax.expert_calls import (
+from dmoe_jax.mixture.expert_calls import (
     MAX_PARTS,
     Answer,
     answer_of,

@@ -23,14 +23,14 @@ import trio
 from flax import linen as nn
 from flax import nnx
 
-from dmoe_jax import flax_layers
-from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.flax_layers import AuxiliaryLoss, BlockingMixture
+from dmoe_jax.machine.device import ThreadDevice
+from dmoe_jax.machine.xla_threads import MAX_WAITING_CALLS, make_room
+from dmoe_jax.mixture import flax_layers
+from dmoe_jax.mixture.flax_layers import AuxiliaryLoss, BlockingMixture
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
 from dmoe_jax.routing.base import Router, score
-from dmoe_jax.xla_threads import MAX_WAITING_CALLS, make_room
 from net.rpc.base import Reply, Request
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, open_small_swarm, tcp_callers
 
@@ -283,7 +283,7 @@ def test_eight_loops_at_once_do_not_stand_still(thread: SwarmThread) -> None:
 
 
 LOOPS = """
-from dmoe_jax.xla_threads import make_room
+from dmoe_jax.machine.xla_threads import make_room
 assert make_room()
 import functools
 from concurrent.futures import ThreadPoolExecutor

@@ -10,7 +10,7 @@ import pytest
 PAGES = """
 import resource, threading
 import numpy as np
-from dmoe_jax.freed_memory import keep_freed_memory
+from dmoe_jax.machine.freed_memory import keep_freed_memory
 
 def touch():  # two large buffers, freed together: their place is at the end of the heap
     for _ in range(4):
@@ -42,7 +42,7 @@ ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setti
 
 HOLES = """
 import numpy as np
-from dmoe_jax.freed_memory import give_back, keep_freed_memory
+from dmoe_jax.machine.freed_memory import give_back, keep_freed_memory
 
 def resident_mb():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20

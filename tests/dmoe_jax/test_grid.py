@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmoe_jax.grid import (
+from dmoe_jax.directory.grid import (
     ExpertUid,
     all_uids,
     expand_grid_pattern,

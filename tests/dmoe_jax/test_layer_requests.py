@@ -10,9 +10,9 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.device import CostModel, Device, InlineDevice
-from dmoe_jax.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.machine.device import CostModel, Device, InlineDevice
+from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.mixture.fan_out import REQUEST_BYTES, grouped
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, _add_rows
 from dmoe_jax.node.config import NodeConfig

@@ -14,9 +14,9 @@ from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
 from dmoe_jax.data.vocabulary import Vocabulary
-from dmoe_jax.device import InlineDevice
 from dmoe_jax.inspection.saved_model import open_corpus
 from dmoe_jax.inspection.saved_run import find_run
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import moshpit_average

@@ -8,8 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from dmoe_jax.directory import open_expert_directory
-from dmoe_jax.members import (
+from dmoe_jax.directory.directory import open_expert_directory
+from dmoe_jax.directory.members import (
     MAX_FACTS,
     MAX_GRIDS,
     check_info,

@@ -11,10 +11,10 @@ import trio
 from dmoe_jax.cli import main
 from dmoe_jax.cli.network import BudgetOptions, NetworkOptions, join_swarm
 from dmoe_jax.cli.up import UpCommand
-from dmoe_jax.peer import Seams
+from dmoe_jax.peers.peer import Seams
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
 from net.averaging.reduction.all_reduce import AllReduce
 from net.averaging.reduction.partition import AllReduceConfig

@@ -19,8 +19,8 @@ from dmoe_jax.metrics.monitor import (
     open_monitor,
 )
 from dmoe_jax.metrics.process import peer_families
-from dmoe_jax.peer import PeerConfig, open_peer
-from dmoe_jax.security import Plain
+from dmoe_jax.peers.peer import PeerConfig, open_peer
+from dmoe_jax.peers.security import Plain
 from net.errors import ListenFailed
 from net.identity import Address
 from net.rpc.base import Reply, Request

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import CostModel, DeviceTime, ThreadDevice
+from dmoe_jax.machine.device import CostModel, DeviceTime, ThreadDevice
 from dmoe_jax.metrics.families import Histogram
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig

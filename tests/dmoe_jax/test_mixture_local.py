@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts import Expert, TensorSpec, feedforward, transformer_xl_layer
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.grid import all_uids
 from dmoe_jax.mixture import local
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts

@@ -6,9 +6,9 @@ import jax
 import pytest
 import trio
 
-from dmoe_jax import directory
-from dmoe_jax.device import CostModel
-from dmoe_jax.grid import parse_uid
+from dmoe_jax.directory.directory import directory
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.backend import ExpertBackend
 from net.errors import CallRefused, PeerTimeout
 from net.identity import Address, Contact, PeerId

@@ -14,7 +14,7 @@ import trio
 from jax.sharding import PartitionSpec
 
 from dmoe_jax.cli import main
-from dmoe_jax.device import AllDevices, CostModel, DeviceTime, InlineDevice
+from dmoe_jax.machine.device import AllDevices, CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
@@ -32,7 +32,7 @@ from dmoe_jax.node.sharding import (
     shard_largest_dimension,
     spread,
 )
-from dmoe_jax.swarm import open_swarm
+from dmoe_jax.swarm.swarm import open_swarm
 from net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 

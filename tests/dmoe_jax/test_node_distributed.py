@@ -17,8 +17,8 @@ import pytest
 from dmoe_jax.cli import main
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.node import NodeCommand
-from dmoe_jax.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.experts import feedforward
+from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
 from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.lockstep import (
     Order,

@@ -4,7 +4,7 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import CostModel
+from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.config import NodeConfig
 from tests.dmoe_jax.node_rig import open_rig, rows
 from tests.dmoe_jax.test_batching import asked, queue_of

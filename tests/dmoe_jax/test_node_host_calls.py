@@ -12,9 +12,9 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import InlineDevice, ThreadDevice
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.base import Expert
+from dmoe_jax.machine.device import InlineDevice, ThreadDevice
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.host_calls import calls_host

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from dmoe_jax.device import CostModel
+from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.config import NodeConfig
 from net.errors import PeerBusy
 from tests.dmoe_jax.node_rig import open_rig, rows

@@ -16,10 +16,10 @@ import pytest
 import trio
 
 from dmoe_jax.checkpoints import CheckpointFiles
-from dmoe_jax.device import InlineDevice
-from dmoe_jax.disk import CheckpointError, FolderInUse
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.machine.device import InlineDevice
+from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.node import saving
 from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
 from dmoe_jax.node.programs import Batch, Result, Work

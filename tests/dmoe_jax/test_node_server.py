@@ -14,12 +14,12 @@ import pytest
 import trio
 from flax import linen as nn
 
-from dmoe_jax import directory
-from dmoe_jax.device import CostModel, InlineDevice
+from dmoe_jax.directory.directory import directory
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.directory.members import list_members
 from dmoe_jax.experts import expert_from_functions, expert_from_linen
 from dmoe_jax.experts.dropout import row_keys_of_seed
-from dmoe_jax.grid import parse_uid
-from dmoe_jax.members import list_members
+from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node

@@ -11,8 +11,8 @@ import trio
 from flax import linen as nn
 
 from dmoe_jax.cli import main
-from dmoe_jax.device import ThreadDevice
 from dmoe_jax.experts import expert_from_linen
+from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.node import stacked as stacked_module
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig

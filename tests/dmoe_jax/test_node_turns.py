@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 
-from dmoe_jax.device import CostModel, DeviceTime, InlineDevice
+from dmoe_jax.machine.device import CostModel, DeviceTime, InlineDevice
 from dmoe_jax.metrics.node import KINDS
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
 from dmoe_jax.node.programs import expert_programs

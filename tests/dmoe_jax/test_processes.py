@@ -10,10 +10,10 @@ import pytest
 import trio
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.environment import JOIN_VARIABLE, SECRET_VARIABLE
-from dmoe_jax.grid import all_uids, expand_grid_pattern
-from dmoe_jax.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
+from dmoe_jax.directory.grid import all_uids, expand_grid_pattern
+from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
 from net.errors import DialFailed
 from net.identity import Contact
 

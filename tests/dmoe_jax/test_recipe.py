@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.layer_config import Recipe
-from dmoe_jax.recipe import learning_rate_schedule, make_optimizer
+from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.optim.recipe import learning_rate_schedule, make_optimizer
 
 
 def adam_in_numpy(recipe: Recipe, params: list[np.ndarray], grads: list[list[np.ndarray]]) -> list[np.ndarray]:

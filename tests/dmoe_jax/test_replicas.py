@@ -11,14 +11,14 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.device import CostModel, InlineDevice
 from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.replicas import ReplicaConfig, Replicas
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.serving import Served
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.serving import Served
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.transport.sim import Constant, HostDown, HostUp, SimNetwork, run, simulate
 
 NUM_EXPERTS = 8

@@ -13,17 +13,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from dmoe_jax.directory import declare_experts, open_expert_directory, withdraw_experts
-from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.grid import ExpertUid, parse_uid
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.replicas.averaging import add_average
-from dmoe_jax.replicas.config import ReplicaConfig
-from dmoe_jax.replicas.copies import LEAST_WEIGHT, CopyLayout, Progress
-from dmoe_jax.replicas.listing import SlotListing
-from dmoe_jax.replicas.rounds import bundles_of, group_of, next_round, unweighted, weighted
-from dmoe_jax.replicas.slot_claims import SlotClaims
-from dmoe_jax.slots import (
+from dmoe_jax.directory.directory import declare_experts, open_expert_directory, withdraw_experts
+from dmoe_jax.directory.grid import ExpertUid, parse_uid
+from dmoe_jax.directory.slots import (
     MAX_SLOTS,
     Child,
     Renewals,
@@ -34,6 +26,14 @@ from dmoe_jax.slots import (
     parse_subkey,
     subkey_of,
 )
+from dmoe_jax.experts.feedforward import feedforward
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.replicas.averaging import add_average
+from dmoe_jax.replicas.config import ReplicaConfig
+from dmoe_jax.replicas.copies import LEAST_WEIGHT, CopyLayout, Progress
+from dmoe_jax.replicas.listing import SlotListing
+from dmoe_jax.replicas.rounds import bundles_of, group_of, next_round, unweighted, weighted
+from dmoe_jax.replicas.slot_claims import SlotClaims
 from net.dht.messages import contact_to_wire
 from net.dht.records import Dictionary, make_entry
 from net.identity import Address, Contact, PeerId

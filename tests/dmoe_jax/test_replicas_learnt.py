@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.device import CostModel
-from dmoe_jax.expert_calls import BACKWARD
+from dmoe_jax.machine.device import CostModel
+from dmoe_jax.mixture.expert_calls import BACKWARD
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.queue import name_of
 from dmoe_jax.replicas import ReplicaConfig, learnt

@@ -14,8 +14,8 @@ import trio
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.device import InlineDevice, ThreadDevice
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.machine.device import InlineDevice, ThreadDevice
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import transformer_xl as txl

@@ -16,7 +16,7 @@ import trio
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.data.vocabulary import unigram_perplexity
-from dmoe_jax.disk import CheckpointError, FolderInUse
+from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs import run_folder
 from dmoe_jax.runs.run_folder import RunFolder

@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.device import InlineDevice
 from dmoe_jax.experts import expert_from_functions
-from dmoe_jax.layer_config import Recipe
+from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.optim.collaborative import collaborative
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.trunk import SharedTrunk
 
 SHAPE = (64, 8)

@@ -3,7 +3,7 @@
 import optax
 import pytest
 
-from dmoe_jax.user_file import UserFileError, load_from_file, user_expert, user_model, user_optimizer
+from dmoe_jax.experts.user_file import UserFileError, load_from_file, user_expert, user_model, user_optimizer
 
 SOURCE = """
 import numpy as np

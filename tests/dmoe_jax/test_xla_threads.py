@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax import xla_threads
 from dmoe_jax.experts import expert_from_functions
+from dmoe_jax.machine import xla_threads
+from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.node import host_calls
 from dmoe_jax.node.host_calls import TooFewThreadsError
 from dmoe_jax.node.programs import ExpertPrograms
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.xla_threads import share_of_threads
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("3", 3), ("1", 1), ("", 8), ("0", 8), ("many", 8)])

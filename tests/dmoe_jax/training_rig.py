@@ -9,12 +9,12 @@ from typing import Any
 import optax
 
 from dmoe_jax.cli.train import TrainCommand
+from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.experts.transformer_xl import layer_expert
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.flags import as_flags, flags_of
-from dmoe_jax.security import Plain
-from dmoe_jax.swarm import Served, Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
 
 SIZES = LayerConfig(d_model=8, num_heads=2, d_ff=8, seq_len=4, mem_len=4)
 OPTIMIZER = optax.sgd(0.1)

@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmoe_jax import connect, expert_from_nnx, feedforward, product_key
-from dmoe_jax.blocking import BlockingSwarm
 from dmoe_jax.routing import expert_choice
+from dmoe_jax.swarm.blocking import BlockingSwarm
 
 ROWS = 256
 GRID = (2, 2)

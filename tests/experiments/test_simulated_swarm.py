@@ -16,13 +16,13 @@ import pytest
 import trio
 
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
-from dmoe_jax.device import CostModel, Device, InlineDevice
+from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.grid import all_uids
+from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from experiments.simulated_swarm import start_simulated_nodes
 from net.identity import Address
 from net.rpc.faults import Fault, FaultPlan

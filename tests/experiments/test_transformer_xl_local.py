@@ -14,11 +14,11 @@ import optax
 import pytest
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.layer_config import LayerConfig, Recipe
+from dmoe_jax.experts.layer_config import LayerConfig, Recipe
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import forget, step_keys
-from dmoe_jax.recipe import make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, gather_logits
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.routing.product_key import product_key

@@ -3,7 +3,7 @@
 An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
 3) and key `ffn.3.` a subkey `17` with the contact that serves it. Entries live until their expiration: owners announce
 again and again, and silence is how a crashed one disappears. Several nodes may serve one expert, each in a slot of its
-own (`dmoe_jax.slots`): a reader gets one of them, another one when that fails or has no room, and the expert counts as
+own (`directory.slots`): a reader gets one of them, another one when that fails or has no room, and the expert counts as
 dead only when all of them do.
 
 `ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from dmoe_jax.grid import ExpertUid, check_prefix, key_prefix, steps
-from dmoe_jax.members import list_members, withdraw
+from dmoe_jax.directory.grid import ExpertUid, check_prefix, key_prefix, steps
+from dmoe_jax.directory.members import list_members, withdraw
+from dmoe_jax.directory.slots import Child, Renewals, Replica, by_preference, children_of_untrusted, subkey_of
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from dmoe_jax.slots import Child, Renewals, Replica, by_preference, children_of_untrusted, subkey_of
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Record, Value, live, merge
@@ -81,7 +81,7 @@ async def declare_experts(
     """Announce that `contact` serves these experts until `expiration` (swarm time, seconds).
 
     Args:
-      slots: the slot of each expert, see `dmoe_jax.slots`; 0 for those that are not named.
+      slots: the slot of each expert, see `dmoe_jax.directory.slots`; 0 for those that are not named.
 
     Returns: for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
       announced the same expert for longer in that slot, or nobody could be reached.

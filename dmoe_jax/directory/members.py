@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from dmoe_jax.grid import check_prefix
+from dmoe_jax.directory.grid import check_prefix
 from net.dht.messages import contact_to_wire, parse_contact_untrusted
 from net.dht.node import DhtNode, StoreItem
 from net.dht.records import Dictionary, Entry, Value

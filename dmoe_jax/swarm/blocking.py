@@ -5,9 +5,9 @@
         mixture = swarm.mixture("ffn", feedforward(d_model=64), product_key((4, 4)))
 
 In a notebook leave the `with` out and call `swarm.close()` in the end. trio runs in a thread of its own; every method
-here is one of `dmoe_jax.swarm` or `dmoe_jax.trainer` that is carried out there and waited for, from whatever thread it
+here is one of `swarm` or `trainer` that is carried out there and waited for, from whatever thread it
 is called, also beside an event loop of another kind, as in Jupyter. Callbacks run in the swarm's thread. Ctrl-C cancels
-what is being waited for; in a layer under `jit` it comes as soon as the program has ended (`dmoe_jax.interrupts`).
+what is being waited for; in a layer under `jit` it comes as soon as the program has ended (`machine.interrupts`).
 """
 
 import atexit
@@ -29,12 +29,12 @@ import jax
 import trio
 
 from dmoe_jax.autodiff import value_and_grad
-from dmoe_jax.device import ThreadDevice
-from dmoe_jax.flax_layers import BlockingMixture
-from dmoe_jax.interrupts import put_off_in_callbacks
-from dmoe_jax.swarm import Served, Swarm, open_swarm
+from dmoe_jax.machine.device import ThreadDevice
+from dmoe_jax.machine.interrupts import put_off_in_callbacks
+from dmoe_jax.machine.xla_threads import make_room
+from dmoe_jax.mixture.flax_layers import BlockingMixture
+from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
 from dmoe_jax.types import PyTree
-from dmoe_jax.xla_threads import make_room
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -225,10 +225,10 @@ def _making(
 
 
 class BlockingSwarm(Waiting[Swarm]):
-    """A `dmoe_jax.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
+    """A `dmoe_jax.swarm.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
 
     `mixture` gives a layer for loops under `jit`: its `linen()` and `nnx(...)` are layers of an ordinary Flax model,
-    see `dmoe_jax.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
+    see `dmoe_jax.mixture.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
     """
 
     mixture = _making(Swarm.mixture, BlockingMixture)
@@ -286,11 +286,11 @@ def _arguments_of(
 
 @_arguments_of(open_swarm)
 def connect(*args: Any, **options: Any) -> BlockingSwarm:
-    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.open_swarm`.
+    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.swarm.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
-    for their calls, and for loops over several CPU devices (see `dmoe_jax.xla_threads.make_room`). Experts served here
-    have CPU devices of their own (`dmoe_jax.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit`
+    for their calls, and for loops over several CPU devices (see `machine.xla_threads.make_room`). Experts served here
+    have CPU devices of their own (`machine.own_devices`). In the main thread, Ctrl-C comes out of a layer under `jit`
     as KeyboardInterrupt.
     """
     make_room()

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 
-from dmoe_jax.cores import usable_cores
+from dmoe_jax.machine.cores import usable_cores
 
 _log = logging.getLogger(__name__)
 

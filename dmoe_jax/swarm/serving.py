@@ -13,7 +13,7 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.node.sharding import PlacedDevice, all_of
-from dmoe_jax.peer import SwarmPeer
+from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.replicas import ReplicaConfig, replicating
 from net.identity import Contact
 from net.nursery import background_nursery

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dmoe_jax.joining import Target, find_entrances, parse_targets
-from dmoe_jax.security import Security, Tls
+from dmoe_jax.peers.joining import Target, find_entrances, parse_targets
+from dmoe_jax.peers.security import Security, Tls
 from net.clock import SwarmClock
 from net.dht.config import DhtConfig
 from net.dht.node import DhtNode, open_dht_node
@@ -60,7 +60,7 @@ class SwarmPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """Place of a peer: arguments of `dmoe_jax.swarm.open_swarm`, which says what they mean."""
+    """Place of a peer: arguments of `dmoe_jax.swarm.swarm.open_swarm`, which says what they mean."""
 
     listen: str | Address | None = "auto"
     announce: str | None = None
@@ -108,7 +108,7 @@ async def open_peer(
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
-    Arguments and errors are those of `dmoe_jax.swarm.open_swarm`.
+    Arguments and errors are those of `dmoe_jax.swarm.swarm.open_swarm`.
     """
     config, seams = config or PeerConfig(), testing or Seams()
     targets, is_simulated = parse_targets(join), config.network is not None

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dmoe_jax.grid import parse_coordinate
+from dmoe_jax.directory.grid import parse_coordinate
 from net.dht.messages import parse_contact_untrusted
 from net.dht.records import Dictionary, Record
 from net.errors import RemoteProtocolError

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.cores import usable_cores
+from dmoe_jax.machine.cores import usable_cores
 from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class ThreadDevice:
       inline_s: work that will take less, seconds, runs in the event loop; 0: nothing does; None: as is best here.
       beside_loop: True if a loop of somebody's own uses JAX's devices, with programs that may wait for this process's
         event loop: nothing runs in the event loop, and experts live on devices of their own
-        (`dmoe_jax.own_devices`).
+        (`dmoe_jax.machine.own_devices`).
     """
 
     compiles_aside = True

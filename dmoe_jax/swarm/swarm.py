@@ -33,11 +33,10 @@ from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.claims.host import Claimable, claimable_of, fixed_of
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
 from dmoe_jax.collaboration.trainers import CollaborativeTrainers
-from dmoe_jax.device import Device, InlineDevice, ThreadDevice
-from dmoe_jax.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.directory.directory import DirectoryConfig, ExpertDirectory, open_expert_directory
+from dmoe_jax.directory.members import Member, list_members, listed_member, node_statuses
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.joining import Target
-from dmoe_jax.members import Member, list_members, listed_member, node_statuses
+from dmoe_jax.machine.device import Device, InlineDevice, ThreadDevice
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -48,11 +47,12 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, all_of, node_devices, shard_largest_dimension
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
-from dmoe_jax.peer import PeerConfig, Seams, SwarmPeer, open_peer
+from dmoe_jax.peers.joining import Target
+from dmoe_jax.peers.peer import PeerConfig, Seams, SwarmPeer, open_peer
+from dmoe_jax.peers.security import Security, Tls
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing.base import Router
-from dmoe_jax.security import Security, Tls
-from dmoe_jax.serving import Served, ServedExpert, Serving
+from dmoe_jax.swarm.serving import Served, ServedExpert, Serving
 from dmoe_jax.trainer import Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_jax.types import PyTree
@@ -421,7 +421,7 @@ class Swarm:
         """List this process in the swarm in a role, such as "trainer", as long as the block lasts.
 
         Args:
-          facts: returns what `dmoe status` shows of it, every ten seconds; see `dmoe_jax.members.Member`.
+          facts: returns what `dmoe status` shows of it, every ten seconds; see `dmoe_jax.directory.members.Member`.
         """
         contact = self.peer.own_contact
         return listed_member(self.dht, self.name, self.peer_id, contact, lambda: {"role": role, **facts()})

@@ -1,7 +1,7 @@
 """CPU devices of their own for experts that share a process with somebody's jitted loop.
 
 XLA's CPU client runs at most 32 programs of a device at once. A loop that does not read its results fills all of these
-places; a layer's host callback (`dmoe_jax.flax_layers`) in the first of them waits for an expert. If the expert's
+places; a layer's host callback (`mixture.flax_layers`) in the first of them waits for an expert. If the expert's
 program needed a place, or one of the threads that callbacks hold, both would wait for ever. Another client has places
 and threads of its own.
 """

@@ -15,7 +15,7 @@ the gradients. XLA waits while the network does: the asynchronous `dmoe_jax.auto
 - Nothing is computed with JAX inside a callback, which could wait for the very thread that it blocks. Routers that must
   see the whole grid therefore select in the graph, and a callback before it fetches which experts are alive.
 - Callbacks may wait on all of the few threads with which XLA's CPU client computes. So nothing that they wait for needs
-  these: experts of this process compute on devices of their own (`dmoe_jax.own_devices`), and arrays come in pieces
+  these: experts of this process compute on devices of their own (`machine.own_devices`), and arrays come in pieces
   that JAX hands over without a thread, where `make_room` could not give the client threads to spare.
 - The residual of a forward pass stays on the host, under a ticket that travels through the graph, until its backward
   pass takes it; of forward passes that are never followed by one the oldest are forgotten.
@@ -40,10 +40,10 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.machine.xla_threads import MAX_WAITING_CALLS, make_room
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
 from dmoe_jax.types import PyTree
-from dmoe_jax.xla_threads import MAX_WAITING_CALLS, make_room
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import trio
 
-from dmoe_jax.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
-from dmoe_jax.grid import ExpertUid
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.machine.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
 
 _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
 """Seconds between SIGTERM and SIGKILL, by command, in the order in which processes end: a trainer writes its report
