@@ -29,8 +29,8 @@ def load_identity(path: str | Path) -> Identity:
     Raises:
       IdentityError: the file is missing or unreadable, others can read or write it, or it is no Ed25519 key.
     """
-    with _opened(Path(path)) as descriptor:
-        return _read_identity(Path(path), descriptor)
+    with _opened(path) as (_, content):
+        return _identity(path, content)
 
 
 def create_identity(path: str | Path) -> Identity:
@@ -66,7 +66,7 @@ def load_or_create_identity(path: str | Path) -> Identity:
     Raises:
       IdentityError: as `load_identity` and `create_identity`.
     """
-    _create_if_missing(Path(path))
+    _create_if_missing(path)
     return load_identity(path)
 
 
@@ -78,9 +78,8 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
     Raises:
       IdentityError: as `load_or_create_identity`, or another process holds it.
     """
-    path = Path(path)
     _create_if_missing(path)
-    with _opened(path) as descriptor:
+    with _opened(path) as (descriptor, content):
         if sys.platform != "win32":
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +87,7 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
                 raise IdentityError(f"the identity {path} is in use by another process") from exc
             except OSError as exc:
                 raise IdentityError(f"cannot lock the identity {path}: {exc.strerror}") from exc
-        yield _read_identity(path, descriptor)
+        yield _identity(path, content)
 
 
 def load_swarm_secret(path: str | Path) -> bytes:
@@ -97,8 +96,8 @@ def load_swarm_secret(path: str | Path) -> bytes:
     Raises:
       IdentityError: the file is missing or unreadable, others can read or write it, or it is too short or too long.
     """
-    with _opened(Path(path)) as descriptor:
-        secret = _read(Path(path), descriptor).removeprefix(codecs.BOM_UTF8).strip()
+    with _opened(path) as (_, content):
+        secret = content.removeprefix(codecs.BOM_UTF8).strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise IdentityError(
             f"{path} holds {len(secret)} bytes, expected a random swarm secret of at least {MIN_SECRET_BYTES} bytes "
@@ -133,7 +132,7 @@ def load_allow_list(path: str | Path) -> frozenset[PeerId]:
     return frozenset(allowed)
 
 
-def _create_if_missing(path: Path) -> None:
+def _create_if_missing(path: str | Path) -> None:
     if os.path.lexists(path):
         return
     try:
@@ -144,8 +143,9 @@ def _create_if_missing(path: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file that is ours alone: checked itself, so that nothing can change between check and use."""
+def _opened(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The descriptor and the content of a file that is ours alone. The descriptor is checked and not the path, so that
+    nothing can change between check and use."""
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # the first: a pipe must not keep us waiting
     try:
         try:
@@ -166,26 +166,21 @@ def _opened(path: Path) -> Iterator[int]:
             raise IdentityError(
                 f"{path} is open to others (mode {stat.S_IMODE(mode):03o}), expected it to be private: chmod 600 {path}"
             )
-        yield descriptor
+        try:
+            content = os.read(descriptor, _MAX_FILE_BYTES + 1)
+        except OSError as exc:
+            raise IdentityError(f"cannot read {path}: {exc.strerror}") from exc
+        if len(content) > _MAX_FILE_BYTES:
+            raise IdentityError(f"{path} is longer than {_MAX_FILE_BYTES} bytes, expected a key or a secret")
+        yield descriptor, content
     finally:
         os.close(descriptor)
 
 
-def _read(path: Path, descriptor: int) -> bytes:
-    try:
-        data = os.read(descriptor, _MAX_FILE_BYTES + 1)
-    except OSError as exc:
-        raise IdentityError(f"cannot read {path}: {exc.strerror}") from exc
-    if len(data) > _MAX_FILE_BYTES:
-        raise IdentityError(f"{path} is longer than {_MAX_FILE_BYTES} bytes, expected a key or a secret")
-    return data
-
-
-def _read_identity(path: Path, descriptor: int) -> Identity:
-    data = _read(path, descriptor)
-    if not data.strip():
+def _identity(path: str | Path, content: bytes) -> Identity:
+    if not content.strip():
         raise IdentityError(f"{path} is empty, expected an Ed25519 private key (PEM, PKCS 8)")
     try:
-        return Identity.from_pem(data)
+        return Identity.from_pem(content)
     except IdentityError as exc:
         raise IdentityError(f"cannot use {path}: {exc}") from exc

@@ -49,12 +49,14 @@ class IdentityError(ValueError):
 class Identity:
     """A peer's private key. Neither printed nor compared by content."""
 
-    __slots__ = ("_key", "_peer_id", "_public_key")
+    __slots__ = ("_key", "peer_id", "public_key")
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
-        self._public_key = key.public_key().public_bytes_raw()
-        self._peer_id = peer_id_of(self._public_key)
+        self.public_key = key.public_key().public_bytes_raw()
+        """The 32 raw bytes."""
+        self.peer_id = peer_id_of(self.public_key)
+        """SHA-256 of the public key."""
 
     @classmethod
     def generate(cls) -> Self:
@@ -83,16 +85,6 @@ class Identity:
             raise IdentityError("expected an Ed25519 private key (PEM, PKCS 8), it is a key of another kind")
         return cls(key)
 
-    @property
-    def peer_id(self) -> PeerId:
-        """SHA-256 of the public key."""
-        return self._peer_id
-
-    @property
-    def public_key(self) -> bytes:
-        """The 32 raw bytes."""
-        return self._public_key
-
     def private_key_pem(self) -> bytes:
         """The key as unencrypted PKCS 8, for its owner's eyes only."""
         return self._key.private_bytes(
@@ -100,7 +92,7 @@ class Identity:
         )
 
     def __repr__(self) -> str:
-        return f"Identity({self._peer_id})"
+        return f"Identity({self.peer_id})"
 
 
 def peer_id_of(public_key: bytes) -> PeerId:

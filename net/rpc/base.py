@@ -76,26 +76,21 @@ class Caller(Protocol):
     @property
     def peer_id(self) -> PeerId:
         """The name of this process."""
-        ...
 
     @property
     def address(self) -> Address | None:
         """The address at which this process listens; None in client mode."""
-        ...
 
     @property
     def bulk(self) -> BulkTraffic:
         """Rates and round trips of the paths to peers, as bulk calls found them, and the memory that bulk may take."""
-        ...
 
     @property
     def health(self) -> PeerHealth:
         """Failures by trio's clock, of every dial's target and of each peer's services, as `(peer_id, "dht")`."""
-        ...
 
     def moved_bytes(self, peer_id: PeerId) -> int:
         """Sum of `Link.num_moved` over the connections with a peer: while it changes, the peer lives."""
-        ...
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`, at most `max_concurrent` calls at once; further ones are `PeerBusy`.
@@ -103,7 +98,6 @@ class Caller(Protocol):
         Raises:
           ValueError: the method has a handler already, or an argument is out of range.
         """
-        ...
 
     def remove_handler(self, method: str) -> None:
         """Serve `method` no more: further calls are refused as unknown, those that run already go on.
@@ -111,7 +105,6 @@ class Caller(Protocol):
         Raises:
           ValueError: the method has no handler.
         """
-        ...
 
     async def call(
         self,
@@ -150,7 +143,6 @@ class Caller(Protocol):
           LocalProtocolError: the call itself cannot be sent (too large, or not CBOR).
           ValueError: `timeout_s` is no number or too long, or nothing can be received into `into`.
         """
-        ...
 
 
 def read_request(request: Request, **fields: Field[Any]) -> list[Any]:

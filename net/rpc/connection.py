@@ -208,11 +208,8 @@ class Connection:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Call the peer and wait, see `Caller.call`. If cancelled, the call is taken back or called off.
-
-        Args:
-          deadline: seconds of trio's clock, sent along; the caller enforces it here.
-        """
+        """Call the peer and wait, see `Caller.call`. If cancelled, the call is taken back or called off. `deadline`, in
+        seconds of trio's clock, is sent along; the caller enforces it here."""
         if self.cause is not None:
             raise self._lost()
         self.last_used = trio.current_time()

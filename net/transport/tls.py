@@ -211,8 +211,7 @@ class TlsTransport:
 
         stream = await connect(address)
         try:
-            engine = TlsEngine(self._client_context, remote=str(address))
-            link = self._link(stream, engine, admit)
+            link = self._link(stream, TlsEngine(self._client_context, remote=str(address)), admit)
             await link.handshake()
         except (HandshakeFailed, ConnectionLost) as exc:
             raise DialFailed(str(exc)) from exc
