@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -158,37 +159,44 @@ def test_xla_calls_are_noted_and_made_again_in_order(monkeypatch: pytest.MonkeyP
 
         return call
 
+    def programs_of(function: str) -> Any:
+        return SimpleNamespace(**{name: noting(name) for name in ("run", "run_and_keep", "pull_back")})
+
     places = [
-        (autodiff, "_run"),
-        (autodiff, "_run_and_keep"),
-        (autodiff, "_pull_back"),
+        (autodiff, "_add"),
+        (autodiff, "_add_in_place"),
         (ExpertBackend, "forward"),
         (ExpertBackend, "backward"),
     ]
     for owner, name in places:
         monkeypatch.setattr(owner, name, noting(name))
+    places.append((autodiff, "_programs_of"))
+    monkeypatch.setattr(autodiff, "_programs_of", programs_of)
     originals = [getattr(owner, name) for owner, name in places]
     expert = object.__new__(ExpertBackend)
     calls: list[Any] = []
-    autodiff._run("before")
+    autodiff._programs_of("segment").run("before")
     with recording(calls):
-        assert autodiff._run("segment", 1) == "_run"
+        programs = autodiff._programs_of("segment")
+        assert programs.run(1) == "run"
         assert expert.forward([np.ones(2)]) == "forward"
         expert.backward([], 2)
-        autodiff._run_and_keep("segment", (), 3)
-        autodiff._pull_back("segment", [], (), [None], [None])
-        autodiff._run("segment", 4)
-    autodiff._run("after")
+        programs.run_and_keep((), 3)
+        programs.pull_back([], [None])
+        autodiff._add(2, 3)
+        autodiff._add_in_place(4, 5)
+    autodiff._programs_of("segment").run("after")
     assert [getattr(owner, name) for owner, name in places] == originals
     recorded = made[1:-1]
-    assert [name for name, *_ in recorded] == ["_run", "forward", "backward", "_run_and_keep", "_pull_back", "_run"]
+    names = ["run", "forward", "backward", "run_and_keep", "pull_back", "_add", "_add_in_place"]
+    assert [name for name, *_ in recorded] == names
     made.clear()
     assert replay(calls) >= 0.0
     assert made == recorded
 
 
 def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None:
-    """The sums of gradients that a segment's backward may overwrite."""
+    """A gradient that the sum overwrites."""
 
     def scaled(scale: Any, x: Any) -> Any:
         return scale * x
@@ -203,7 +211,7 @@ def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None
             await run.backward(loss)
 
     trio.run(step)
-    assert len(calls) == 6
+    assert len(calls) == 7
     assert replay(calls) > 0.0
     assert replay(calls) > 0.0
 
