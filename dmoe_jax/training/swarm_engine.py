@@ -41,7 +41,7 @@ class SwarmEngine:
         self._evaluation = evaluation
         self.layers = layers
         self._figures = figures
-        self._counted = {"items": 0, "staleness": 0, "steps_lost": 0}
+        self._counted: dict[str, Any] = {"items": 0, "staleness": 0, "steps_lost": 0}
         self.last_loss: float | None = None
         """Loss of the last step."""
 

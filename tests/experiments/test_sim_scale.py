@@ -68,7 +68,7 @@ def test_messages_are_counted_and_repeat_themselves() -> None:
 
 
 def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None:
-    """The sums of gradients that a segment's backward may overwrite."""
+    """A gradient that the sum overwrites."""
 
     def scaled(scale: Any, x: Any) -> Any:
         return scale * x
@@ -83,7 +83,7 @@ def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None
             await run.backward(loss)
 
     trio.run(step)
-    assert len(calls) == 6
+    assert len(calls) == 7
     assert replay(calls) > 0.0
     assert replay(calls) > 0.0
 
