@@ -119,8 +119,8 @@ def forget(memory: Memory, restarted: Bool[Array, " batch"]) -> Memory:
 
 
 def next_memory(memory: LayerMemory, hidden: Float[Array, "... d_model"]) -> LayerMemory:
-    """The last mem_len of the states that have entered the layer, which come by sequence or in rows of all positions. No
-    gradient flows through memory."""
+    """The last mem_len of the states that have entered the layer, by sequence or in rows of all positions. No gradient
+    flows through memory."""
     batch, mem_len = memory.mask.shape
     hidden = hidden.reshape(batch, -1, hidden.shape[-1])
     states = jnp.concatenate([memory.states, hidden], axis=1)[:, -mem_len:]
