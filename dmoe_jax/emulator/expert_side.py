@@ -1,4 +1,4 @@
-"""What the experts of an emulated swarm do: one call, forward or backward."""
+"""Work of an emulated swarm's experts: one call, forward or backward."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the trainers of an emulated swarm do between their waits for experts."""
+"""Work of an emulated swarm's trainers between their waits for experts."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from dmoe_jax.trunk import trunk_update
 from dmoe_jax.types import PyTree
 
 _Read = tuple[PyTree, Sequence[Mixed]]
-"""What a stage reads and gives gradients to: the trunk, and what the mixtures returned."""
+"""Arrays that a stage reads and gives gradients to: the trunk, and the results of the mixtures."""
 
 
 class TrainerSide:

@@ -345,7 +345,7 @@ async def _together(functions: Sequence[Callable[[], Awaitable[None]]]) -> None:
 
 
 def _fault_in(answer: Answer, specs: Sequence[TensorSpec], *, rows: int) -> NetError | None:
-    """What is wrong with an answer; None if each tensor is as its own specification says."""
+    """The fault of an answer; None if each tensor is as its own specification says."""
     expected = [((rows, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
     got = [(tensor.shape, tensor.dtype) for tensor in answer.tensors]
     if got != expected:

@@ -220,7 +220,7 @@ def local_forward(
     layers, memories = [], []
     for i in range(config.num_layers):
         gate_key, expert_keys = (None, None) if keys is None else (keys.gates[i], keys.experts[i])
-        memories.append(_next_memory(memory[i], hidden))
+        memories.append(next_memory(memory[i], hidden))
         if config.routes_tokens:
             hidden = attention_segment(config)(trunk["attention"][i], hidden, memory[i], expert_keys)
         scores = parts.gate(trunk["gates"][i], hidden, memory[i], router_ids(config, tokens), gate_key)
@@ -335,8 +335,4 @@ class TransformerXL(Model):
         return dataclasses.replace(evaluation, targets=np.concatenate(targets))
 
 
-def _next_memory(memory: LayerMemory, hidden: Float[Array, "... d_model"]) -> LayerMemory:
-    return next_memory(memory, by_sequence(hidden, len(memory.mask)))
-
-
-_jitted_next_memory = jax.jit(_next_memory)
+_jitted_next_memory = jax.jit(next_memory)

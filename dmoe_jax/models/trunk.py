@@ -118,9 +118,11 @@ def forget(memory: Memory, restarted: Bool[Array, " batch"]) -> Memory:
     return tuple(LayerMemory(layer.states, layer.mask & ~restarted[:, None]) for layer in memory)
 
 
-def next_memory(memory: LayerMemory, hidden: Float[Array, "batch seq d_model"]) -> LayerMemory:
-    """The last mem_len of the states that have entered the layer. No gradient flows through memory."""
-    mem_len = memory.states.shape[1]
+def next_memory(memory: LayerMemory, hidden: Float[Array, "... d_model"]) -> LayerMemory:
+    """The last mem_len of the states that have entered the layer, by sequence or in rows of all positions. No gradient
+    flows through memory."""
+    batch, mem_len = memory.mask.shape
+    hidden = hidden.reshape(batch, -1, hidden.shape[-1])
     states = jnp.concatenate([memory.states, hidden], axis=1)[:, -mem_len:]
     mask = jnp.concatenate([memory.mask, jnp.ones(hidden.shape[:2], bool)], axis=1)[:, -mem_len:]
     return LayerMemory(jax.lax.stop_gradient(states), mask)

@@ -172,8 +172,8 @@ def test_equals_the_swarm_in_float64() -> None:
 
 
 def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that look for infinities once, at their end, give what a run gives that looks at every update. One that
-    has some is run again from its beginning, although copies of the pieces before it lay in the same memory."""
+    """Pieces that look for infinities at their end give what a run gives that looks at every update. A piece that has
+    any is run again from its beginning, although copies of the pieces before it lay in the same memory."""
     monkeypatch.setattr(emulator_module, "_TRUSTED_CALLS", 0)
     emulator, order = three_trainers(), drawn(12, failure_rate=0.1)
     data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
