@@ -311,8 +311,10 @@ class _LedPrograms:
     def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
         ((_, batch, staleness),) = work
         arrays = {"inputs": batch.inputs, "staleness": (np.asarray(staleness, np.float32),)}
-        arrays |= {"output_grads": () if batch.output_grads is None else (batch.output_grads,)}
-        arrays |= {"keys": () if batch.keys is None else (batch.keys,)}
+        if batch.output_grads is not None:
+            arrays["output_grads"] = (batch.output_grads,)
+        if batch.keys is not None:
+            arrays["keys"] = (batch.keys,)
         self._tell(Order(kind="run", uid=self._uid, arrays=arrays))
         return self._programs.begin(state, work)
 
