@@ -441,7 +441,7 @@ async def _watch(
 
 
 class _Meeting:
-    """Where the device's thread of process 0 waits for the other processes."""
+    """A place for the device's thread of process 0 to wait for the other processes."""
 
     def __init__(self, others: int) -> None:
         self._others = others
@@ -482,7 +482,7 @@ async def _receive_orders(stream: trio.SocketStream, send: trio.MemorySendChanne
 
 
 async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray | None:
-    """So many bytes; None if the other end closed or vanished before."""
+    """Receive so many bytes; return None if the other end closed or vanished before."""
     data = bytearray(nbytes)
     view, start = memoryview(data), 0
     while start < nbytes:
