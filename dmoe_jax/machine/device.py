@@ -1,4 +1,4 @@
-"""Where XLA work runs, and what it costs the event loop.
+"""Devices: they run XLA work, at little cost for the event loop.
 
 On a real node XLA calls go through a worker thread, one at a time per device: XLA releases the GIL, so the loop stays
 free for the network (a hop costs about 0.2 ms; inline, a 30 ms call would make every ping 30 ms late). Only where there

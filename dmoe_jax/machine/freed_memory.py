@@ -18,7 +18,7 @@ _MALLOPT = {
     -1: -1,  # M_TRIM_THRESHOLD: what is freed at its end stays, however much
     -2: 64 << 20,  # M_TOP_PAD: it grows by this many bytes at least
 }
-"""For glibc's `mallopt`, see malloc.h."""
+"""Options of glibc's `mallopt`, see malloc.h."""
 
 
 class _Mallinfo2(ctypes.Structure):

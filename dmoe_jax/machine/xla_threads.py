@@ -1,4 +1,4 @@
-"""How many threads XLA computes with on a CPU: as many as there are cores, or as `NPROC` says when JAX starts.
+"""Number of threads that XLA computes with on a CPU: as many as there are cores, or as `NPROC` says when JAX starts.
 
 Several nodes on one machine are to share its cores. Where each has a thread for every core, the parts of its programs
 wait for threads that have no core: a token expert's backward call takes 1.5 times the processor time that it takes
@@ -14,7 +14,7 @@ from dmoe_jax.machine.cores import usable_cores
 _log = logging.getLogger(__name__)
 
 VARIABLE = "NPROC"
-"""Where XLA looks."""
+"""Environment variable that XLA reads."""
 MAX_WAITING_CALLS = 16
 """Callbacks of remote layers that may wait for the network at once in one process."""
 

@@ -311,8 +311,10 @@ class _LedPrograms:
     def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
         ((_, batch, staleness),) = work
         arrays = {"inputs": batch.inputs, "staleness": (np.asarray(staleness, np.float32),)}
-        arrays |= {"output_grads": () if batch.output_grads is None else (batch.output_grads,)}
-        arrays |= {"keys": () if batch.keys is None else (batch.keys,)}
+        if batch.output_grads is not None:
+            arrays["output_grads"] = (batch.output_grads,)
+        if batch.keys is not None:
+            arrays["keys"] = (batch.keys,)
         self._tell(Order(kind="run", uid=self._uid, arrays=arrays))
         return self._programs.begin(state, work)
 
@@ -439,7 +441,7 @@ async def _watch(
 
 
 class _Meeting:
-    """Where the device's thread of process 0 waits for the other processes."""
+    """A place for the device's thread of process 0 to wait for the other processes."""
 
     def __init__(self, others: int) -> None:
         self._others = others
@@ -480,7 +482,7 @@ async def _receive_orders(stream: trio.SocketStream, send: trio.MemorySendChanne
 
 
 async def _receive_exactly(stream: trio.SocketStream, nbytes: int) -> bytearray | None:
-    """So many bytes; None if the other end closed or vanished before."""
+    """Receive so many bytes; return None if the other end closed or vanished before."""
     data = bytearray(nbytes)
     view, start = memoryview(data), 0
     while start < nbytes:

@@ -1,4 +1,4 @@
-"""What waits at a node: jobs, the parts of requests that one expert each is to compute; and which of them run next.
+"""Jobs that wait at a node, each the part of a request that one expert is to compute, and the order in which they run.
 
 The job that has waited longest is served next, and with it, in order of arrival, as many others of its *key* (expert
 and kind of work) as fit into `max_batch_rows`: they become one XLA call. (The Learning@home prototype took the queue

@@ -65,9 +65,9 @@ class BatchCounts:
     answered: int = 0
     """Requests that were computed."""
     rows: int = 0
-    """Their rows."""
+    """Rows of these requests."""
     call_s: float = 0.0
-    """Seconds that they spent here in all, waiting and computed."""
+    """Seconds that these requests spent here in all, waiting and computed."""
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

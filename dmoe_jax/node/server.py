@@ -255,7 +255,7 @@ class ExpertNode:
         if self.state == "leaving":
             return
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids.values()))[:MAX_GRIDS]
-        facts = {"role": "node", "experts": len(self._uids), "grids": grids, **self._listing.facts()}
+        facts: dict[str, Value] = {"role": "node", "experts": len(self._uids), "grids": grids, **self._listing.facts()}
         facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **self._load()}
         if self.claims is not None:
             claims = self.claims()

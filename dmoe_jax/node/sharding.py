@@ -1,4 +1,4 @@
-"""Where a node's experts live, and what works there.
+"""Places for a node's experts, and the devices that work there.
 
 An expert keeps the *place* in which it began: a device, or a mesh of several. A mesh has two axes. Over `model` each
 array of the parameters and the optimiser's state is split by a rule, one array at a time; over `data` the rows of a
@@ -216,14 +216,14 @@ class Place:
     number: int = 0
     """Its position among them."""
     layout: Layout | None = None
-    """How an expert lies there; None: JAX decides, which puts it on its default device."""
+    """Layout of an expert there; None: JAX decides, which puts it on its default device."""
     led: Callable[[str, Any], Any] | None = None
     """(uid, its `ExpertPrograms`) -> programs like them. If other processes hold parts of the experts, too, these have
     them do the same (`dmoe_jax.node.lockstep`)."""
 
     @property
     def name(self) -> str:
-        """What metrics call it: its devices, or else its number."""
+        """Name in metrics: its devices, or else its number."""
         return str(self.number) if self.layout is None else self.layout.name
 
 
@@ -255,9 +255,8 @@ class PlacedDevice:
     """A place and what works there."""
 
     place: Place
-    """Where experts live."""
     device: Device
-    """Runs their batches, one after the other, and beside other places."""
+    """Runs the batches of its experts, one after the other, and beside other places."""
 
 
 def placed(device: Device | Sequence[PlacedDevice]) -> tuple[PlacedDevice, ...]:

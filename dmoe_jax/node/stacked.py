@@ -157,11 +157,10 @@ class StackPrograms:
         if (size := (rows, count, has_keys)) not in known:
             inputs, grads, keys, staleness = self._batch_shapes(*size)
             if is_backward:
-                arguments = self._all, _int32(count), _int32(), inputs, grads, keys, staleness
-                known[size] = compiled_alone(function, arguments, of=self, donate_argnums=0)
+                batches = _int32(count), _int32(), inputs, grads, keys, staleness
+                known[size] = compiled_alone(function, (self._all, *batches), of=self, donate_argnums=0)
             else:
-                arguments = self._all[0], _int32(count), _int32(), inputs, keys
-                known[size] = compiled_alone(function, arguments, of=self)
+                known[size] = compiled_alone(function, (self._all[0], _int32(count), _int32(), inputs, keys), of=self)
         return known[size]
 
     def _reader_and_writer(self) -> tuple[Callable[..., PyTree], Callable[..., PyTree]]:
