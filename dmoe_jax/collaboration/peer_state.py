@@ -35,7 +35,7 @@ class PeerState:
         self.layout = TreeLayout(params)
         self._brought: deque[tuple[Array, PyTree]] = deque(maxlen=2)  # what vectors were before they were rounded
         self._turn = trio.Lock()
-        self._programs = _Programs(together)
+        self._programs = _programs_of(together)
 
     def digest(self) -> bytes:
         """The chain, `CHAIN_BYTES` long, of all peers that begin with these parameters."""
@@ -115,7 +115,6 @@ def _shared(state: CollaborativeState) -> dict[str, PyTree]:
     return {name: value for name in names if (value := getattr(state, name)) is not None}
 
 
-@remembered()
 class _Programs:
     """The compiled functions of an optimiser; once for all peers of a process."""
 
@@ -124,6 +123,9 @@ class _Programs:
         self.contribution = jax.jit(together.contribution)
         self.step = _keeping_params(together.step)
         self.step_of_copy = jax.jit(together.step)
+
+
+_programs_of = remembered()(_Programs)
 
 
 def _keeping_params(work: Callable[..., CollaborativeState]) -> Callable[..., CollaborativeState]:
