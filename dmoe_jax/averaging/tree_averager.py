@@ -28,7 +28,7 @@ from dmoe_jax.optim.host_state import (
 )
 from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep
-from net.averaging.grouping.group import WEIGHTS, Role
+from net.averaging.grouping.group import WEIGHTS
 from net.averaging.opening import open_averager
 from net.averaging.plan import AveragingPlan
 from net.averaging.state.buffer import Table
@@ -132,7 +132,7 @@ class TreeAverager:
         Raises:
           ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
         """
-        if self.role == Role.AUXILIARY:
+        if self.role == "auxiliary":
             raise ValueError("an auxiliary peer has nothing to average: call assist")
         if self.loop is None:
             return await self._step(opt_state, params, wait=wait)
@@ -181,7 +181,7 @@ class TreeAverager:
 
     async def assist(self) -> None:
         """Reduce for others, round after round, until cancelled; for an auxiliary peer alone."""
-        if self.role != Role.AUXILIARY:
+        if self.role != "auxiliary":
             raise ValueError(f"only an auxiliary peer assists; this peer's role is {self.role}")
 
         async def reduce(averager: Averager) -> None:

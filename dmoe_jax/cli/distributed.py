@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
     from dmoe_jax.experts import Expert
-    from dmoe_jax.node.devices import PlacedDevice
+    from dmoe_jax.node.sharding import PlacedDevice
 
 _END_TIMEOUT_S = 10.0
 """Seconds after which this process ends once another one is gone: XLA may wait for that one for ever."""

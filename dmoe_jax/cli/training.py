@@ -109,7 +109,7 @@ def _plan(options: TrainOptions) -> Plan:
 @asynccontextmanager
 async def _opened_trainers(
     options: TrainOptions, swarm: Swarm, training: Training, progress: TrainingProgress, watch: Watching
-) -> AsyncIterator[tuple[Trainers, _Figures]]:
+) -> AsyncIterator[tuple[Trainers[Any], _Figures]]:
     """The trainers of this process, caught up with others that are ahead, and the headline's figures of averaging."""
     averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
     model, batches = training.model, training.batches
@@ -119,7 +119,7 @@ async def _opened_trainers(
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
         params = model.init(jax.random.key(options.data.seed))
     async with AsyncExitStack() as stack:
-        trainers: Trainers
+        trainers: Trainers[Any]
         if averaging.target_batch_size:
             assert averaging.kind != "noloco"  # refused by `check`
             collaborating = swarm.collaborate(

@@ -39,7 +39,7 @@ class Watching:
         """Hear that every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
-    def steps_of(self, trainers: Trainers) -> None:
+    def steps_of(self, trainers: Trainers[Any]) -> None:
         """Watch the steps of these trainers."""
         for trainer in trainers.trainers:
             trainer.on_span = self._span

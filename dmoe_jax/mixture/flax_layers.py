@@ -281,7 +281,7 @@ class LinenMixture(nn.Module):
         return mixed
 
 
-class AuxiliaryLoss(nnx.Variable):
+class AuxiliaryLoss(nnx.Variable[jax.Array]):
     """The router's auxiliary loss in a layer's last call, a scalar."""
 
 

@@ -131,7 +131,7 @@ def _names_of_untrusted(reply: Reply, num_experts: int) -> list[list[bytes]]:
       RemoteProtocolError: the answer is none.
     """
     tensors = [plain(tensor) for tensor in reply.tensors]
-    if [(each.dtype, each.ndim) for each in tensors] != [(np.int64, 1), (np.uint8, 2)]:
+    if [(each.dtype, each.ndim) for each in tensors] != [(np.dtype(np.int64), 1), (np.dtype(np.uint8), 2)]:
         said = [f"{each.dtype}{list(each.shape)}" for each in tensors]
         raise RemoteProtocolError(f"expected int64 [experts] and uint8 [names, {NAME_BYTES}], got {said}")
     counts, names = tensors

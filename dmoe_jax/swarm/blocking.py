@@ -33,7 +33,8 @@ from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.machine.interrupts import put_off_in_callbacks
 from dmoe_jax.machine.xla_threads import make_room
 from dmoe_jax.mixture.flax_layers import BlockingMixture
-from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
+from dmoe_jax.swarm.serving import Served
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.types import PyTree
 
 _P = ParamSpec("_P")
@@ -205,7 +206,7 @@ def _holding(
 
     @functools.wraps(method)
     @contextlib.contextmanager
-    def hold(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Waiting[_T]]:
+    def hold(self: "BlockingSwarm", /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Waiting[_T]]:
         with self._thread.held_open(method(self.swarm, *args, **kwargs)) as value:
             yield Waiting(value, self._thread)
 
@@ -218,7 +219,7 @@ def _making(
     """Wrap the method's result. It runs here, since the swarm's thread must not wait for JAX."""
 
     @functools.wraps(method)
-    def make(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> _W:
+    def make(self: "BlockingSwarm", /, *args: _P.args, **kwargs: _P.kwargs) -> _W:
         return wrap(method(self.swarm, *args, **kwargs), self._thread)
 
     return make

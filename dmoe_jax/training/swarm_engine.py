@@ -7,8 +7,8 @@ from typing import Any
 
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
-from dmoe_jax.trainer import StepRecord, Trainers
-from dmoe_jax.training.engine import OnBatch, OnLost, OnStep, Totals
+from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainers
+from dmoe_jax.training.engine import OnBatch, Totals
 from dmoe_jax.types import PyTree
 
 EvaluationBatches = Callable[[str, int | None], tuple[Iterable[Any], int | None]]
@@ -29,7 +29,7 @@ class SwarmEngine:
 
     def __init__(
         self,
-        trainers: Trainers,
+        trainers: Trainers[Any],
         statistics: CallStatistics,
         evaluation: EvaluationBatches,
         *,

@@ -27,7 +27,8 @@ from dmoe_jax.node.programs import buckets_up_to
 from dmoe_jax.peers.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
+from dmoe_jax.swarm.serving import Served
+from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from experiments.throughput_vs_latency.costs import (
     OPTIMIZER,
     STAND_IN,

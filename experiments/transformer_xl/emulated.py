@@ -22,8 +22,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError
-from dmoe_jax.trainer import StepRecord
-from dmoe_jax.training.engine import OnLost, OnStep, Totals
+from dmoe_jax.trainer import OnLost, OnStep, StepRecord
+from dmoe_jax.training.engine import Totals
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setting, Setup, SetupEngine
 

@@ -26,8 +26,8 @@ from dmoe_jax.models.layers import ForwardAux
 from dmoe_jax.models.trunk import StepKeys, empty_memory, forget
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, Traffic, router_loss
-from dmoe_jax.trainer import StepRecord
-from dmoe_jax.training.engine import OnLost, OnStep, Totals
+from dmoe_jax.trainer import OnLost, OnStep, StepRecord
+from dmoe_jax.training.engine import Totals
 from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setup, SetupEngine, dense_loss
 

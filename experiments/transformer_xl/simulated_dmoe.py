@@ -24,8 +24,8 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.swarm.swarm import open_swarm
-from dmoe_jax.trainer import StepRecord, Trainer
-from dmoe_jax.training.engine import OnLost, OnStep, Totals
+from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainer
+from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import start_simulated_nodes
