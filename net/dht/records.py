@@ -55,7 +55,7 @@ class Dictionary:
 
     @property
     def expiration(self) -> float:
-        """When the last entry ends."""
+        """Swarm time at which the last entry ends."""
         return max(entry.expiration for entry in self.entries.values())
 
 

@@ -65,7 +65,7 @@ class _State:
     """Set when the first probe has come to an end."""
     num_opening: int = 0
     not_before: float = 0.0
-    """When lanes may be dialled again."""
+    """Time from which lanes may be dialled again."""
 
 
 class Lanes:

@@ -306,7 +306,7 @@ def _plain_host(host: str) -> str:
 
 
 def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> Sequence[bytes | memoryview]:
-    """What is left of the pieces after their first `sent` bytes."""
+    """The rest of the pieces after their first `sent` bytes."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]
