@@ -52,11 +52,7 @@ class JobQueue:
 
 
 class Maintenance:
-    """The background of one node; `run` never returns by itself and never fails because of a peer.
-
-    Args:
-      lookup: walks towards an id and thereby fills the table.
-    """
+    """The background of one node. `lookup` walks towards an id and thereby fills the table."""
 
     def __init__(
         self,
@@ -76,11 +72,7 @@ class Maintenance:
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
     async def join(self) -> None:
-        """Meet the swarm through the initial peers.
-
-        Raises:
-          DialFailed: there are some, and none of them answered.
-        """
+        """Meet the swarm through the initial peers; DialFailed if there are some, and none answered."""
         if not self.initial_peers:
             return
         if not await self._ask(self.initial_peers, grace_s=self.config.bootstrap_grace_s):
@@ -88,7 +80,7 @@ class Maintenance:
         await self.lookup(self.book.table.local_id)
 
     async def run(self) -> None:
-        """Do everything below until cancelled."""
+        """Do everything below until cancelled, whatever peers do."""
         async with trio.open_nursery() as nursery:
             for _ in range(WORKERS):
                 nursery.start_soon(self._work)

@@ -69,15 +69,7 @@ class _State:
 
 
 class Lanes:
-    """Places the bulk calls of one peer, and opens lanes.
-
-    Args:
-      transport: dials lanes.
-      service: our end of them.
-      connections: the peer's table.
-      bulk: records rates and round trips.
-      nursery: holds probes and lanes.
-    """
+    """Places the bulk calls of one peer, and opens lanes."""
 
     def __init__(
         self,
