@@ -127,8 +127,8 @@ class Service:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Serve a call of this peer to itself, as `Caller.call` does: a trainer and its experts may live in one process.
-        Nothing in the request or the reply is shared between both ends."""
+        """Serve a call of this peer to itself, as `Caller.call` does: a trainer and its experts may live in one
+        process. Nothing in the request or the reply is shared between both ends."""
 
         def send_partial(reply: Reply) -> bool:
             assert on_partial is not None
