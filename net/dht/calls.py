@@ -30,9 +30,8 @@ MAX_PAGES = 64
 class DhtCalls:
     """The three calls of `net.dht.messages`, in both directions.
 
-    Every answer and every failure of a call goes into the peer book. Calls of others raise `PEER_ERRORS` after at most
-    `config.rpc_timeout_s`; cancelling one changes nothing in the book. Requests are refused with a reason if anything
-    is wrong with them.
+    Every answer and every failure of a call to others goes into the peer book. These calls raise `PEER_ERRORS` after at
+    most `config.rpc_timeout_s`; cancelling one changes nothing in the book. Wrong requests are refused with a reason.
     """
 
     caller: Caller

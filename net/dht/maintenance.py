@@ -1,6 +1,5 @@
 """The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
-import enum
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,16 +22,12 @@ MAX_STALE_BUCKETS = 16  # looked up in one refresh, the stalest first
 LOST_DRAWS = 8  # lost peers tried in one round
 
 
-class _Job(enum.Enum):
-    CHECK = enum.auto()
-    HAND_OVER = enum.auto()
-
-
 class JobQueue:
     """The bounded queue between the peer book and the workers. Never blocks, may drop."""
 
     def __init__(self) -> None:
-        self._send, self.waiting = trio.open_memory_channel[tuple[_Job, Contact]](MAX_JOBS)
+        self._send, self.waiting = trio.open_memory_channel[tuple[Contact, bool]](MAX_JOBS)
+        """Contacts, each with True to ping it, or False to send it the records that it should hold."""
         self.checking: set[PeerId] = set()
         """Peers whose check waits or is under way: one at a time is enough."""
         self.dropped = 0
@@ -40,16 +35,16 @@ class JobQueue:
 
     def check(self, contact: Contact) -> None:
         """Have a contact pinged soon."""
-        if contact.peer_id not in self.checking and self._put(_Job.CHECK, contact):
+        if contact.peer_id not in self.checking and self._put(contact, True):
             self.checking.add(contact.peer_id)
 
     def hand_over(self, contact: Contact) -> None:
         """Have a contact sent the records that it should hold."""
-        self._put(_Job.HAND_OVER, contact)
+        self._put(contact, False)
 
-    def _put(self, job: _Job, contact: Contact) -> bool:
+    def _put(self, contact: Contact, is_check: bool) -> bool:
         try:
-            self._send.send_nowait((job, contact))
+            self._send.send_nowait((contact, is_check))
         except trio.WouldBlock:
             self.dropped += 1
             return False
@@ -57,11 +52,7 @@ class JobQueue:
 
 
 class Maintenance:
-    """The background of one node; `run` never returns by itself and never fails because of a peer.
-
-    Args:
-      lookup: walks towards an id and thereby fills the table.
-    """
+    """The background of one node. `lookup` walks towards an id and thereby fills the table."""
 
     def __init__(
         self,
@@ -81,11 +72,7 @@ class Maintenance:
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
     async def join(self) -> None:
-        """Meet the swarm through the initial peers.
-
-        Raises:
-          DialFailed: there are some, and none of them answered.
-        """
+        """Meet the swarm through the initial peers; DialFailed if there are some, and none answered."""
         if not self.initial_peers:
             return
         if not await self._ask(self.initial_peers, grace_s=self.config.bootstrap_grace_s):
@@ -93,7 +80,7 @@ class Maintenance:
         await self.lookup(self.book.table.local_id)
 
     async def run(self) -> None:
-        """Do everything below until cancelled."""
+        """Do everything below until cancelled, whatever peers do."""
         async with trio.open_nursery() as nursery:
             for _ in range(WORKERS):
                 nursery.start_soon(self._work)
@@ -102,13 +89,10 @@ class Maintenance:
             nursery.start_soon(self._sweep)
 
     async def _work(self) -> None:
-        async for job, contact in self.jobs.waiting:
+        async for contact, is_check in self.jobs.waiting:
             with suppress(*PEER_ERRORS):  # the peer book knows
-                if job is _Job.HAND_OVER:
-                    await self._hand_over(contact)
-                else:
-                    await self.calls.check(contact)
-            if job is _Job.CHECK:
+                await (self.calls.check(contact) if is_check else self._hand_over(contact))
+            if is_check:
                 self.jobs.checking.discard(contact.peer_id)
 
     async def _hand_over(self, newcomer: Contact) -> None:

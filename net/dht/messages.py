@@ -154,11 +154,7 @@ def parse_entries_untrusted(raw: object, latest_expiration: float) -> tuple[Subk
 
 
 def parse_contact_untrusted(item: object) -> Contact:
-    """Read a contact as `[peer id, host, port]`.
-
-    Raises:
-      RemoteProtocolError: it is anything else.
-    """
+    """Read a contact as `[peer id, host, port]`; RemoteProtocolError for anything else."""
     peer_id, host, port = row_untrusted(item, "a contact", id=PEER_ID, host=HOST, port=PORT)
     return Contact(peer_id, Address(host, port))
 

@@ -108,7 +108,7 @@ class DhtNode:
         self._maintenance = Maintenance(
             initial_peers=initial_peers, jobs=self._jobs, calls=self._calls, lookup=self.find_nearest, rng=rng
         )
-        # Of thousands of keys not all may be looked up at once: each is some twenty calls and their memory.
+        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
         self._operations = trio.CapacityLimiter(config.max_concurrent_operations)
         self._lookups = 0
         self._queries = 0

@@ -55,7 +55,7 @@ class Dictionary:
 
     @property
     def expiration(self) -> float:
-        """When the last entry ends."""
+        """Swarm time at which the last entry ends."""
         return max(entry.expiration for entry in self.entries.values())
 
 
@@ -83,11 +83,7 @@ def make_entry(value: Value, expiration: float, *, latest: float = math.inf) -> 
 
 
 def check_subkey(subkey: str | None) -> str | None:
-    """Return the subkey.
-
-    Raises:
-      ValueError: it is neither None nor a string of at most `MAX_SUBKEY_BYTES`.
-    """
+    """Return the subkey; ValueError if it is neither None nor a string of at most `MAX_SUBKEY_BYTES`."""
     if subkey is not None and (not isinstance(subkey, str) or len(subkey.encode()) > MAX_SUBKEY_BYTES):
         raise ValueError(f"a subkey is None or a string of at most {MAX_SUBKEY_BYTES} bytes, got {subkey!r:.80}")
     return subkey

@@ -146,11 +146,7 @@ class Caller(Protocol):
 
 
 def read_request(request: Request, **fields: Field[Any]) -> list[Any]:
-    """The fields of a request's body, in their order.
-
-    Raises:
-      CallRefused: naming one that is something else.
-    """
+    """The fields of a request's body, in their order; CallRefused names one that is something else."""
     try:
         return [field.of_untrusted(request.body, name) for name, field in fields.items()]
     except RemoteProtocolError as error:

@@ -125,9 +125,9 @@ class Placed(NamedTuple):
     answered_bytes: int
     """Bytes of all calls answered by then."""
     answered_at: float
-    """When the last of them was answered."""
+    """Time at which the last of them was answered."""
     answered_placed_at: float
-    """When that last one had been placed."""
+    """Time at which that last one had been placed."""
 
 
 class Path:

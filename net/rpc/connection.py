@@ -97,7 +97,7 @@ class Connection:
         self.is_outgoing = is_outgoing
         self.session = RpcSession(replace(service.hello, lane=True) if is_lane else service.hello)
         self.cause: NetError | None = None
-        """Why it ended; None while it lives."""
+        """Reason of its end; None while it lives."""
         self.is_lane = is_lane
         """True if it is a further one beside the first with this peer; see `net.rpc.lanes`."""
         self.bulk_bytes = 0
@@ -105,7 +105,7 @@ class Connection:
         self.idle_s = IDLE_S
         """Seconds without calls after which it is closed."""
         self.last_heard = self.last_used = trio.current_time()
-        """When the last frame came in, and when the last call was placed or served, seconds of trio's clock."""
+        """Times of the last frame that came in, and of the last call placed or served, seconds of trio's clock."""
         self._service = service
         self._on_hello = on_hello
         self._pending: dict[int, _PendingCall] = {}

@@ -53,12 +53,7 @@ class RpcStatistics:
 
 
 class ConnectionTable:
-    """The live connections of one peer.
-
-    Args:
-      peer_id: who we are.
-      max_outgoing, max_incoming: most connections that we dialled, and that others did.
-    """
+    """The live connections of one peer: at most `max_outgoing` that it dialled, `max_incoming` that others did."""
 
     def __init__(self, peer_id: PeerId, *, max_outgoing: int, max_incoming: int) -> None:
         self.max_outgoing = max_outgoing
@@ -120,11 +115,7 @@ class ConnectionTable:
                 connection.check(now)
 
     def greeted_untrusted(self, connection: Connection, remote: Hello) -> None:
-        """Note that the other end of `connection` has said who it is, and keep one connection with it.
-
-        Raises:
-          RemoteProtocolError: it has the key of this peer.
-        """
+        """Note that the other end of `connection` has said who it is, and keep one connection with it."""
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself, or another process with a copy of its key")
         if connection.is_lane or remote.lane:

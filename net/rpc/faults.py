@@ -69,11 +69,7 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, texts: tuple[str, ...], *, seed: int = 0) -> "FaultPlan":
-        """Read `FAULT=RATE`, or `late=RATE:MEAN_S`, the form of the command line.
-
-        Raises:
-          ValueError: naming the text that is not one.
-        """
+        """Read `FAULT=RATE`, or `late=RATE:MEAN_S`, the form of the command line; ValueError names any other text."""
         rates: dict[Fault, float] = {}
         late_mean_s = 1.0
         for text in texts:
@@ -134,16 +130,8 @@ class FaultInjector:
 async def misbehave(
     fault: Fault, late_s: float, serve: Callable[[], Awaitable[Reply]], send_last: Callable[[Part], None]
 ) -> Reply:
-    """Serve a call that a fault strikes.
-
-    Args:
-      late_s: the delay of a late answer.
-      serve: runs the handler.
-      send_last: sends one more part on the connection and then ends it.
-
-    Raises:
-      CallRefused: by that fault, or by the handler.
-    """
+    """Serve a call that a fault strikes: `serve` runs the handler, `send_last` sends one more part on the connection
+    and then ends it."""
     match fault:
         case Fault.REFUSE:
             raise CallRefused("refused on purpose")

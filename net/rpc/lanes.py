@@ -65,19 +65,11 @@ class _State:
     """Set when the first probe has come to an end."""
     num_opening: int = 0
     not_before: float = 0.0
-    """When lanes may be dialled again."""
+    """Time from which lanes may be dialled again."""
 
 
 class Lanes:
-    """Places the bulk calls of one peer, and opens lanes.
-
-    Args:
-      transport: dials lanes.
-      service: our end of them.
-      connections: the peer's table.
-      bulk: records rates and round trips.
-      nursery: holds probes and lanes.
-    """
+    """Places the bulk calls of one peer, and opens lanes."""
 
     def __init__(
         self,

@@ -245,11 +245,7 @@ class RpcPeer:
         self._service.close()
 
     def _way_to(self, target: Contact | Address | PeerId) -> Connection | _Dial:
-        """The open connection, or the dial that all callers of the target wait for; await it at once.
-
-        Raises:
-          DialFailed: this peer may not dial it now, or cannot.
-        """
+        """The open connection, or the dial that all callers of the target wait for; await it at once."""
         connection = self._connections.find(target)
         if connection is not None:
             return connection

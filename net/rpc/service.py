@@ -40,11 +40,8 @@ class Method:
 
     @contextmanager
     def serving(self, caller: object) -> Iterator[None]:
-        """Guard the serving of an admitted call, whose place is free afterwards.
-
-        Raises:
-          CallFailed: as the handler raised it, or `RemoteFailure` for anything else, which goes into our log.
-        """
+        """Guard the serving of an admitted call, whose place is free afterwards. Anything but a `CallFailed` goes into
+        our log and comes out as a `RemoteFailure`."""
         failure = f"the handler of {self.name!r} failed; the log of the peer says why"
         try:
             yield
@@ -111,12 +108,7 @@ class Service:
         del self._methods[method]
 
     def admit(self, method: str) -> Method:
-        """Take one of the method's places for a call; `Method.serving` gives it back.
-
-        Raises:
-          CallRefused: there is no such method.
-          PeerBusy: its places are taken.
-        """
+        """Take one of the method's places for a call; `Method.serving` gives it back."""
         entry = self._methods.get(method)
         if entry is None:
             self.turned_away["unknown method"] += 1
@@ -135,13 +127,8 @@ class Service:
         on_partial: Callable[[Reply], None] | None = None,
         into: Tensor | None = None,
     ) -> Reply:
-        """Serve a call of this peer to itself: a trainer and the experts that it calls may live in one process. Nothing
-        in the request or the reply is shared between both ends.
-
-        Raises:
-          CallFailed: as a caller elsewhere would get it.
-          ConnectionLost: `close` was called meanwhile.
-        """
+        """Serve a call of this peer to itself, as `Caller.call` does: a trainer and its experts may live in one
+        process. Nothing in the request or the reply is shared between both ends."""
 
         def send_partial(reply: Reply) -> bool:
             assert on_partial is not None

@@ -51,9 +51,8 @@ class Link(Protocol):
     async def send(self, *parts: Part) -> None:
         """Send parts of frames in order, in as few writes as the network allows.
 
-        Returns once the network took them over, without a checkpoint if it takes them at once; waits while it takes no
-        more. The frames' tensors must not change before. If cancelled, a part may have left incompletely: nothing more
-        can be sent, and only `abort` is left to do.
+        Returns once the network took them over, without a checkpoint if it takes them at once. The frames' tensors must
+        not change before. If cancelled, a part may have left incompletely: only `abort` is left to do.
 
         Raises:
           ConnectionLost: the link is down.

@@ -125,16 +125,12 @@ class ByteStream:
             self.num_sent += self._sock.send(data)
 
     async def receive_into(self, buffers: Callable[[], tuple[memoryview, ...]]) -> int:
-        """Fill buffers, one after the other, with the bytes that are there, or that come first.
-
-        No checkpoint while there is something to read, but one for every `_TURN_BYTES` at least.
+        """Fill buffers, one after the other, with the bytes that are there, or that come first; return their number, 0
+        once the peer has ended its side. Checkpoints are those of `send`.
 
         Args:
           buffers: called when there may be something to read. No other task runs between that and the return: memory
             that is withdrawn while this waits is not written to.
-
-        Returns:
-          the number of bytes; 0 once the peer has ended its side of the connection.
 
         Raises:
           ConnectionLost: the connection is down, or was closed, perhaps meanwhile.
@@ -306,7 +302,7 @@ def _plain_host(host: str) -> str:
 
 
 def _rest(pieces: Sequence[bytes | memoryview], sent: int) -> Sequence[bytes | memoryview]:
-    """What is left of the pieces after their first `sent` bytes."""
+    """The rest of the pieces after their first `sent` bytes."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]

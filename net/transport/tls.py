@@ -34,10 +34,8 @@ class TlsLink:
     """TLS on a stream of bytes as a `net.transport.base.Link`.
 
     Args:
-      stream: fresh; the link closes it.
-      engine: before its handshake.
       admit: raises HandshakeFailed for a peer that must not be talked to.
-      scratch: where ciphertext is received; all links of a transport share it.
+      scratch: memory for ciphertext; all links of a transport share it.
       max_body_bytes: frames with larger bodies are refused.
     """
 

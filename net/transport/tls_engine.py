@@ -131,11 +131,8 @@ class TlsEngine:
         return self._outgoing.read()
 
     def encrypt(self, plaintext: bytes | memoryview) -> None:
-        """Encrypt, only after the handshake. The caller takes the ciphertext out before there is too much of it.
-
-        Raises:
-          ConnectionLost: the connection has failed or was closed before.
-        """
+        """Encrypt, only after the handshake; ConnectionLost if the connection has failed or was closed before. The
+        caller takes the ciphertext out before there is too much of it."""
         try:
             self._ssl.write(plaintext)
         except ssl.SSLError as exc:

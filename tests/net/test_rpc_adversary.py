@@ -22,7 +22,8 @@ from net.wire.tensors import Tensor
 from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
 from tests.net.link_frames import assert_same, parts_of
 from tests.net.rpc_peers import CLIENT, LONG_S, SERVER, Stuck, echo, hello, part
-from tests.net.test_rpc_simulated import ALICE, BOB, EVE, MIB, contact, open_peer, pair, ping, simulated
+from tests.net.sim_hosts import in_simulation
+from tests.net.test_rpc_simulated import ALICE, BOB, EVE, MIB, contact, open_peer, pair, ping
 from tests.net.test_transport_conformance import LARGE, large_frame
 
 
@@ -48,7 +49,7 @@ async def is_over(link: Link) -> bool:
     return False
 
 
-@simulated
+@in_simulation
 async def test_no_place_in_the_service_leaks() -> None:
     """A peer that uses a call's id again before its handler is done is dropped, and its calls with it."""
     async with pair() as (network, alice, bob):
@@ -64,7 +65,7 @@ async def test_no_place_in_the_service_leaks() -> None:
             await alice.call(contact(bob), "stuck", {}, timeout_s=1.0)
 
 
-@simulated
+@in_simulation
 async def test_calls_that_are_called_off_hold_the_window_until_their_handlers_are_done() -> None:
     """Two requests of 20 MiB are in memory at a time, however impatient their callers are; later ones get through."""
     num_running: list[int] = [0]
@@ -86,7 +87,7 @@ async def test_calls_that_are_called_off_hold_the_window_until_their_handlers_ar
         assert network.statistics().dials == 1
 
 
-@simulated
+@in_simulation
 async def test_a_handler_may_call_its_caller_back_for_a_large_answer() -> None:
     """Although the request in work and the answer would not fit the window together."""
     async with pair() as (_, alice, bob):
@@ -169,7 +170,7 @@ def test_a_handler_that_fails_while_its_peer_is_closed(caller: str, caplog: pyte
     assert "while cleaning up" in caplog.text
 
 
-@simulated
+@in_simulation
 async def test_calls_of_a_peer_to_itself_end_when_it_is_closed() -> None:
     """Their handlers are cancelled and their callers told, at once."""
     stuck = Stuck()
@@ -190,7 +191,7 @@ async def test_calls_of_a_peer_to_itself_end_when_it_is_closed() -> None:
             await ping(alice, contact(alice))
 
 
-@simulated
+@in_simulation
 async def test_calls_of_a_peer_to_itself_share_no_body() -> None:
     """What either side writes into it stays on that side."""
     kept = {"list": [1]}
@@ -225,7 +226,7 @@ def test_calls_of_a_peer_to_itself_refuse_what_could_not_travel(body: dict[str, 
     run(main)
 
 
-@simulated
+@in_simulation
 async def test_a_read_only_view_of_an_array_that_its_owner_writes_to_is_copied() -> None:
     """In a request and in an answer, to another peer and to this one: as if its bytes had left."""
     kept: list[Tensor] = []
@@ -247,7 +248,7 @@ async def test_a_read_only_view_of_an_array_that_its_owner_writes_to_is_copied()
     assert all((tensor == 0.0).all() for tensor in kept)
 
 
-@simulated
+@in_simulation
 async def test_strangers_who_only_connect_do_not_take_the_places_of_peers() -> None:
     """They take each other's: an idle connection of a peer outlives any number of them."""
     async with (
@@ -263,7 +264,7 @@ async def test_strangers_who_only_connect_do_not_take_the_places_of_peers() -> N
         drop(*links)
 
 
-@simulated
+@in_simulation
 async def test_callers_that_give_up_early_do_not_lock_an_address() -> None:
     """Cancelled, or with too little time left to dial at all: a patient caller gets through afterwards."""
     async with pair() as (_, alice, bob):
@@ -328,7 +329,7 @@ def test_what_finds_room_in_the_systems_buffer_is_no_sign_of_life(network: Netwo
     network.run(main)
 
 
-@simulated
+@in_simulation
 async def test_what_a_cut_network_holds_back_is_no_sign_of_life() -> None:
     """A simulated link counts what arrives: at both ends, if it is more than a ping."""
     async with simulate() as network:

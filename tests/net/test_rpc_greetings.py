@@ -17,10 +17,11 @@ from net.transport.base import Link, Transport
 from net.transport.sim import simulate
 from net.wire.messages import CallReply, Goodbye
 from tests.net.rpc_peers import LONG_S, hello, part
-from tests.net.test_rpc_simulated import ALICE, EVE, contact, pair, ping, simulated
+from tests.net.sim_hosts import in_simulation
+from tests.net.test_rpc_simulated import ALICE, EVE, contact, pair, ping
 
 
-@simulated
+@in_simulation
 async def test_a_slow_call_on_the_connection_that_gives_way_is_answered() -> None:
     """Two that dial at once: the connection that is not preferred lives until its calls are answered, then ends."""
     async with pair() as (network, alice, bob):
@@ -38,7 +39,7 @@ async def test_a_slow_call_on_the_connection_that_gives_way_is_answered() -> Non
         assert network.statistics().links == 1
 
 
-@simulated
+@in_simulation
 async def test_a_peer_that_says_hello_and_goodbye_in_one_breath_is_not_dialled_in_a_loop() -> None:
     """A call is one dial and fails at once; connections with others stay."""
     async with pair() as (network, alice, bob), trio.open_nursery() as nursery:
@@ -60,7 +61,7 @@ async def test_a_peer_that_says_hello_and_goodbye_in_one_breath_is_not_dialled_i
         nursery.cancel_scope.cancel()
 
 
-@simulated
+@in_simulation
 async def test_a_peer_that_prefers_its_own_connection_may_say_hello_there_later() -> None:
     """Both dialled, and the goodbye on ours overtakes the hello on theirs: the call waits for that."""
     async with pair() as (network, alice, _), trio.open_nursery() as nursery:
@@ -72,7 +73,7 @@ async def test_a_peer_that_prefers_its_own_connection_may_say_hello_there_later(
         nursery.cancel_scope.cancel()
 
 
-@simulated
+@in_simulation
 async def test_a_stranger_that_stays_mute_is_not_waited_for_for_ever() -> None:
     """It might have been the one who parted; when it is dropped, the call fails."""
     async with pair() as (network, alice, _), trio.open_nursery() as nursery:
@@ -86,7 +87,7 @@ async def test_a_stranger_that_stays_mute_is_not_waited_for_for_ever() -> None:
         nursery.cancel_scope.cancel()
 
 
-@simulated
+@in_simulation
 async def test_the_bound_of_outgoing_connections_counts_a_connection_once() -> None:
     """Eight places, eight peers that are slow to say hello: all are reached, and none is thrown out for a ninth."""
     async with simulate() as network, trio.open_nursery() as nursery:

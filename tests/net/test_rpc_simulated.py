@@ -1,6 +1,6 @@
 """What peers do about each other over minutes and hours, in virtual time on the simulated network."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,25 +15,16 @@ from net.rpc.base import Reply, Request
 from net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
 from net.rpc.connections import CHECK_PERIOD_S
 from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import run, simulate
+from net.transport.sim import simulate
 from net.transport.sim.events import HostDown, HostUp, Partition
 from net.transport.sim.links import Constant, HostOptions
 from net.transport.sim.network import SimNetwork
 from net.wire.messages import CallStart
 from tests.net.rpc_peers import Stuck, echo, hello, part
+from tests.net.sim_hosts import in_simulation
 
 ALICE, BOB, EVE = (PeerId(bytes([letter]) * 32) for letter in b"abe")
 MIB = 2**20
-
-
-def simulated(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run the test in virtual time."""
-
-    def run_it() -> None:
-        run(test)
-
-    run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
-    return run_it
 
 
 @asynccontextmanager
@@ -64,7 +55,7 @@ async def ping(peer: RpcPeer, target: Contact | Address, timeout_s: float = 10.0
     await peer.call(target, "rpc.ping", {}, timeout_s=timeout_s)
 
 
-@simulated
+@in_simulation
 async def test_one_connection_serves_both_directions() -> None:
     """Who was called calls back on the same connection; by contact, whatever address that names."""
     async with pair() as (network, alice, bob):
@@ -75,7 +66,7 @@ async def test_one_connection_serves_both_directions() -> None:
         assert network.statistics().dials == 1
 
 
-@simulated
+@in_simulation
 async def test_a_peer_in_client_mode_can_be_called_back() -> None:
     """It listens nowhere, but there is a connection."""
     async with (
@@ -88,7 +79,7 @@ async def test_a_peer_in_client_mode_can_be_called_back() -> None:
         assert reply.body == {"x": 1}
 
 
-@simulated
+@in_simulation
 async def test_two_that_dial_each_other_at_once_end_with_one_connection() -> None:
     """No call is lost on the way there, and both agree on which one stays."""
     async with pair() as (network, alice, bob):
@@ -103,7 +94,7 @@ async def test_two_that_dial_each_other_at_once_end_with_one_connection() -> Non
         assert network.statistics().dials == 2
 
 
-@simulated
+@in_simulation
 async def test_every_end_of_a_call_goes_into_the_peers_health() -> None:
     """Silence is a failure of the service asked, calls that wait together one; any answer clears it."""
     async with pair() as (_, alice, bob):
@@ -135,7 +126,7 @@ async def test_every_end_of_a_call_goes_into_the_peers_health() -> None:
         assert not alice.health.blocks(service, trio.current_time(), pause)
 
 
-@simulated
+@in_simulation
 async def test_dials_that_are_not_tried_are_no_failures() -> None:
     """A peer that is gone fails once for each dial; who calls in between is refused, and nothing is counted."""
     async with pair() as (_, alice, _):
@@ -150,7 +141,7 @@ async def test_dials_that_are_not_tried_are_no_failures() -> None:
         assert "2 times in a row" in told
 
 
-@simulated
+@in_simulation
 async def test_calls_of_this_very_peer_need_no_connection() -> None:
     """A trainer and its experts may live in one process; the tensors are copies, as from elsewhere."""
     async with pair() as (network, alice, _):
@@ -164,7 +155,7 @@ async def test_calls_of_this_very_peer_need_no_connection() -> None:
         assert network.statistics().dials == 0
 
 
-@simulated
+@in_simulation
 async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> None:
     """Both sides call again in the very seconds in which the connection ends; all calls are answered."""
     async with pair() as (network, alice, bob):
@@ -179,7 +170,7 @@ async def test_an_idle_connection_is_closed_and_no_call_is_lost_by_that() -> Non
         assert network.statistics().dials > 20
 
 
-@simulated
+@in_simulation
 async def test_a_peer_that_vanishes_is_noticed() -> None:
     """Unplugged in the middle of calls: the caller learns it long before its deadline, the callee stops working."""
     stuck = Stuck()
@@ -201,7 +192,7 @@ async def test_a_peer_that_vanishes_is_noticed() -> None:
         assert noticed_at[0] - unplugged_at <= 2 * SILENCE_S + 2 * CHECK_PERIOD_S
 
 
-@simulated
+@in_simulation
 async def test_long_work_of_a_living_peer_is_not_cut_short() -> None:
     """Its answers to pings are enough."""
     async with pair() as (_, alice, bob):
@@ -215,7 +206,7 @@ async def test_long_work_of_a_living_peer_is_not_cut_short() -> None:
         assert reply.body == {"answer": 42}
 
 
-@simulated
+@in_simulation
 async def test_a_peer_that_was_started_again_is_reached_at_once() -> None:
     """Its old connection, of which nobody told the other side, is not waited for."""
     async with simulate(latency=Constant(0.05)) as network, open_peer(network, "a", ALICE) as alice:
@@ -238,7 +229,7 @@ async def test_a_peer_that_was_started_again_is_reached_at_once() -> None:
         await ping(alice, Contact(BOB, Address("b", 7)), timeout_s=0.2)
 
 
-@simulated
+@in_simulation
 async def test_an_address_that_fails_is_dialled_less_and_less() -> None:
     """600 calls in a minute are about ten dials; when a peer is there it is found within half a minute, another
     address of the same host at once, and by its own call the first one too."""
@@ -273,7 +264,7 @@ async def test_an_address_that_fails_is_dialled_less_and_less() -> None:
             await ping(alice, dead)
 
 
-@simulated
+@in_simulation
 async def test_a_small_call_overtakes_a_large_one() -> None:
     """16 MiB take 1.7 s on a line of 80 Mbit/s; a call placed meanwhile takes a fraction of that."""
     options = HostOptions(up_bps=80e6)
@@ -294,7 +285,7 @@ async def test_a_small_call_overtakes_a_large_one() -> None:
         assert "large" not in ended
 
 
-@simulated
+@in_simulation
 async def test_a_large_call_that_is_given_up_is_not_sent_to_the_end() -> None:
     """Its handler never runs, the line is free for the next call, and the connection stays."""
     options = HostOptions(up_bps=80e6)
@@ -306,7 +297,7 @@ async def test_a_large_call_that_is_given_up_is_not_sent_to_the_end() -> None:
         assert network.statistics().dials == 1
 
 
-@simulated
+@in_simulation
 async def test_a_peer_that_does_not_read_blocks_only_itself() -> None:
     """It asks for 1000 MiB and reads nothing: others are served, and it is turned away when enough waits for it."""
     async with pair() as (network, alice, bob):
@@ -328,7 +319,7 @@ async def test_a_peer_that_does_not_read_blocks_only_itself() -> None:
         link.abort()
 
 
-@simulated
+@in_simulation
 async def test_a_parting_that_never_ends_is_ended() -> None:
     """A peer that was told goodbye and says nothing loses the connection soon."""
     async with pair() as (network, _, bob):
@@ -341,7 +332,7 @@ async def test_a_parting_that_never_ends_is_ended() -> None:
         await ping(bob, contact(bob))
 
 
-@simulated
+@in_simulation
 async def test_the_window_never_runs_dry() -> None:
     """Many times the window in each direction, two calls at a time: the shares that are used come back."""
     async with pair() as (_, alice, bob), trio.open_nursery() as nursery:
