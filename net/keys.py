@@ -1,15 +1,18 @@
 """Keys and certificates: who we are, who may take part, and how both are proven inside a TLS handshake.
 
-A peer is an Ed25519 key; its `PeerId` is the hash of the public key. Python's `ssl` demands a certificate only together
-with verifying its chain. Therefore each process issues itself a *leaf* certificate for its own key, signed by a *swarm
-key* that is derived from the swarm's secret: the chain proves that the peer knows the secret, TLS's CertificateVerify
-that it holds the key that it names. In a swarm without a secret the chain proves nothing but the format.
+A peer is an Ed25519 key; its `PeerId` is the hash of the public key. Python's `ssl` can demand a certificate of the
+other side only together with verifying its chain, so the self-signed certificate of a peer nobody knows yet could not
+pass. Therefore each process issues itself a *leaf* certificate for its own key, signed by a *swarm key* that is
+derived from the swarm's secret. The handshake then proves two things in both directions, before a byte of ours is
+read or sent: the chain, that the peer knows the secret; TLS's CertificateVerify, that it holds the key that it names.
+In a swarm without a secret the swarm key is public knowledge, and the chain proves nothing but the format.
 
-The first certificate of a handshake is the listener's, against which guesses of the secret can be tested offline: no
-derivation makes a guessable secret safe, use a random one (`openssl rand -hex 32`).
+The first certificate of a handshake is the listener's, so whoever can reach a listener can test guesses of the secret
+against it, offline. No derivation, however slow, makes a guessable secret safe: use a random one
+(`openssl rand -hex 32`).
 
 Certificates are canonical: everything in a leaf but key and signature is fixed or follows from the key. A peer's
-certificate is compared byte by byte with the one that we would have written, and never parsed.
+certificate is compared byte by byte with the one that we would have written, and never parsed here.
 """
 
 import datetime
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -30,6 +33,10 @@ SEED_BYTES = 32
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 MIN_SECRET_BYTES = 16
+
+_SIGN_DOMAIN = b"dmoe_jax signed data v1\0"
+"""Before all that `Identity.sign` signs. A TLS handshake signs with the same key; nobody can have us sign, as data,
+what would pass for our part of a handshake."""
 
 _SWARM_KEY_INFO = b"dmoe_jax swarm key v1"
 
@@ -49,30 +56,28 @@ class IdentityError(ValueError):
 class Identity:
     """A peer's private key. Neither printed nor compared by content."""
 
-    __slots__ = ("_key", "peer_id", "public_key")
+    __slots__ = ("_key", "_peer_id", "_public_key")
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
-        self.public_key = key.public_key().public_bytes_raw()
-        """The 32 raw bytes."""
-        self.peer_id = peer_id_of(self.public_key)
-        """SHA-256 of the public key."""
+        self._public_key = key.public_key().public_bytes_raw()
+        self._peer_id = peer_id_of(self._public_key)
 
     @classmethod
     def generate(cls) -> Self:
-        """A new identity, from the system's randomness."""
+        """A new one, from the system's randomness."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Self:
-        """The identity of 32 bytes, for simulations and tests: anybody who knows the seed is this peer."""
+        """The same one for the same 32 bytes: for simulations and tests. Who knows the seed is this peer."""
         if not isinstance(seed, bytes) or len(seed) != SEED_BYTES:
             raise ValueError(f"the seed of an identity is {SEED_BYTES} bytes")  # its value is not for a log
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def from_pem(cls, pem: bytes) -> Self:
-        """Read the form of `private_key_pem`.
+        """Read back what `private_key_pem` has written.
 
         Raises:
           IdentityError: it is something else. The message has no subject: the caller knows where it comes from.
@@ -85,14 +90,28 @@ class Identity:
             raise IdentityError("expected an Ed25519 private key (PEM, PKCS 8), it is a key of another kind")
         return cls(key)
 
+    @property
+    def peer_id(self) -> PeerId:
+        """SHA-256 of the public key."""
+        return self._peer_id
+
+    @property
+    def public_key(self) -> bytes:
+        """The 32 raw bytes."""
+        return self._public_key
+
+    def sign(self, data: bytes) -> bytes:
+        """A signature of 64 bytes that `verify` checks. Callers put the purpose into `data`."""
+        return self._key.sign(_SIGN_DOMAIN + data)
+
     def private_key_pem(self) -> bytes:
-        """The key as unencrypted PKCS 8, for its owner's eyes only."""
+        """The key as unencrypted PKCS 8: a file's content, for its owner's eyes only."""
         return self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
     def __repr__(self) -> str:
-        return f"Identity({self.peer_id})"
+        return f"Identity({self._peer_id})"
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
@@ -102,12 +121,24 @@ def peer_id_of(public_key: bytes) -> PeerId:
     return PeerId(hashlib.sha256(public_key).digest())
 
 
+def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Whether the holder of `public_key` has signed `data` by `Identity.sign`. False for keys or signatures of any
+    wrong length too: all three may come from the network."""
+    if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _SIGN_DOMAIN + data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """The peers that may take part in a swarm. Both conditions hold for both ends of every connection.
+    """Who may take part in a swarm. Both conditions hold for both ends of every connection.
 
     Attributes:
-      secret: known to all members, random, at least 16 bytes; empty for a swarm open to everybody.
+      secret: what all members know, random, at least 16 bytes; empty for a swarm open to everybody.
       allowed: the only peers to talk to; None for everybody who knows the secret.
     """
 
@@ -123,13 +154,13 @@ class Membership:
             raise ValueError(f"allowed must be a frozenset of PeerId or None, got {self.allowed!r}")
 
     def admits(self, peer_id: PeerId) -> bool:
-        """True if the allow-list has the peer, or there is none."""
+        """Whether the allow-list has room for a peer; that it knows the secret is the handshake's part to check."""
         return self.allowed is None or peer_id in self.allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateChain:
-    """The certificates and key of a TLS endpoint.
+    """What a TLS endpoint needs.
 
     Attributes:
       swarm_certificate: DER; the only certificate to trust.
@@ -143,13 +174,13 @@ class CertificateChain:
 
     @property
     def pem(self) -> bytes:
-        """Leaf and key, as `ssl` loads them."""
+        """Leaf and key, as `ssl` wants to load them."""
         leaf = x509.load_der_x509_certificate(self.leaf_certificate)
         return leaf.public_bytes(serialization.Encoding.PEM) + self.private_key_pem
 
 
 def certificate_chain(identity: Identity, membership: Membership) -> CertificateChain:
-    """Issue our own leaf, in the name of the swarm; the same each time."""
+    """Issue our own leaf, in the name of the swarm. The same each time."""
     swarm_key = _swarm_key(membership.secret)
     return CertificateChain(
         swarm_certificate=_issue(
@@ -161,10 +192,11 @@ def certificate_chain(identity: Identity, membership: Membership) -> Certificate
 
 
 def peer_id_of_certificate_untrusted(der: bytes) -> PeerId:
-    """The peer that a leaf certificate names. TLS checks that the swarm signed it and that the peer holds its key.
+    """Whom a leaf certificate names. That the swarm signed it and that the peer holds its key is for TLS to check.
 
     Raises:
-      RemoteProtocolError: it is not, but for the signature, the leaf that `certificate_chain` makes for that key.
+      RemoteProtocolError: it differs from the leaf that `certificate_chain` makes for that key in anything but the
+        signature.
     """
     public_key = der.partition(_SPKI_PREFIX)[2][:PUBLIC_KEY_BYTES]
     if len(public_key) == PUBLIC_KEY_BYTES:

@@ -351,8 +351,8 @@ class Connection:
             send_partial=partial(self._send_partial, start.call_id) if sends_partials else None,
         )
         if fate is None:
-            return await method.handler(request)
-        return await misbehave(*fate, lambda: method.handler(request), self._send_last)
+            return await method.answer(request)
+        return await misbehave(*fate, lambda: method.answer(request), self._send_last)
 
     def _send_partial(self, call_id: int, reply: Reply) -> bool:
         is_queued = self.session.reply_partly(call_id, reply.body, reply.tensors)

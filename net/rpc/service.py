@@ -38,6 +38,13 @@ class Method:
     max_concurrent: int = 64
     num_running: int = 0
 
+    async def answer(self, request: Request) -> Reply:
+        """Return the handler's reply. Raises TypeError if the handler returned something else."""
+        reply = await self.handler(request)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"a handler must return a Reply, got {type(reply).__name__}")
+        return reply
+
     @contextmanager
     def serving(self, caller: object) -> Iterator[None]:
         """Guard the serving of an admitted call, whose place is free afterwards. Anything but a `CallFailed` goes into
@@ -147,7 +154,7 @@ class Service:
         with trio.CancelScope() as scope, entry.serving("this peer itself"):
             self._own_calls[scope] = None
             try:
-                reply = _received(await entry.handler(request))
+                reply = _received(await entry.answer(request))
             finally:
                 del self._own_calls[scope]
             return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))

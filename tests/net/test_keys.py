@@ -12,6 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
 
 from net.errors import RemoteProtocolError
 from net.identity import PeerId
@@ -30,6 +32,7 @@ from net.keys import (
     certificate_chain,
     peer_id_of,
     peer_id_of_certificate_untrusted,
+    verify,
 )
 
 ALICE = Identity.from_seed(b"a" * 32)
@@ -68,6 +71,24 @@ def test_nothing_secret_is_printed() -> None:
     assert "PRIVATE" not in text
     assert "horse" not in text
     assert str(ALICE.peer_id) in text
+
+
+def test_signatures() -> None:
+    """Only the holder of the key signs, only these data, and only for `verify`."""
+    signature = ALICE.sign(b"data")
+    assert verify(ALICE.public_key, b"data", signature)
+    assert not verify(BOB.public_key, b"data", signature)
+    assert not verify(ALICE.public_key, b"date", signature)
+    assert not verify(ALICE.public_key, b"data", signature[:-1] + bytes([signature[-1] ^ 1]))
+    assert signature != Ed25519PrivateKey.from_private_bytes(b"a" * 32).sign(b"data")  # of use in no other protocol
+
+
+@given(st.binary(max_size=80), st.binary(max_size=80), st.binary(max_size=80))
+def test_verify_takes_anything(public_key: bytes, data: bytes, signature: bytes) -> None:
+    """Keys and signatures of a wrong length are False, and nothing is an exception."""
+    assert not verify(public_key[:31], data, signature)
+    assert not verify(public_key, data, signature[:63])
+    verify(public_key.ljust(32, b"\0")[:32], data, signature.ljust(64, b"\xff")[:64])
 
 
 def test_a_file_of_an_identity(tmp_path: Path) -> None:
