@@ -206,7 +206,7 @@ def _holding(
 
     @functools.wraps(method)
     @contextlib.contextmanager
-    def hold(self: "BlockingSwarm", /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Waiting[_T]]:
+    def hold(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> Iterator[Waiting[_T]]:
         with self._thread.held_open(method(self.swarm, *args, **kwargs)) as value:
             yield Waiting(value, self._thread)
 
@@ -219,7 +219,7 @@ def _making(
     """Wrap the method's result. It runs here, since the swarm's thread must not wait for JAX."""
 
     @functools.wraps(method)
-    def make(self: "BlockingSwarm", /, *args: _P.args, **kwargs: _P.kwargs) -> _W:
+    def make(self: "BlockingSwarm", *args: _P.args, **kwargs: _P.kwargs) -> _W:
         return wrap(method(self.swarm, *args, **kwargs), self._thread)
 
     return make
