@@ -325,7 +325,8 @@ class _Search:
         }
         open_method, _ = state_methods(self.prefix)
         reply = await self.caller.call(contact, open_method, body, timeout_s=self.config.call_timeout_s)
-        said, table = reply.body, reply.body.get("table")
+        said = reply.body
+        table: Any = said.get("table")
         version, digest = VERSION.of_untrusted(said, "version"), DIGEST.of_untrusted(said, "digest")
         facts, chunk_bytes = MAPPING.of_untrusted(said, "facts"), CHUNK_BYTES.of_untrusted(said, "chunk_bytes")
         if version < self.min_version:
