@@ -228,7 +228,7 @@ def test_an_average_in_which_one_dies_leaves_the_other_as_it_was() -> None:
             b = it.nodes["b"]
             await it.train(3.0)
             before, averager = b.numbers(), replicas_of(b).averager
-            while not averager._all_reduce._groups.at_work:  # noqa: ASYNC110 (nothing tells of it)
+            while not averager._all_reduce.groups.at_work:  # noqa: ASYNC110 (nothing tells of it)
                 await trio.sleep(0.001)
             it.network.apply(HostDown("a", silent=True))
             await it.after_round()

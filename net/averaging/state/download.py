@@ -325,7 +325,7 @@ class _Search:
         }
         open_method, _ = state_methods(self.prefix)
         reply = await self.caller.call(contact, open_method, body, timeout_s=self.config.call_timeout_s)
-        said: Mapping[str, Any] = reply.body
+        said = reply.body
         table: Any = said.get("table")
         version, digest = VERSION.of_untrusted(said, "version"), DIGEST.of_untrusted(said, "digest")
         facts, chunk_bytes = MAPPING.of_untrusted(said, "facts"), CHUNK_BYTES.of_untrusted(said, "chunk_bytes")
