@@ -9,8 +9,8 @@ jumps ahead while they work), so there the same calls run inline and charge a de
 import functools
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -90,7 +90,7 @@ class Device(Protocol):
 class ThreadDevice:
     """One worker thread: calls run in the order in which they were made, off the event loop. Another one compiles.
 
-    Short work may run in the event loop itself, see `inline_s_of_this_machine`.
+    Short work may run in the event loop itself, where that shares its cores with XLA.
 
     Args:
       compiles_beside: False: the same one compiles, in its turn.
@@ -110,11 +110,7 @@ class ThreadDevice:
         self._inline_s = 0.0 if beside_loop else inline_s
         self._limiter = trio.CapacityLimiter(1)
         self._aside = trio.CapacityLimiter(1) if compiles_beside else self._limiter
-        self._busy = DeviceTime()
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy.seconds
+        self.busy_s = 0.0
 
     @property
     def turn_s(self) -> float:
@@ -124,18 +120,21 @@ class ThreadDevice:
         self, function: Callable[..., T], *args: Any, spent: DeviceTime | None = None, expected_s: float = math.inf
     ) -> T:
         def timed() -> T:
-            with _measured(self._busy, spent):
+            started = time.perf_counter()
+            try:
                 return _run_ready(function, args)
+            finally:
+                seconds = time.perf_counter() - started
+                self.busy_s += seconds
+                if spent is not None:
+                    spent.seconds += seconds
 
-        if expected_s < self._inline_below_s:
+        if self._inline_s is None:  # decided with the first work: before, a program may still choose its backend
+            self._inline_s = _INLINE_S if _shares_its_cores() else 0.0
+        if expected_s < self._inline_s:
             async with self._limiter:
                 return timed()
         return await trio.to_thread.run_sync(timed, limiter=self._limiter)
-
-    @property
-    def _inline_below_s(self) -> float:
-        # Asked for with the first work: before, a program may still choose its backend.
-        return inline_s_of_this_machine() if self._inline_s is None else self._inline_s
 
     async def aside(self, function: Callable[..., T], *args: Any) -> T:
         return await trio.to_thread.run_sync(_run_ready, function, args, limiter=self._aside)
@@ -147,19 +146,14 @@ class ThreadDevice:
         return ThreadDevice(compiles_beside=self._aside is not self._limiter, inline_s=self._inline_s)
 
 
-def inline_s_of_this_machine() -> float:
-    """Seconds of XLA work up to which the way to a thread and back is not worth it.
+@functools.cache
+def _shares_its_cores() -> bool:
+    """True if XLA and the event loop have to share the cores of this machine.
 
     On one or two cores XLA's own threads have all of them anyhow, so that the network gains nothing from the loop that
     is free meanwhile, while every change of threads wakes somebody up. On a GPU or on more cores the loop and the
     device work at the same time.
     """
-    return _INLINE_S if _shares_its_cores() else 0.0
-
-
-@functools.cache
-def _shares_its_cores() -> bool:
-    """True if XLA and the event loop have to share the cores of this machine."""
     return usable_cores() <= 2 and jax.default_backend() == "cpu"
 
 
@@ -288,19 +282,6 @@ def work_of(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, i
     """(name of a function, rows of the first array among its arguments: 0 without one): what a `Cost` is asked for."""
     rows = next((leaf.shape[0] for leaf in jax.tree.leaves(args) if getattr(leaf, "shape", ())), 0)
     return getattr(function, "__name__", ""), rows
-
-
-@contextmanager
-def _measured(*spent: DeviceTime | None) -> Iterator[None]:
-    """Add the seconds of the block to each of these. One thread at a time works, so nothing is lost."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = time.perf_counter() - started
-        for each in spent:
-            if each is not None:
-                each.seconds += seconds
 
 
 def _run_ready(function: Callable[..., T], args: tuple[Any, ...]) -> T:

@@ -171,11 +171,8 @@ class ExpertBackend:
         return self.place.layout is not None and self.place.layout.spans_processes
 
     def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] | None = None) -> None:
-        """Take up a state of the same structure, laid out over devices as the present one is.
-
-        Args:
-          learnt_from: with a saved state; None: the names stay, as where copies of the expert are averaged.
-        """
+        """Take up a state of the same structure, laid out over devices as the present one is; `learnt_from` comes with
+        a saved state. None: the names stay, as where copies of the expert are averaged."""
         self.group.write(self.index, (state["params"], state["opt_state"]))
         self.update_count = update_count
         if learnt_from is not None:

@@ -372,9 +372,6 @@ async def _accept_all(listeners: list[trio.SocketListener], secret: bytes) -> di
     expected, found = set(range(1, jax.process_count())), dict[int, trio.SocketStream]()
 
     async def greet(stream: trio.SocketStream) -> None:
-        if len(nursery.child_tasks) > _MAX_GREETINGS:
-            await trio.aclose_forcefully(stream)
-            return
         with trio.move_on_after(_GREETING_TIMEOUT_S):
             greeting = await _receive_exactly(stream, SECRET_BYTES + 4)
             number = 0 if greeting is None else int.from_bytes(greeting[SECRET_BYTES:], "big")
@@ -386,9 +383,19 @@ async def _accept_all(listeners: list[trio.SocketListener], secret: bytes) -> di
                 return
         await trio.aclose_forcefully(stream)
 
-    with trio.move_on_after(CONNECT_TIMEOUT_S if expected else 0.0):
+    # Not `trio.serve_listeners`, which closes each connection when it has been greeted.
+    async def accept(listener: trio.SocketListener) -> None:
+        while True:
+            stream = await listener.accept()
+            if len(nursery.child_tasks) < _MAX_GREETINGS:
+                nursery.start_soon(greet, stream)
+            else:
+                await trio.aclose_forcefully(stream)
+
+    with trio.move_on_after(CONNECT_TIMEOUT_S):
         async with trio.open_nursery() as nursery:
-            await trio.serve_listeners(greet, listeners, handler_nursery=nursery)
+            for listener in listeners if expected else ():
+                nursery.start_soon(accept, listener)
     for listener in listeners:
         await listener.aclose()
     if missing := sorted(expected - set(found)):

@@ -89,10 +89,8 @@ class ExpertSaver:
         self._copies: dict[int, tuple[Programs, PyTree, Copy]] = {}  # shapes of room on the host, and what copies
 
     async def restore(self, *, alone: bool = False) -> dict[str, int]:
-        """Take up all experts of which there are checkpoints; return their updates. Not while they are served.
-
-        Args:
-          alone: keep other processes from saving these experts in the folder, until `close`.
+        """Take up all experts of which there are checkpoints; return their updates. Not while they are served. `alone`
+        keeps other processes from saving these experts in the folder, until `close`.
 
         Raises:
           CheckpointError: a checkpoint is of an expert of another shape, meaning or optimiser; it names the expert.
@@ -116,23 +114,15 @@ class ExpertSaver:
 
     async def restore_one(self, uid: str, backend: ExpertBackend) -> int | None:
         """Have a backend that is not served yet take up the newest checkpoint of this expert that can be used; return
-        its updates, None if there is none. Newer ones are set aside.
-
-        Raises:
-          CheckpointError: as `restore`.
-        """
+        its updates, None if there is none. Newer ones are set aside. Raises CheckpointError as `restore`."""
         updates = await self._device_of(backend).aside(self._take_up, uid, backend)
         if updates is not None:
             self._saved[uid] = updates
         return updates
 
     async def save(self, *, gives_way: bool = False) -> None:
-        """Write the experts that have learnt something since the last checkpoint.
-
-        Args:
-          gives_way: to threads that compute, and so takes longer.
-
-        If cancelled, the expert at hand is written or its last checkpoint stays.
+        """Write the experts that have learnt something since the last checkpoint. If this `gives_way` to threads that
+        compute, it takes longer. If cancelled, the expert at hand is written or its last checkpoint stays.
 
         Raises:
           CheckpointError: some could not be written. All were tried.

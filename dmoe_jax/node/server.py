@@ -247,11 +247,8 @@ class ExpertNode:
         self.warm.set()
 
     async def introduce(self, uids: Iterable[str] | None = None) -> None:
-        """List the node, and once it serves these of its experts too, for `record_lifetime_s`; nothing if it leaves.
-
-        Args:
-          uids: None: all. What the node does not serve any more is passed over.
-        """
+        """List the node, and once it serves these of its experts too, None: all, for `record_lifetime_s`; nothing if it
+        leaves. Experts that the node does not serve any more are passed over."""
         if self.state == "leaving":
             return
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids.values()))[:MAX_GRIDS]
@@ -289,10 +286,8 @@ class ExpertNode:
         return self._dht.clock.now() + self.config.record_lifetime_s
 
     def _load(self) -> dict[str, float]:
-        """The load since the last time: rows a second, and the mean seconds that a call spent here.
-
-        Without a call there is no `call_s`: what was true before may not be true now.
-        """
+        """The load since the last time: rows a second, and the mean seconds that a call spent here; none without a
+        call, since what was true before may not be true now."""
         counts, (then, *before) = self._runner.counts, self._last_load
         self._last_load = now, *after = trio.current_time(), counts.answered, counts.rows, counts.call_s
         calls, rows, seconds = (new - old for new, old in zip(after, before, strict=True))
@@ -300,11 +295,8 @@ class ExpertNode:
         return load | {"call_s": seconds / calls} if calls else load
 
     def adopt(self, uid: str, backend: ExpertBackend) -> None:
-        """Answer calls for a further expert from now on; `introduce` lists it.
-
-        Raises:
-          ValueError: the node serves it already, or is still giving it up, or the uid is none.
-        """
+        """Answer calls for a further expert from now on; `introduce` lists it. Raises ValueError if the node serves it
+        already, or is still giving it up, or the uid is none."""
         if uid in self._backends:
             raise ValueError(f"this node serves {uid} already")
         self._uids[uid] = parse_uid(uid)
@@ -312,14 +304,10 @@ class ExpertNode:
         self._backends[uid] = backend
 
     async def give_up(self, uid: str, to: Contact) -> None:
-        """Leave an expert to another node, which serves it too.
+        """Leave an expert, which this node serves, to another node, which serves it too.
 
         Further calls for it are refused, its announcement is replaced by one of that node, so that nobody finds the
-        expert vacant until that announces it the next time, and what was accepted is answered; then the node forgets
-        it.
-
-        Raises:
-          KeyError: the node does not serve it.
+        expert vacant until that announces it the next time, and accepted calls are answered; then the node forgets it.
         """
         del self._experts[uid]
         grid_uid = self._uids.pop(uid)
@@ -377,8 +365,7 @@ async def open_expert_node(
     methods are taken back. If everything is cancelled at once, accepted calls are dropped.
 
     Args:
-      backends, prototypes, listing: see `ExpertNode`.
-      device: runs and compiles them; or several, one for each place in which experts live.
+      backends, device, config, prototypes, listing: see `ExpertNode`.
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
       compiling: what to compile in, so that processes of one machine do not all do the same work.

@@ -83,10 +83,9 @@ class StackPrograms:
     bool [batches, 2], and `staleness` is float32 [batches].
 
     Args:
-      expert, optimizer: what they all are.
       states: one for each; only their shapes are used.
-      place: where they live, on a single device.
-      form: None: what suits the device.
+      place: a single device.
+      form: None: the one that suits the device.
     """
 
     least_rows = LEAST_ROWS
@@ -226,14 +225,8 @@ def why_not_alike(states: Sequence[State]) -> str:
 
 
 def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> None:
-    """Move experts of one kind, each alone so far, into one group while none of their batches runs; blocks.
-
-    Args:
-      form: None: what suits the device.
-
-    Raises:
-      ValueError: they have no state, or their states differ in structure, shapes or types.
-    """
+    """Move experts of one kind, each alone so far, into one group while none of their batches runs; blocks. Raises
+    ValueError if they have no state, or their states differ in structure, shapes or types."""
     first = backends[0]
     states = [backend.group.read(backend.index) for backend in backends]
     if reason := why_not_alike(states):
@@ -247,13 +240,8 @@ def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> Non
 
 
 class Strategies:
-    """The strategies by which the experts of a node are run; of each kind in each place.
-
-    Args:
-      backends: the experts that it begins with, by uid.
-      devices: where they live.
-      config: has the strategy for all of them, or "auto": what suits each kind.
-      may_adopt: experts come and go.
+    """The strategies by which the experts of a node are run; of each kind in each place. `may_adopt`: experts come and
+    go.
 
     Raises:
       ValueError: all are to be stacked, and some cannot be.

@@ -16,7 +16,6 @@ from dmoe_jax.machine.device import (
     DeviceTime,
     InlineDevice,
     ThreadDevice,
-    inline_s_of_this_machine,
     to_host,
 )
 
@@ -113,7 +112,7 @@ async def test_short_work_runs_in_the_loop() -> None:
 @pytest.mark.parametrize(
     ("cores", "backend", "expected"), [(2, "cpu", True), (1, "cpu", True), (3, "cpu", False), (2, "gpu", False)]
 )
-def test_where_the_loop_shares_its_core(
+async def test_where_the_loop_shares_its_core(
     cores: int, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is no core to spare the loop computes what is short, and turns are longer."""
@@ -121,7 +120,8 @@ def test_where_the_loop_shares_its_core(
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     device_module._shares_its_cores.cache_clear()
     try:
-        assert (inline_s_of_this_machine() > 0) == expected
+        runs_in = await ThreadDevice().run(threading.get_ident, expected_s=1e-3)
+        assert (runs_in == threading.get_ident()) == expected
         assert (ThreadDevice().turn_s > 5e-3) == expected
     finally:
         device_module._shares_its_cores.cache_clear()

@@ -42,7 +42,7 @@ async def test_an_expert_that_is_given_up_answers_what_was_accepted(autojump_clo
         status = rig.node.status()
         assert (status["answered"], status["steps"], status["staleness"]) == (3, 1, 0.0)
         assert set(rig.backends) == {"ffn.2.3", "xl.0"}
-        async with directory.open_expert_directory(rig.node._announcements._dht) as reader:
+        async with directory.open_expert_directory(rig.node._dht) as reader:
             found = await find_experts(reader, [parse_uid("ffn.0.1"), parse_uid("ffn.2.3")])
         assert [contact and contact.address for contact in found.values()] == [heir.address, HOST]
         rig.node.adopt("ffn.0.1", ExpertBackend(EXPERT, None, EXPERT.init(jax.random.key(0))))

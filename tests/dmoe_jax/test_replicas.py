@@ -164,7 +164,7 @@ def check_agree(one: Node, other: Node) -> None:
 
 
 def replicas_of(node: Node) -> Replicas:
-    replicas = node.served.node._announcements.listing
+    replicas = node.served.node._listing
     assert isinstance(replicas, Replicas)
     return replicas
 
@@ -236,7 +236,7 @@ def test_an_average_in_which_one_dies_leaves_the_other_as_it_was() -> None:
                 np.testing.assert_array_equal(now, then)
             assert b.replica_status["averages"] == 0
             assert b.replica_status["failed"]["another copy was lost"] == NUM_EXPERTS
-            assert b.served.node._announcements.listing.facts()["averages_failed"] >= NUM_EXPERTS
+            assert b.served.node._listing.facts()["averages_failed"] >= NUM_EXPERTS
 
     run(main)
 
