@@ -13,6 +13,7 @@ from dmoe_jax.cli import main
 from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
 from tests.dmoe_jax.own_file import OWN_FILE
+from tests.dmoe_jax.training_rig import outcome
 
 STRANGER = "ab" * 32
 
@@ -21,13 +22,6 @@ STRANGER = "ab" * 32
 def _no_secret_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     monkeypatch.delenv(JOIN_VARIABLE, raising=False)
-
-
-def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit status and standard error of `dmoe ARGS`."""
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0), capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from net.wire.sparse import SparseCoding, sparse_nbytes
+from tests.dmoe_jax.training_rig import text_of_few_words
 
 
 def averages_of_two(folder: Path, flags: str) -> list[list[dict[str, Any]]]:
     """What the metrics of two trainers over TLS say of their averages."""
-    out, text = folder / "run", folder / "my.txt"
-    text.write_text("the cat sat on the mat .\n" * 1000)
+    out, text = folder / "run", text_of_few_words(folder)
     train = f"{flags} --average-window-s 3 --eval-tokens 64 --final-eval-tokens 64"
     words = ["up", "--nodes", "1", "--trainers", "2", "--grid-size", "2", "2", "--num-layers", "1", "--d-model", "64"]
     words += ["--d-ff", "8", "--num-heads", "2", "--seq-len", "4", "--mem-len", "4", "--steps", "300"]
-    words += ["--average-every", "20", "--data", str(text), "--out", str(out), f"--train-flags={train}"]
+    words += ["--average-every", "20", "--data", text, "--out", str(out), f"--train-flags={train}"]
     done = subprocess.run(
         [sys.executable, "-m", "dmoe_jax.cli", *words], capture_output=True, text=True, timeout=380, check=False
     )

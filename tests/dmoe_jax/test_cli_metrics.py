@@ -13,7 +13,6 @@ import pytest
 import trio
 from rich.console import Console
 
-from dmoe_jax.cli import main
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.training import run_training
@@ -25,21 +24,12 @@ from dmoe_jax.runs.processes import open_local_swarm
 from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from net.identity import Address
 from tests.dmoe_jax.http_client import fetch, figures_of, scrape
-from tests.dmoe_jax.training_rig import command, parsed, served_swarm
+from tests.dmoe_jax.training_rig import command, outcome, parsed, served_swarm, text_of_few_words
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("text") / "my.txt"
-    file.write_text("the cat sat on the mat .\n" * 1000)
-    return str(file)
-
-
-def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit status and standard error of `dmoe ARGS`."""
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0), capsys.readouterr().err
+    return text_of_few_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +140,8 @@ async def test_a_run_shows_its_figures_and_writes_its_trace(text: str, tmp_path:
     assert found["dmoe_train_loss"][()] > 0
     # Every answered call is one that the node answered; each batch of backward calls is an update.
     answered: Counter[tuple[str, str]] = Counter()
-    for (_, kind, outcome), count in node.calls.items():
-        answered[kind, outcome] += count
+    for (_, kind, how), count in node.calls.items():
+        answered[kind, how] += count
     assert answered == {("forward", "ok"): calls["forward"], ("backward", "ok"): calls["backward"]}
     assert node.device_s["backward"].count == updates
     assert node.staleness.count == calls["backward"]

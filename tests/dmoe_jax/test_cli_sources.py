@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli import main
 from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import plain
-from tests.dmoe_jax.training_rig import parsed
+from tests.dmoe_jax.training_rig import outcome, parsed
 
 JOIN = ["--join", "127.0.0.1:1"]
 
@@ -23,10 +22,9 @@ def train(given: Given) -> TrainCommand:
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    assert exit_.value.code == 2
-    return capsys.readouterr().err
+    status, error = outcome(args, capsys)
+    assert status == 2
+    return error
 
 
 def test_what_is_typed_goes_before_the_environment_and_that_before_a_file(tmp_path: Path) -> None:

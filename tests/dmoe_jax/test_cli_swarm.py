@@ -22,6 +22,7 @@ from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from net.errors import CallRefused
 from net.identity import Address, Contact
 from tests.dmoe_jax.own_file import OWN_FILE
+from tests.dmoe_jax.training_rig import outcome
 
 STRANGER = "ab" * 32
 
@@ -37,13 +38,6 @@ def private(path: Path, text: str) -> str:
     path.touch(0o600)
     path.write_text(text)
     return str(path)
-
-
-def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit status and standard error of `dmoe ARGS`."""
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0), capsys.readouterr().err
 
 
 @contextmanager

@@ -26,15 +26,13 @@ from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
 from net.wire.compression import Compression
-from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm
+from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A text of few words. For them there is a plain softmax: its missing clusters leave arrays without elements."""
-    file = tmp_path_factory.mktemp("text") / "my.txt"
-    file.write_text("the cat sat on the mat .\n" * 1000)
-    return str(file)
+    return text_of_few_words(tmp_path_factory.mktemp("text"))
 
 
 async def run(settings: TrainCommand, swarm: Swarm) -> dict[str, Any]:

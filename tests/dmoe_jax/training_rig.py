@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import optax
+import pytest
 
+from dmoe_jax.cli import main
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.experts.transformer_xl import layer_expert
@@ -61,3 +63,17 @@ def _with(options: Any, wishes: dict[str, Any]) -> Any:
 def parsed(command: Callable[..., Any], **flags: Any) -> Any:
     """The command with these flags, as its command line is read."""
     return parse_command_line(command, prog="dmoe", args=as_flags(flags))
+
+
+def text_of_few_words(folder: Path) -> str:
+    """A file with a text to train on."""
+    file = folder / "my.txt"
+    file.write_text("the cat sat on the mat .\n" * 1000)
+    return str(file)
+
+
+def outcome(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit status and standard error of `dmoe ARGS`."""
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    return int(exit_.value.code or 0), capsys.readouterr().err
