@@ -234,9 +234,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_269,
-    "experiments": 21_583,
-    "net": 16_300,
+    "dmoe_jax": 34_223,
+    "experiments": 21_584,
+    "net": 16_255,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
