@@ -48,8 +48,9 @@ def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation
     """`optax.clip_by_global_norm`, then L2, gradient + rate * parameter, for every array that has a gradient at all.
 
     An array whose gradient is zero throughout (or below 1e-19), such as the gate of a frozen router, stays as it is:
-    Adam would turn any decay, however small, into whole steps. The squares of the norm, in float32 at least, say which
-    arrays these are, so that each gradient is read once for both.
+    Adam would turn any decay, however small, into whole steps. The squares of the norm say which arrays these are, so
+    that each gradient is read once for both. Where they overflow they are summed again of much smaller numbers: a
+    gradient of float16, or beyond 1e19, is clipped to its direction, where Optax would make zeros of it.
 
     Args:
       max_norm: bound on the norm of all gradients together; infinite: they are not clipped.
@@ -59,7 +60,7 @@ def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation
     def update(updates: PyTree, state: optax.EmptyState, params: PyTree = None) -> tuple[PyTree, optax.EmptyState]:
         squares = jax.tree.map(lambda gradient: jnp.square(wide(gradient)).sum(), updates)
         if math.isfinite(max_norm):
-            norm = jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.zeros(())))
+            norm = _norm(updates, squares)
 
             def clipped(gradient: Any) -> Any:
                 shorter = (wide(gradient) / norm * max_norm).astype(gradient.dtype)
@@ -73,6 +74,18 @@ def clip_and_decay(max_norm: float, rate: float) -> optax.GradientTransformation
         return jax.tree.map(lambda gradient, share, own: gradient + share * own, updates, shares, params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _norm(tree: PyTree, squares: PyTree) -> Any:
+    """The norm of all numbers of a tree together; `squares` has the sum of each array's squares."""
+    total = sum(jax.tree.leaves(squares), start=jnp.zeros(()))
+    small = 2.0 ** -(jnp.finfo(total.dtype).maxexp // 2 + 16)  # a power of two: the digits stay
+
+    def again() -> Any:
+        squares = (jnp.square(wide(leaf) * small).sum() for leaf in jax.tree.leaves(tree))
+        return jnp.sqrt(sum(squares, start=jnp.zeros((), total.dtype))) / small
+
+    return jax.lax.cond(jnp.isfinite(total), lambda: jnp.sqrt(total), again)
 
 
 @remembered(64)
