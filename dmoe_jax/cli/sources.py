@@ -7,7 +7,7 @@ checked in one way wherever it stands.
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -97,7 +97,7 @@ def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, n
             origins[flag.word] = variable
     path = _config_path([*typed, *environment])
     config = []
-    for key, value in () if path is None else _entries(path).items():
+    for key, value in () if path is None else _entries(path, getattr(command, "default_settings", dict)).items():
         if key not in flags or key == "config":
             guess = meant(key, [*flags])
             hint = f"; did you mean {guess}?" if guess else ""
@@ -116,6 +116,11 @@ def settings_of_run(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in by_key.items() if key not in _OF_ITS_PROCESS}
 
 
+def changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings whose value is not that of `defaults`; those that are none there are kept."""
+    return {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
+
+
 def _config_path(words: Sequence[str]) -> Path | None:
     found = ""
     for index, word in enumerate(words):
@@ -125,12 +130,12 @@ def _config_path(words: Sequence[str]) -> Path | None:
     return Path(found) if found else None
 
 
-def _entries(path: Path) -> dict[str, Any]:
-    """The settings in a file by the keys of their flags."""
+def _entries(path: Path, defaults: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings in a file by the keys of their flags; of a run's config those that are not as by default."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return settings_of_run(json.loads(text)["settings"])
+            return changed(settings_of_run(json.loads(text)["settings"]), defaults())
         return {key.rpartition(".")[2]: value for key, value in flat(tomllib.loads(text)).items()}
     except OSError as error:
         raise UsageError(f"--config: cannot read {path}: {error.strerror}") from error

@@ -10,7 +10,7 @@ import tyro
 from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
-from dmoe_jax.cli.sources import ConfigFile, settings_of_run
+from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run
 from dmoe_jax.data import check_source
 from dmoe_jax.experts.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
@@ -244,12 +244,17 @@ class TrainOptions:
         settings["averaging"]["average"] = self.averaging.kind.replace("_", "-")  # what "auto" comes to
         return settings
 
+    @staticmethod
+    def default_settings() -> dict[str, Any]:
+        """Settings of a run without any flag, by the keys of their flags."""
+        return settings_of_run(TrainOptions(join=()).settings())
+
 
 def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
     """Flags that a run was begun with, where they differ from the defaults; those that are none now are left out."""
-    defaults, then = settings_of_run(TrainOptions(join=()).settings()), settings_of_run(saved)
-    changed = {key: then[key] for key in defaults if then.get(key, defaults[key]) != defaults[key]}
-    return as_flags({key: "inf" if value is None else value for key, value in changed.items()})
+    defaults = TrainOptions.default_settings()
+    then = changed({key: value for key, value in settings_of_run(saved).items() if key in defaults}, defaults)
+    return as_flags({key: "inf" if value is None else value for key, value in then.items()})
 
 
 def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -259,7 +264,7 @@ def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, An
       UsageError: naming the flag that cannot change.
     """
     # A run of an older version had what is the default now.
-    before = settings_of_run(TrainOptions(join=()).settings()) | settings_of_run(saved)
+    before = TrainOptions.default_settings() | settings_of_run(saved)
     now = settings_of_run(settings)
     for key, is_now in now.items():
         was = before[key]

@@ -61,6 +61,7 @@ def test_a_runs_own_config_is_such_a_file(tmp_path: Path) -> None:
     command = train(given)
     assert (command.join, command.report.json) == (("127.0.0.1:1",), False)
     assert (command.language, command.optimizer) == (options.language, options.optimizer)
+    command.check()
 
 
 @pytest.mark.parametrize(
