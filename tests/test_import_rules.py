@@ -222,6 +222,13 @@ def test_import_rules(path: Path) -> None:
             assert top != library or allowed or not concerns, f"{module} imports {imported}"
 
 
+def test_the_way_of_a_batch_is_short_and_real() -> None:
+    """ARCHITECTURE.md lists at most 25 files in order, and there are such files."""
+    files = re.findall(r"^\| \d+ \| `([^`]+)` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert 20 <= len(files) <= 25
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
 def test_lists_name_real_modules() -> None:
     """A renamed module cannot slip out of the rules."""
     assert {name for name in SHELLS | set().union(*ONLY_IN.values()) if name not in MODULES} == set()
@@ -234,7 +241,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_223,
+    "dmoe_jax": 34_247,
     "experiments": 21_584,
     "net": 16_255,
 }

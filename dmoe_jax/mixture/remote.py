@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
-from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.grid import ExpertUid, check_prefix
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.machine.remembered import remembered
@@ -99,6 +99,7 @@ class RemoteMixture:
         config: MixtureConfig,
         seed: int = 0,
     ) -> None:
+        check_prefix(config.prefix)
         check_weights(router, config.k_best)
         self.expert = expert
         self.router = router
