@@ -104,6 +104,8 @@ def test_what_a_call_raises_comes_out(swarm: BlockingSwarm) -> None:
     """Its own errors; and a wait inside the swarm's thread, which would never end, is refused."""
     with pytest.raises(ValueError, match=r"ffn\.\["):
         swarm.serve({"ffn.[": feedforward(d_model=2)}, optimizer=None)
+    with pytest.raises(ValueError, match=r"an expert prefix is 1 to 64 letters, digits, '_' or '-', got 'ffn\."):
+        swarm.mixture("ffn.", feedforward(d_model=2), product_key((1,)))
 
     async def wait_inside() -> None:
         swarm.experts()
