@@ -13,8 +13,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from dmoe_jax.types import PyTree
 from net.wire.tensors import DTYPES
+
+PyTree = Any
+"""A nested structure of tuples, lists, dictionaries and registered nodes with arrays as leaves, as JAX has it."""
 
 
 def copied(tree: PyTree) -> PyTree:

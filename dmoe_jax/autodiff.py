@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree
 
 
 class Value:

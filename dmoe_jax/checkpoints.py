@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dmoe_jax.arrays import stored
+from dmoe_jax.arrays import PyTree, stored
 from dmoe_jax.machine.disk import CheckpointError, check_room
-from dmoe_jax.types import PyTree
 
 logger = logging.getLogger(__name__)
 

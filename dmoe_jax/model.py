@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
-from dmoe_jax.types import PyTree
 
 
 class Outcome(NamedTuple):

@@ -21,7 +21,7 @@ from dmoe_jax.experts import (
     make_expert,
     transformer_xl_layer,
 )
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.machine.device import CostModel, InlineDevice, ThreadDevice
 from dmoe_jax.mixture.flax_layers import BlockingMixture, LinenMixture, NnxMixture
 from dmoe_jax.mixture.remote import RemoteMixture

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
 from net.errors import NetError
 
 MAX_NOT_FINITE = 20

@@ -16,13 +16,12 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.arrays import as_params, copied, host_copy, kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, as_params, copied, host_copy, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.host_state import averaging_due
-from dmoe_jax.types import PyTree
 from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from net.dht.node import DhtNode
 from net.nursery import background_nursery

@@ -241,8 +241,8 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_247,
-    "experiments": 21_584,
+    "dmoe_jax": 34_216,
+    "experiments": 21_581,
     "net": 16_255,
 }
 
@@ -258,7 +258,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.replicas.averaging": 16,
-    "dmoe_jax.replicas.state": 19,
+    "dmoe_jax.replicas.state": 18,
     "dmoe_jax.swarm.swarm": 38,
     "net.averaging.averager": 18,
     "net.averaging.collaboration.rounds": 16,
@@ -310,9 +310,9 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.experts.base",
     "dmoe_jax.experts.dropout",
     "dmoe_jax.experts.feedforward",
-    "dmoe_jax.experts.layer_config",
     "dmoe_jax.experts.relative_attention",
     "dmoe_jax.experts.transformer_xl",
+    "dmoe_jax.layer_config",
     "dmoe_jax.machine.cores",
     "dmoe_jax.machine.device",
     "dmoe_jax.machine.disk",
@@ -376,7 +376,6 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.training.swarm_engine",
     "dmoe_jax.training.task",
     "dmoe_jax.trunk",
-    "dmoe_jax.types",
     "net.averaging.collaboration.assisting",
     "net.averaging.grouping.group",
     "net.averaging.grouping.group_key",

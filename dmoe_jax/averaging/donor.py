@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax.arrays import kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, kept_like, sent, stored
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.optim.host_state import host_state, without_taken
-from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
 from net.averaging.state.sharing import SharedState, StateSource
 from net.errors import CallRefused, PeerBusy

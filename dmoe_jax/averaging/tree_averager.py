@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
@@ -26,7 +27,6 @@ from dmoe_jax.optim.host_state import (
     with_average,
     without_gathered,
 )
-from dmoe_jax.types import PyTree
 from net.averaging.averager import Averager, AveragingStep
 from net.averaging.grouping.group import WEIGHTS
 from net.averaging.opening import open_averager

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.settings import TreeAveragerConfig
 from dmoe_jax.optim.compression import sparse_vector
 from dmoe_jax.optim.host_state import HostState, Sent, awaiting_host
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.types import PyTree
 from net.averaging.gathering import SparseLayout
 from net.types import Array
 from net.wire.sparse import SparseVector

@@ -20,7 +20,7 @@ from dmoe_jax.cli.network import MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions
 from dmoe_jax.cli.up import LEAVE_TIMEOUT_S, LocalNetworkOptions, LocalSwarmOptions, UpCommand
-from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.layer_config import Route
 from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import named_flags, words_of

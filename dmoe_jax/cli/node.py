@@ -20,7 +20,7 @@ from dmoe_jax.cli.distributed import DeviceOptions
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import MemberOptions, join_line, join_swarm
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.metrics.node import node_families
 from dmoe_jax.metrics.process import peer_families

@@ -12,7 +12,7 @@ from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, ch
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run
 from dmoe_jax.data import check_source
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_flags, flag_of, flags_of, named_flags, settings_of

@@ -15,8 +15,8 @@ from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.directory.grid import all_uids, layer_prefix
-from dmoe_jax.experts.layer_config import Recipe
 from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Model
 from dmoe_jax.models.config import TransformerXLConfig

@@ -9,6 +9,7 @@ from typing import Any
 
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
@@ -16,7 +17,6 @@ from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTo
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
-from dmoe_jax.types import PyTree
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.grouping.group import Group, Role
 from net.averaging.grouping.group_key import MoshpitGrid

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import trio
 
-from dmoe_jax.arrays import sent
+from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
 from net.averaging.collaboration.rounds import Averaged
 from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.arrays import bytes_of, host_copy, kept_like, stored
+from dmoe_jax.arrays import PyTree, bytes_of, host_copy, kept_like, stored
 from dmoe_jax.averaging.donor import tree_like
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES
 from net.averaging.collaboration.rounds import Averaged
 from net.types import Array

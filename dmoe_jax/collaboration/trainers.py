@@ -6,10 +6,10 @@ from typing import Any
 
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration.collaboration import Collaboration
 from dmoe_jax.model import Model
 from dmoe_jax.trainer import EndOfData, OnLost, OnStep, StepRecord, Trainer, Trainers, unheard
-from dmoe_jax.types import PyTree
 
 
 class _Gathering:

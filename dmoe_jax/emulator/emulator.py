@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jaxtyping import Key, PRNGKeyArray
 
-from dmoe_jax.arrays import copied
+from dmoe_jax.arrays import PyTree, copied
 from dmoe_jax.emulator.events import Events, Handler, Waves, compiler_options, cut_into_waves, run_events
 from dmoe_jax.emulator.expert_side import ExpertSide, LayerState, pairs_of
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_stages
@@ -37,7 +37,6 @@ from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.mixture.local_update import init_opt_states
 from dmoe_jax.model import Evaluation
 from dmoe_jax.node.programs import buckets_up_to
-from dmoe_jax.types import PyTree
 
 _CHUNK = 16_384
 """Events that are given to the compiled program at once. Between two chunks a run can be interrupted."""

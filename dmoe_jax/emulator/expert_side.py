@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.arrays import gradients_like, in_type_of
+from dmoe_jax.arrays import PyTree, gradients_like, in_type_of
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.state import Calls, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.programs import check_optimizer
-from dmoe_jax.types import PyTree
 
 LayerState = tuple[Experts, Calls]
 """The experts of a layer, and all trainers' calls to them."""

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models.layers import LayerAux, dmoe_layer
 from dmoe_jax.routing.base import Router, Scores, Traffic
-from dmoe_jax.types import PyTree
 
 ModelMaker = Callable[..., Model]
 """(`MixtureMaker`) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int32
 
-from dmoe_jax.arrays import all_finite, wide
+from dmoe_jax.arrays import PyTree, all_finite, wide
 from dmoe_jax.emulator.stages import LayerInput, Mixed
 from dmoe_jax.model import Model
 from dmoe_jax.routing.base import Scores
-from dmoe_jax.types import PyTree
 
 
 class Data(NamedTuple):

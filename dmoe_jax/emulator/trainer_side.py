@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Var
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import num_stages
 from dmoe_jax.emulator.stages import Finished, LayerInput, Mixed, ModelStages
 from dmoe_jax.emulator.state import Calls, Data, SwarmState, Trainers, at, is_finite, put
 from dmoe_jax.routing.base import Scores, cell_numbers
 from dmoe_jax.trunk import trunk_update
-from dmoe_jax.types import PyTree
 
 _Read = tuple[PyTree, Sequence[Mixed]]
 """Arrays that a stage reads and gives gradients to: the trunk, and the results of the mixtures."""

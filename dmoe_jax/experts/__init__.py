@@ -8,9 +8,9 @@ from dmoe_jax.experts.adapters import as_expert, expert_from_functions, expert_f
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.check import ExpertError, check_expert
 from dmoe_jax.experts.feedforward import feedforward
-from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.experts.neuron import neuron
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.layer_config import LayerConfig
 
 __all__ = [
     "EXPERTS",

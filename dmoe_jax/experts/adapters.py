@@ -27,10 +27,10 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.check import ExpertError, called, check_expert
 from dmoe_jax.experts.dropout import wrap_key
-from dmoe_jax.types import PyTree
 
 _TRAINING_FLAGS = {"deterministic": False, "train": True, "training": True, "is_training": True}
 """Arguments of a module's call that say whether it trains, and what they are then."""

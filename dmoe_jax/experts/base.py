@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Int, Integer, PRNGKeyArray
 
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

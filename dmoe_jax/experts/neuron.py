@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.adapters import expert_from_functions
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.types import PyTree
 
 
 def _init(key: PRNGKeyArray, d_model: int) -> PyTree:

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import RowKeys, dropout, dropout_factors, scale
-from dmoe_jax.experts.layer_config import LayerConfig, Route
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.types import PyTree
 
 INIT_STDDEV = 0.02
 """Every weight starts as N(0, 0.02), LayerNorm gains as N(1, 0.02), biases at 0: the authors' WikiText recipe."""

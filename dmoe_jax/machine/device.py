@@ -18,8 +18,8 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.cores import usable_cores
-from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
 

@@ -40,10 +40,10 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import io_callback
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.xla_threads import MAX_WAITING_CALLS, make_room
 from dmoe_jax.mixture.remote import RemoteMixture, Residual, mix_segment
 from dmoe_jax.routing.base import Features, Ids, Traffic, score
-from dmoe_jax.types import PyTree
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class HostCall:
         self._name = f"remote layer {mixture.config.prefix!r}"
         self._residuals: OrderedDict[int, Residual] = OrderedDict()  # touched in the portal's thread only
         self._tickets = 0
-        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: self._ask(False, chosen, inputs)[1:])
+        self._remote: Any = jax.custom_vjp(lambda anchor, chosen, inputs: tuple(self._ask(False, chosen, inputs)[1:]))
         self._remote.defvjp(self._vjp_forward, self._vjp_backward)
 
     def __call__(

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.local_update import WithDeltas, delta_places, num_stacked
-from dmoe_jax.types import PyTree
 
 BLOCK_ROWS = 4
 """Pairs that share a copy of their expert's parameters, where experts have that many and rows are small. All at once, a

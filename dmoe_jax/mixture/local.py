@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.grouped import call_experts
 from dmoe_jax.mixture.local_update import WithDeltas
 from dmoe_jax.mixture.parallel import ShardedExperts, parallel_mixture
 from dmoe_jax.routing.base import cell_numbers
-from dmoe_jax.types import PyTree
 
 _DRAWN_AT_ONCE = 1 << 22
 """Numbers of a layer's experts up to which they are drawn by one operation, which compiles faster."""

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from dmoe_jax.arrays import in_type_of
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree, in_type_of
 
 TURN_BYTES = 64 << 10
 """Bytes of an expert's parameters from which on, on a CPU, the chosen take their steps one after the other, which keeps

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.neuron import neuron
 from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.routing.base import Router, cell_numbers, combine_weights
 from dmoe_jax.routing.peer import init_heads, score_heads
-from dmoe_jax.types import PyTree
 
 
 def init_peer_layer(key: PRNGKeyArray, router: Router, d_model: int, *, heads: int, prefix: str = "peer") -> PyTree:

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.combine import add_rest, weighted_sum
 from dmoe_jax.mixture.grouped import Keyed, call_experts
 from dmoe_jax.mixture.local_update import num_stacked
-from dmoe_jax.types import PyTree
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["mesh", "axis"])

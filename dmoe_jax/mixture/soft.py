@@ -25,13 +25,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, score, top_k_router
 from dmoe_jax.routing.weights import uniform_weights
-from dmoe_jax.types import PyTree
 
 
 class Slots(NamedTuple):

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from dmoe_jax.checks import check_positive, check_rates
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.experts.layer_config import LayerConfig, Route
 from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.models.adaptive_softmax import check_cutoffs
 from dmoe_jax.routing.base import check_grid_size
 

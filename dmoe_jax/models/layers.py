@@ -5,12 +5,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Value
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.local import expert_load, init_experts, local_mixture
 from dmoe_jax.routing.base import Router, Scores, Traffic, combine_weights, router_loss
-from dmoe_jax.types import PyTree
 
 Mixture = Callable[..., Awaitable[tuple[Value, Value]]]
 """A DMoE layer that must be awaited: async (run, scores, *inputs) -> (mixed, the router's auxiliary loss), on the tape;

@@ -21,7 +21,7 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.checks import check_positive
 from dmoe_jax.experts.base import Expert
@@ -42,7 +42,6 @@ from dmoe_jax.models.layers import (
 )
 from dmoe_jax.routing.base import Router, Scores, check_grid_size, score
 from dmoe_jax.routing.check import check_router
-from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import KeyData, RowKeys, wrap_key
@@ -56,7 +56,6 @@ from dmoe_jax.models.layers import (
 from dmoe_jax.models.trunk import LayerMemory, Memory, StepKeys, init_embed_and_head, next_memory
 from dmoe_jax.routing.base import Router, Scores, score
 from dmoe_jax.routing.check import check_router
-from dmoe_jax.types import PyTree
 
 Hidden = Float[Array, "batch seq d_model"] | Float[Array, "rows d_model"]
 """Hidden states by sequence, or where tokens are routed in rows of all positions."""

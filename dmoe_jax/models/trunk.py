@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.dropout import KeyData, dropout, locked_dropout, row_keys, wrap_key
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, unigram_biases
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.types import PyTree
 
 # Sites of dropout, see `dmoe_jax.experts.dropout`. Embedding and head have keys of their own.
 _WORDS, _INPUT, POSITIONS_SITE = 0, 1, 2

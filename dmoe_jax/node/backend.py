@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from dmoe_jax.arrays import stored
+from dmoe_jax.arrays import PyTree, stored
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.node.programs import (
@@ -32,7 +32,6 @@ from dmoe_jax.node.programs import (
     state_shapes,
 )
 from dmoe_jax.node.sharding import DEFAULT_PLACE, Place, spread
-from dmoe_jax.types import PyTree
 from net.types import Array
 
 REMEMBERED_S = 60.0

@@ -28,6 +28,7 @@ import optax
 import trio
 from jax.experimental import multihost_utils
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import ThreadDevice
@@ -35,7 +36,6 @@ from dmoe_jax.node.backend import make_backend
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
 from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
 from dmoe_jax.runs.processes import ProcessFailed
-from dmoe_jax.types import PyTree
 from net.errors import RemoteProtocolError
 from net.nursery import background_nursery
 from net.types import Array

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax.arrays import copied
+from dmoe_jax.arrays import PyTree, copied
 from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, numbers_in
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.machine.device import Device
@@ -31,7 +31,6 @@ from dmoe_jax.machine.disk import CheckpointError, hold_folder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import Programs, compiled_alone
 from dmoe_jax.node.sharding import PlacedDevice, placed
-from dmoe_jax.types import PyTree
 from net.meaning import contradiction
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.device import AllDevices, Device, InlineDevice, ThreadDevice
 from dmoe_jax.machine.own_devices import own_cpu_devices
-from dmoe_jax.types import PyTree
 
 DATA, MODEL = "data", "model"
 

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
@@ -35,7 +36,6 @@ from dmoe_jax.node.programs import (
     without_grads,
 )
 from dmoe_jax.node.sharding import Place, PlacedDevice
-from dmoe_jax.types import PyTree
 from net.types import Array
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from dmoe_jax.arrays import all_finite, as_params, copied, typed_like, wide
+from dmoe_jax.arrays import PyTree, all_finite, as_params, copied, typed_like, wide
 from dmoe_jax.optim.moshpit import diloco_outer
-from dmoe_jax.types import PyTree
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
 """Things that peers add up: see `collaborative`."""

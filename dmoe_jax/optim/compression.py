@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree
 from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
 _FITTING_ROUNDS = 4

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.compression import ErrorFeedback
-from dmoe_jax.types import PyTree
 from net.wire.sparse import SparseBlocks
 
 

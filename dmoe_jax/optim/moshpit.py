@@ -23,10 +23,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from dmoe_jax.arrays import all_finite, typed_like, wide
+from dmoe_jax.arrays import PyTree, all_finite, typed_like, wide
 from dmoe_jax.optim.compression import ErrorFeedback, compress, zero_residual
 from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, check_like, masked_like
-from dmoe_jax.types import PyTree
 
 What = Literal["parameters", "gradients", "pseudo_gradients"]
 """Things that peers average: see `moshpit_average`."""

@@ -12,10 +12,9 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
-from dmoe_jax.arrays import all_finite, typed_like, wide
+from dmoe_jax.arrays import PyTree, all_finite, typed_like, wide
 from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.types import PyTree
 
 MOMENTUM, RATE, PULL = 0.5, 0.7, 0.7
 """alpha and beta of the paper's experiments; gamma = beta, as in the authors' code."""

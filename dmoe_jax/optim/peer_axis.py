@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dmoe_jax.arrays import wide
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree, wide
 from net.averaging.grouping.group_key import MoshpitGrid
 
 FailureRule = Literal["exclude", "group_skips"]

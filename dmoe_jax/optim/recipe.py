@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.arrays import wide
-from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.arrays import PyTree, wide
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.staleness import scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.routing.balancing import steer_biases
-from dmoe_jax.types import PyTree
 
 
 def learning_rate_schedule(recipe: Recipe) -> optax.Schedule:

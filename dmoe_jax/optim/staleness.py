@@ -16,8 +16,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from dmoe_jax.arrays import wide
-from dmoe_jax.types import PyTree
+from dmoe_jax.arrays import PyTree, wide
 
 
 def scale_by_staleness(power: float = 0.5) -> optax.GradientTransformationExtraArgs:

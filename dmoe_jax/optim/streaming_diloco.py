@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
-from dmoe_jax.arrays import all_finite, typed_like, wide
+from dmoe_jax.arrays import PyTree, all_finite, typed_like, wide
 from dmoe_jax.optim.host_state import HostState, Sent, Taken, averaging_optimizer, masked_like
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.types import PyTree
 
 OUTER_RATE, OUTER_MOMENTUM = 0.4, 0.9
 """Rate and decay of the Nesterov momentum that the paper found best."""

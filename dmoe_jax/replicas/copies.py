@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.types import PyTree
 from net.types import Array
 
 LEAST_WEIGHT = 1e-3

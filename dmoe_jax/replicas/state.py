@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.arrays import sent
+from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import table_of
 from dmoe_jax.directory.directory import find_replicas
 from dmoe_jax.directory.grid import parse_uid
@@ -29,7 +29,6 @@ from dmoe_jax.node.backend import MOST_REMEMBERED, ExpertBackend
 from dmoe_jax.node.queue import NAME_BYTES
 from dmoe_jax.node.saving import is_sound
 from dmoe_jax.replicas.learnt import packed, unpacked
-from dmoe_jax.types import PyTree
 from net.averaging.state.buffer import Table
 from net.averaging.state.download import StateUnavailable, download_state
 from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -50,7 +50,6 @@ from dmoe_jax.routing.base import (
 )
 from dmoe_jax.routing.losses import sum_by_expert
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.types import PyTree
 
 BIAS = "balance_bias"
 """Key of the biases in a balanced router's parameters."""

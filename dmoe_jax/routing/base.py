@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
-from dmoe_jax.types import PyTree
 
 P = ParamSpec("P")
 

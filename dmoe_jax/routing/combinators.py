@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -44,7 +44,6 @@ from dmoe_jax.routing.base import (
 )
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
-from dmoe_jax.types import PyTree
 
 Transformation = Callable[[Router], Router]
 

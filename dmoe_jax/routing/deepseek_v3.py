@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.balancing import DEFAULT_SPEED, balanced
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.weights import normalised_weights
-from dmoe_jax.types import PyTree
 
 INIT_SCALE = 0.5
 """Standard deviation of what goes into the sigmoid at initialisation: 0.006 sqrt(7168), by section 4.2."""

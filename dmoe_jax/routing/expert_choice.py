@@ -23,6 +23,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import (
     Alive,
     Features,
@@ -38,7 +39,6 @@ from dmoe_jax.routing.base import (
 )
 from dmoe_jax.routing.product_key import DEFAULT_INIT_SCALE, product_key
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
-from dmoe_jax.types import PyTree
 
 MOST_EXPERTS = 2
 """A sample is served by at most this times k experts."""

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Logits, Router, Scores, check_grid_size, top_k_router
-from dmoe_jax.types import PyTree
 
 
 def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:

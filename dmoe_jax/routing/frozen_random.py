@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, top_k_router
-from dmoe_jax.types import PyTree
 
 TORCH_EPSILON = 1e-5
 

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.hashing import hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
-from dmoe_jax.types import PyTree
 
 NUM_PROJECTIONS = 16
 """Bits of a SimHash: 65,536 cells of directions, more than there are experts, few enough for neighbours to share."""

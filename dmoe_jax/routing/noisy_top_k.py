@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -31,7 +32,6 @@ from dmoe_jax.routing.base import (
     top_k_router,
 )
 from dmoe_jax.routing.losses import importance_loss, load_loss
-from dmoe_jax.types import PyTree
 
 LEAST_STDDEV = 1e-2
 """Added to the noise, as in the authors' released code: training drives the noise down, and the load loss divides by

@@ -19,9 +19,9 @@ import math
 import jax
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.checks import check_positive
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, layer_norm, router_factory, score, top_k_router
-from dmoe_jax.types import PyTree
 
 
 @router_factory

@@ -18,7 +18,7 @@ import math
 from jax import numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.routing.base import (
     Features,
     Ids,
@@ -34,7 +34,6 @@ from dmoe_jax.routing.base import (
 from dmoe_jax.routing.losses import load_balancing_loss, router_z_loss
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.weights import log_probabilities, probability_weights
-from dmoe_jax.types import PyTree
 
 INIT_SCALE = math.sqrt(0.1)
 """Standard deviation of a logit at initialisation: a tenth of the usual variance (section 2.4)."""

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Router, Scores, router_factory, top_k_router
 from dmoe_jax.routing.hashing import hash_rows, hash_words, unit_interval
 from dmoe_jax.routing.weights import uniform_weights
-from dmoe_jax.types import PyTree
 
 
 @router_factory

@@ -28,6 +28,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import jax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.machine.interrupts import put_off_in_callbacks
@@ -35,7 +36,6 @@ from dmoe_jax.machine.xla_threads import make_room
 from dmoe_jax.mixture.flax_layers import BlockingMixture
 from dmoe_jax.swarm.serving import Served
 from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from dmoe_jax.types import PyTree
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

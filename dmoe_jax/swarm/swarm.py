@@ -27,6 +27,7 @@ import jax
 import optax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.settings import DEFAULTS, Round, TreeAveragerConfig
 from dmoe_jax.averaging.tree_averager import TreeAverager, open_tree_averager
 from dmoe_jax.claims.claiming import ClaimConfig
@@ -55,7 +56,6 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm.serving import Served, ServedExpert, Serving
 from dmoe_jax.trainer import Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
 from net.dht.node import DhtNode
 from net.dht.records import Value
 from net.identity import Address, PeerId

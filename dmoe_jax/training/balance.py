@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.balancing import bias_range
 from dmoe_jax.training.engine import Totals
-from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.model import Evaluation
 from dmoe_jax.trainer import OnLost, OnStep
-from dmoe_jax.types import PyTree
 
 OnBatch = Callable[[int, int | None], None]
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainers
 from dmoe_jax.training.engine import OnBatch, Totals
-from dmoe_jax.types import PyTree
 
 EvaluationBatches = Callable[[str, int | None], tuple[Iterable[Any], int | None]]
 """(split, tokens or samples wanted, None for all) -> (batches that stand for the whole, their number if it is known)"""

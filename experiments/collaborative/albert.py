@@ -32,8 +32,8 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.checks import check_positive
-from dmoe_jax.types import PyTree
 from experiments.collaborative.masked_text import MaskedBatch
 
 NUM_SEGMENTS = 2

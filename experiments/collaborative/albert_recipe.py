@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import jax
 import optax
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.recipe import clip_and_decay
-from dmoe_jax.types import PyTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

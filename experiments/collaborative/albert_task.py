@@ -15,11 +15,11 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.checks import check_positive
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
 from dmoe_jax.optim.collaborative import collaborative
-from dmoe_jax.types import PyTree
 from experiments.collaborative.albert import AlbertConfig, albert_loss, init_albert
 from experiments.collaborative.albert_recipe import AlbertRecipe, albert_optimizer
 from experiments.collaborative.masked_text import MaskedBatch, MaskedText

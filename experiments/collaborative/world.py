@@ -15,11 +15,11 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from dmoe_jax.types import PyTree
 from net.averaging.speeds import Speeds
 from net.errors import NetError
 from net.identity import Address

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.mnist import NUM_CLASSES
 from dmoe_jax.emulator import Data
 from dmoe_jax.experts.feedforward import FeedforwardBlock
 from dmoe_jax.models.mlp import Batch
-from dmoe_jax.types import PyTree
 from experiments.emulation.problems import DEFAULT, Remedy, image_batches, image_stream, with_remedy
 
 

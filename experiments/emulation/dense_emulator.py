@@ -14,12 +14,11 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, Int32
 
-from dmoe_jax.arrays import as_params, copied
+from dmoe_jax.arrays import PyTree, as_params, copied
 from dmoe_jax.checks import check_positive
 from dmoe_jax.emulator.order import DelayOf
 from dmoe_jax.emulator.state import Data, at, is_finite, put
 from dmoe_jax.trunk import trunk_update
-from dmoe_jax.types import PyTree
 
 
 class DenseState(NamedTuple):

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data import DataError
 from dmoe_jax.emulator import Emulator
 from dmoe_jax.emulator.state import SwarmState
-from dmoe_jax.types import PyTree
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import Problem, keys_of, mnist, transformer_xl
 from experiments.emulation.settings import EmulationSettings

@@ -15,7 +15,7 @@ from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.mnist import NUM_CLASSES, Images, load_mnist
 from dmoe_jax.emulator import Data, Emulator, take_batches
 from dmoe_jax.emulator.stages import ModelStages
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.model import Model
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Router, router_factory, top_k_router
 from dmoe_jax.routing.combinators import freeze
-from dmoe_jax.types import PyTree
 
 
 @router_factory

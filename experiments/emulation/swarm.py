@@ -15,6 +15,7 @@ import numpy as np
 import trio
 from jaxtyping import PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import ExpertUid, all_uids
 from dmoe_jax.emulator import Data, Emulator, EventOrder
@@ -26,7 +27,6 @@ from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.swarm.swarm import swarm_of
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
 from experiments.emulation.problems import Problem, keys_of
 from experiments.emulation.recording import OrderRecorder
 from experiments.simulated_swarm import start_simulated_nodes

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.emulator import Data, Emulator, EventOrder, SwarmState, draw_order, exponential_delays
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import STAGE, num_stages
 from dmoe_jax.machine.freed_memory import give_back
-from dmoe_jax.types import PyTree
 from experiments.emulation.dense import DenseProblem, dense_mnist
 from experiments.emulation.dense_emulator import DenseEmulator, draw_turns
 from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl

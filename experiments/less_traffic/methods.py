@@ -8,8 +8,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, streaming_diloco
-from dmoe_jax.types import PyTree
 from experiments.less_traffic.settings import MethodName
 from experiments.less_traffic.sparta import sparta
 from experiments.moshpit_averaging.methods import random_groups_round

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from dmoe_jax.arrays import wide
+from dmoe_jax.arrays import PyTree, wide
 from dmoe_jax.optim.moshpit import Average
-from dmoe_jax.types import PyTree
 
 
 class SpartaState(NamedTuple):

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
 from dmoe_jax.models.layers import LayerAux, dmoe_layer
 from dmoe_jax.routing.base import Router, score
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.types import PyTree
 
 D_MODEL = 64
 """Width of the layer. An expert has 100 thousand parameters."""

@@ -16,13 +16,13 @@ import optax
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
 from dmoe_jax.optim.recipe import make_optimizer
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setup
 
 State = dict[str, PyTree]

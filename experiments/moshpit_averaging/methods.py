@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.peer_axis import FailureRule, count_peers, group_mean, per_peer
-from dmoe_jax.types import PyTree
 
 
 def all_reduce_round(tree: PyTree, *, alive: ArrayLike | None = None, weights: ArrayLike | None = None) -> PyTree:

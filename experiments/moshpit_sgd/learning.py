@@ -8,8 +8,8 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim import Sent, apply_average, moshpit_average, what_to_send, with_average
-from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.tasks import Task
 
 _SIZES = (4, 16, 64, 256)

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data import DataError
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import load_corpus
 from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
 from dmoe_jax.data.vocabulary import UNK
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
-from dmoe_jax.types import PyTree
 from experiments.moshpit_sgd.settings import ModelName
 from experiments.transformer_xl import dense
 

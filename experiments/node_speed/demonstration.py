@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.layer_config import Route
 from dmoe_jax.runs.flags import as_flags
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.bench import Run

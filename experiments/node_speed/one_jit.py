@@ -15,7 +15,7 @@ import optax
 
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.experts.layer_config import Recipe, Route
+from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig

@@ -12,7 +12,7 @@ import trio
 from matplotlib.figure import Figure
 
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL

@@ -18,7 +18,7 @@ import trio
 
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.grid import layer_prefix
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl

@@ -24,7 +24,7 @@ from dmoe_jax import autodiff
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import key_prefix, layer_prefix
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.models import transformer_xl as txl

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.experts.dropout import RowKeys, locked_dropout
 from dmoe_jax.experts.relative_attention import relative_positions
@@ -28,7 +29,6 @@ from dmoe_jax.models.trunk import (
     next_memory,
     token_nll,
 )
-from dmoe_jax.types import PyTree
 
 _LEAST_LOOPED = 4
 """Layers from which on the program is a loop over them: XLA compiles one, and not each. Fewer compile soon, and run a

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.emulator import Emulator, SwarmState, draw_order, exponential_delays, take_batches
 from dmoe_jax.emulator.order import STAGE, EventOrder
 from dmoe_jax.models import transformer_xl as txl
@@ -24,7 +25,6 @@ from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord
 from dmoe_jax.training.engine import Totals
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setting, Setup, SetupEngine
 
 _PIECE = 16

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.runs.figure import Metrics
 from experiments.run_summary import perplexity_curve

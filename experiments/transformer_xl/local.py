@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.batches import Batch
 from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
 from dmoe_jax.models import transformer_xl as txl
@@ -28,7 +29,6 @@ from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import Router, RouterError, Traffic, router_loss
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord
 from dmoe_jax.training.engine import Totals
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setup, SetupEngine, dense_loss
 
 State = dict[str, PyTree]

@@ -15,7 +15,7 @@ out.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.models.config import TransformerXLConfig
 from experiments.transformer_xl.settings import Model, Size, TrainingSettings
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.layer_config import Route
 from dmoe_jax.machine.cores import usable_cores
 from experiments.bench import ResumableSettings, Settings
 

@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.arrays import host_copy
+from dmoe_jax.arrays import PyTree, host_copy
 from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.directory.grid import all_uids, layer_prefix
-from dmoe_jax.experts.layer_config import Recipe, Route
+from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
 from dmoe_jax.routing.base import Router
 from dmoe_jax.training.engine import OnBatch
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.presets import Preset, model_config
 from experiments.transformer_xl.settings import Place

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
@@ -24,7 +25,6 @@ from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord, all_finite
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl.setup import Setting, Setup, SetupEngine, dense_loss
 from net.errors import NoQuorum
 from net.transport.sim import run

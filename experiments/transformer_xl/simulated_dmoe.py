@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.experts.base import init_by_uid
@@ -27,7 +28,6 @@ from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainer
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
-from dmoe_jax.types import PyTree
 from experiments.simulated_swarm import start_simulated_nodes
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.simulated import SimulatedEngine

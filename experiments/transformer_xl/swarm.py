@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from dmoe_jax.directory.grid import all_uids, layer_prefix
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.runs.endings import UsageError

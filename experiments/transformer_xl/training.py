@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.layer_config import Route
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.routing.base import Router, RouterError

@@ -19,6 +19,7 @@ import optax
 import trio
 from matplotlib.axes import Axes
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import Round
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.optim import moshpit_average
@@ -28,7 +29,6 @@ from dmoe_jax.runs.style import GREY, INK, VALID, dress
 from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainers
 from dmoe_jax.trunk import open_trunk_averaging
-from dmoe_jax.types import PyTree
 from experiments.bench import Run
 from experiments.intervals import t_interval
 from experiments.processes import open_helpers

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAveragerConfig
-from dmoe_jax.types import PyTree
 
 NAME = "loop"
 CONFIG = TreeAveragerConfig(side=2, window_s=10.0, timeout_s=30.0, measures_line=False)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.collaborative import Shared, collaborative
-from dmoe_jax.types import PyTree
 from experiments.collaborative.world import Problem
 
 

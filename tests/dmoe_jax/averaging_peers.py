@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import apply_average
-from dmoe_jax.types import PyTree
 from net.rpc.peer import RpcPeer
 from tests.net.averaging_swarm import Swarm, open_place
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from dmoe_jax.types import PyTree
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import ROOT, Life, PeerSpec, Problem, World, compare_with_one_machine
 from net.averaging.collaboration.assisting import assist_collaboration

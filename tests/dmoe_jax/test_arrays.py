@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.arrays import all_finite, as_params, bytes_of, kept_like, sent, wide
+from dmoe_jax.arrays import PyTree, all_finite, as_params, bytes_of, kept_like, sent, wide
 from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.checkpoints import Checkpoints
@@ -25,7 +25,6 @@ from dmoe_jax.optim.recipe import clip_and_decay
 from dmoe_jax.trainer import all_finite as are_finite
 from dmoe_jax.trainer import iterators_of
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_jax.types import PyTree
 from net.averaging.collaboration.progress import CHAIN_BYTES
 
 NOISY = optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.1))

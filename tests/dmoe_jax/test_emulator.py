@@ -16,7 +16,7 @@ from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.state import SwarmState
-from dmoe_jax.experts.layer_config import LayerConfig, Route
+from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import mlp
 from dmoe_jax.models import transformer_xl as txl

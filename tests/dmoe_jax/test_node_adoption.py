@@ -6,7 +6,7 @@ import jax
 import pytest
 import trio
 
-from dmoe_jax.directory.directory import directory
+from dmoe_jax.directory import directory
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.backend import ExpertBackend

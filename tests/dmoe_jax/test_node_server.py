@@ -14,7 +14,7 @@ import pytest
 import trio
 from flax import linen as nn
 
-from dmoe_jax.directory.directory import directory
+from dmoe_jax.directory import directory
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.directory.members import list_members
 from dmoe_jax.experts import expert_from_functions, expert_from_linen

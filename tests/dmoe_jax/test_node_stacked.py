@@ -12,8 +12,8 @@ from flax import linen as nn
 
 from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforward
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.experts.layer_config import Recipe
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, UpdateRejected, make_backends
 from dmoe_jax.node.programs import Batch, nbytes_of
 from dmoe_jax.node.stacked import Form, stack_up

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.optim.recipe import learning_rate_schedule, make_optimizer
 
 

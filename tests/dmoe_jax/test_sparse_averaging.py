@@ -14,11 +14,11 @@ import optax
 import pytest
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, what_to_send, with_average
-from dmoe_jax.types import PyTree
 from net.identity import Address, Contact
 from net.rpc.base import Reply
 from net.rpc.peer import RpcPeer

@@ -13,7 +13,7 @@ import trio
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.cli.node import ExpertRecipe
 from dmoe_jax.cli.train_options import TrunkRecipe
-from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted, parts_of_untrusted
 from dmoe_jax.model import Model, Outcome

@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.experts.transformer_xl import TransformerXLFeedforward, TransformerXLLayer, layer_expert
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import LayerMemory, empty_memory, step_keys

@@ -14,7 +14,7 @@ import trio
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import InlineDevice, ThreadDevice
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.model import Model, Outcome

@@ -11,7 +11,7 @@ import pytest
 
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.data.batches import Batch
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig

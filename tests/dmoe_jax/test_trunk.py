@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import trunk
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import LayerMemory, step_keys

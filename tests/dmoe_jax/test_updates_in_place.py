@@ -10,7 +10,7 @@ import pytest
 
 from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.experts import expert_from_functions
-from dmoe_jax.experts.layer_config import Recipe
+from dmoe_jax.layer_config import Recipe
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.optim.collaborative import collaborative

@@ -11,8 +11,8 @@ import pytest
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.experts.layer_config import LayerConfig
 from dmoe_jax.experts.transformer_xl import layer_expert
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.flags import as_flags, flags_of

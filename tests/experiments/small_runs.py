@@ -8,7 +8,7 @@ import numpy as np
 
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.data.vocabulary import Vocabulary
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import Model
 

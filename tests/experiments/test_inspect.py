@@ -18,9 +18,9 @@ from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, TrainOptions
 from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.experts.layer_config import Route
 from dmoe_jax.inspection.reading import cut, read_in_swarm, read_locally
 from dmoe_jax.inspection.saved_model import SavedModel
+from dmoe_jax.layer_config import Route
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory

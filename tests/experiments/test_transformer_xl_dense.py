@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from dmoe_jax.data.batches import Batch, evaluation_segments
-from dmoe_jax.experts.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import trunk
 from dmoe_jax.models.config import TransformerXLConfig
 from experiments.transformer_xl import dense

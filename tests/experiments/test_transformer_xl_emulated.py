@@ -10,7 +10,7 @@ import pytest
 
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
-from dmoe_jax.experts.layer_config import Route
+from dmoe_jax.layer_config import Route
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.combinators import add_noise
 from dmoe_jax.routing.product_key import product_key

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.experts.layer_config import LayerConfig, Recipe
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.model import Evaluation
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import forget, step_keys
@@ -25,7 +26,6 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.run import train_without_waiting
-from dmoe_jax.types import PyTree
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine

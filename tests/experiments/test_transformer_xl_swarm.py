@@ -13,7 +13,7 @@ import pytest
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
-from dmoe_jax.experts.layer_config import Recipe, Route
+from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics
 from experiments.transformer_xl.presets import PRESETS, model_config
