@@ -1,1 +1,1 @@
-"""Who serves which expert, and who else is in the swarm: records in the DHT, written, read and remembered."""
+"""Records in the DHT of the experts that are served and of the swarm's members: written, read and remembered."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 Strategy = Literal["single", "stacked"]
 STRATEGIES: tuple[Strategy, ...] = ("single", "stacked")
-"""How a node runs its experts, see `dmoe_jax.node.stacked`."""
+"""Strategies by which a node runs its experts, see `dmoe_jax.node.stacked`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

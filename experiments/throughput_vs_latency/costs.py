@@ -31,7 +31,7 @@ OPTIMIZER = optax.adam(1e-6)
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """How long a node's device takes, as `dmoe_jax.machine.device.InlineDevice` asks for it.
+    """Seconds that a node's device takes, as `dmoe_jax.machine.device.InlineDevice` asks for it.
 
     Attributes:
       seconds: by "forward" and "backward", and then by the rows that a batch is padded to.
