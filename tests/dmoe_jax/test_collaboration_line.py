@@ -51,7 +51,6 @@ def averaged_s(lives: list[Life], number: int = STEPS) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_shares_follow_the_lines_that_peers_measured() -> None:
     """With equal shares a slow line sends (1 + 4 / 6) vectors at half a MB a second, 6.7 s; once the fast ones reduce
     nearly all, little more than one, 4 s. Before that, members wait behind vectors for longer than `silence_s` and take
@@ -66,7 +65,6 @@ def test_shares_follow_the_lines_that_peers_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_where_steps_come_every_half_minute_no_averaging_is_slower_for_it_and_later_ones_are_faster(seed: int) -> None:
     """One or two measure between two steps. By the eighth all six have, and averages take little more than one vector
@@ -84,7 +82,6 @@ def test_where_steps_come_every_half_minute_no_averaging_is_slower_for_it_and_la
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_where_all_lines_are_alike_measuring_changes_nothing() -> None:
     """Somebody takes the state meanwhile, which must make no line look faster than it is. To a tenth."""
     steps = 7
