@@ -23,7 +23,7 @@ from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.trunk import SharedTrunk
-from net.errors import NetError
+from dmoe_net.errors import NetError
 
 MAX_NOT_FINITE = 20
 """Steps of one trainer in a row that may come out as NaN or infinity. One bad batch, or an expert that recovers, makes

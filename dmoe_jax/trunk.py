@@ -22,10 +22,10 @@ from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.host_state import averaging_due
-from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
 
 
 class SharedTrunk:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dmoe_jax.optim.compression import ErrorFeedback
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group import Role
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.identity import PeerId
-from net.meaning import check_meaning
-from net.wire.compression import Compression
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.identity import PeerId
+from dmoe_net.meaning import check_meaning
+from dmoe_net.wire.compression import Compression
 
 RoleName = Literal["auto", "node", "client", "auxiliary"]
 CompressionName = Literal["none", "float16", "bfloat16", "blockwise8"]

@@ -27,17 +27,17 @@ from dmoe_jax.optim.host_state import (
     with_average,
     without_gathered,
 )
-from net.averaging.averager import Averager, AveragingStep
-from net.averaging.grouping.group import WEIGHTS
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.state.buffer import Table
-from net.averaging.state.download import StateRefused
-from net.averaging.state.sharing import MAX_VERSION, StateSource
-from net.dht.node import DhtNode
-from net.errors import NetError
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_net.averaging.averager import Averager, AveragingStep
+from dmoe_net.averaging.grouping.group import WEIGHTS
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.state.buffer import Table
+from dmoe_net.averaging.state.download import StateRefused
+from dmoe_net.averaging.state.sharing import MAX_VERSION, StateSource
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import NetError
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import tyro
 from dmoe_jax.cli.checks import check_at_least, check_needs
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import Flag, flags_of, named_flags
-from net.averaging.grouping.group_key import check_prefix
-from net.averaging.speeds import Speeds
-from net.wire.sparse import SparseCoding
+from dmoe_net.averaging.grouping.group_key import check_prefix
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.wire.sparse import SparseCoding
 
 if TYPE_CHECKING:
     import optax

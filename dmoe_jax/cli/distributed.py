@@ -15,7 +15,7 @@ import tyro
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.runs.endings import UsageError, one_line
 from dmoe_jax.runs.speech import say
-from net.identity import Address
+from dmoe_net.identity import Address
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax

@@ -29,7 +29,7 @@ from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, mistakes_in_one_
 from dmoe_jax.runs.flags import by_flags, flags_of, named_flags
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
-from net.rpc.faults import FaultPlan
+from dmoe_net.rpc.faults import FaultPlan
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax

@@ -31,7 +31,7 @@ from dmoe_jax.training.run import Plan, train
 from dmoe_jax.training.saving import PreparedRun
 from dmoe_jax.training.swarm_engine import SwarmEngine
 from dmoe_jax.trunk import open_trunk_averaging
-from net.nursery import background_nursery
+from dmoe_net.nursery import background_nursery
 
 _Figures = Callable[[], Mapping[str, float | int | None]]
 

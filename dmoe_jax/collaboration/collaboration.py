@@ -17,13 +17,13 @@ from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTo
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import Group, Role
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.plan import AveragingPlan, announce_plan
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.grouping.group import Group, Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.plan import AveragingPlan, announce_plan
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
 
 _log = logging.getLogger(__name__)
 

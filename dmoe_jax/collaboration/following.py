@@ -12,13 +12,13 @@ from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.errors import NetError
-from net.nursery import background_nursery
+from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
+from dmoe_net.averaging.state.download import download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.errors import NetError
+from dmoe_net.nursery import background_nursery
 
 _TIMEOUT_S = 600.0
 _CONFIG = StateSharingConfig(announce_period_s=10.0, max_lag=0)

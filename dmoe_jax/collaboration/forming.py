@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import trio
 
 from dmoe_jax.collaboration.state import CollaborationState, ComingStep
-from net.averaging.collaboration.board import ProgressBoard
-from net.averaging.collaboration.progress import Report
-from net.averaging.collaboration.rounds import Averaged, StepAveraging
-from net.averaging.grouping.group import Group
-from net.averaging.plan import AveragingPlan
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_net.averaging.collaboration.board import ProgressBoard
+from dmoe_net.averaging.collaboration.progress import Report
+from dmoe_net.averaging.collaboration.rounds import Averaged, StepAveraging
+from dmoe_net.averaging.grouping.group import Group
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from dmoe_jax.averaging.settings import CompressionName, RoleName
-from net.averaging.collaboration.rounds import RoundConfig
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.meaning import check_meaning
-from net.wire.compression import Compression
+from dmoe_net.averaging.collaboration.rounds import RoundConfig
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.meaning import check_meaning
+from dmoe_net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

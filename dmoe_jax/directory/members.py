@@ -15,15 +15,15 @@ from typing import Any
 import trio
 
 from dmoe_jax.directory.grid import check_prefix
-from net.dht.messages import contact_to_wire, parse_contact_untrusted
-from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Dictionary, Entry, Value
-from net.errors import NetError, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.nursery import background_nursery
-from net.rpc.base import Caller
-from net.wire.fields import integer
-from net.wire.versions import CALLS, MAX_VERSION
+from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
+from dmoe_net.dht.node import DhtNode, StoreItem
+from dmoe_net.dht.records import Dictionary, Entry, Value
+from dmoe_net.errors import NetError, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
+from dmoe_net.wire.fields import integer
+from dmoe_net.wire.versions import CALLS, MAX_VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Member:
     expiration: float
     """Swarm time until which the announcement stands, seconds."""
     calls: int = CALLS
-    """Version of its calls and records, see `net.wire.versions`."""
+    """Version of its calls and records, see `dmoe_net.wire.versions`."""
 
     @property
     def role(self) -> str:

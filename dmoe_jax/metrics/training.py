@@ -10,7 +10,7 @@ from dmoe_jax.metrics.families import SECONDS, Family, Histogram, Summary, by_la
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.trainer import StepSpan
 from dmoe_jax.training.engine import Totals
-from net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group import Role
 
 _SECONDS_OF_AVERAGES = (*(each for each in SECONDS if each >= 0.01), 100.0, 250.0, 500.0)
 """Bounds for averages, 10 ms to 500 s: a round may wait for its group, and a line may be slow."""

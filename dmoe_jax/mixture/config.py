@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dmoe_jax.mixture.expert_calls import MAX_PARTS
-from net.wire.compression import Compression
+from dmoe_net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class MixtureConfig:
     faults that strike requests strike experts one by one."""
     compression: Compression = Compression.NONE
     """Form of float32 activations and gradients on their way, there and back, with the losses that
-    `net.wire.compression` states; those of other types travel as they are."""
+    `dmoe_net.wire.compression` states; those of other types travel as they are."""
     on_shortfall: str = "skip"
     """Fate of a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample passes
     unchanged), "raise" gives the step up with `NoQuorum`."""

@@ -34,11 +34,11 @@ from dmoe_jax.mixture.expert_calls import (
     request_of,
 )
 from dmoe_jax.mixture.statistics import LATE, OK, BadAnswer, CallRecord, CallStatistics, NotFinite, reason_of
-from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.rpc.base import Body, Caller, Reply
-from net.types import Array
-from net.wire.tensors import Outgoing
+from dmoe_net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Body, Caller, Reply
+from dmoe_net.types import Array
+from dmoe_net.wire.tensors import Outgoing
 
 logger = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ from dmoe_jax.node.backend import make_backend
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
 from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
 from dmoe_jax.runs.processes import ProcessFailed
-from net.errors import RemoteProtocolError
-from net.nursery import background_nursery
-from net.types import Array
-from net.wire import codec
-from net.wire.fields import integer, several, text
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.nursery import background_nursery
+from dmoe_net.types import Array
+from dmoe_net.wire import codec
+from dmoe_net.wire.fields import integer, several, text
 
 logger = logging.getLogger(__name__)
 

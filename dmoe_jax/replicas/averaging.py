@@ -2,8 +2,9 @@
 
 At the beginning of a round a node reads who serves its experts, and asks each of them whether it takes part
 (`replica.meet`). That leaves out those who have died, and those who serve an expert without replicating it. Then it
-averages bundle by bundle (`net.averaging.reduction`). An average is used if it is whole: of all copies, at all numbers.
-If a member is lost the others keep what they have, and do not wait for it again in this round; the next round is soon.
+averages bundle by bundle (`dmoe_net.averaging.reduction`). An average is used if it is whole: of all copies, at all
+numbers. If a member is lost the others keep what they have, and do not wait for it again in this round; the next round
+is soon.
 
     replica.meet   {"period_s": float} -> {"period_s": float}     that of the one who answers
 
@@ -27,14 +28,14 @@ from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import CopyLayout, Progress
 from dmoe_jax.replicas.learnt import LearntNames
 from dmoe_jax.replicas.rounds import Bundle, bundles_of, group_of, next_round, unweighted, weighted
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig
-from net.dht.node import DhtNode
-from net.errors import CallFailed, NetError
-from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply, Request, read_request
-from net.types import Array
-from net.wire.fields import real
+from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import CallFailed, NetError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.types import Array
+from dmoe_net.wire.fields import real
 
 logger = logging.getLogger(__name__)
 

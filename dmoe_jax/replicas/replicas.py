@@ -19,11 +19,11 @@ from dmoe_jax.replicas.copies import Progress
 from dmoe_jax.replicas.learnt import LEARNT
 from dmoe_jax.replicas.listing import SlotListing
 from dmoe_jax.replicas.state import STATE, StateShelf, fetch_state
-from net.dht.node import DhtNode
-from net.dht.records import Value
-from net.identity import Contact
-from net.nursery import background_nursery
-from net.rpc.base import Caller, handlers
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Value
+from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller, handlers
 
 logger = logging.getLogger(__name__)
 

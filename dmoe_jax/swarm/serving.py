@@ -15,8 +15,8 @@ from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.replicas import ReplicaConfig, replicating
-from net.identity import Contact
-from net.nursery import background_nursery
+from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@
         await trainers.run(1000)
 
 The same code runs over TLS, over plain TCP (`security=Plain()`) and on a simulated network in virtual time
-(`network=`, see `net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing loops.
+(`network=`, see `dmoe_net.transport.sim`). `dmoe_jax.connect` is the same without `async`, for notebooks and existing
+loops.
 """
 
 import functools
@@ -56,15 +57,15 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm.serving import Served, ServedExpert, Serving
 from dmoe_jax.trainer import Trainers, iterators_of
 from dmoe_jax.trunk import SharedTrunk
-from net.dht.node import DhtNode
-from net.dht.records import Value
-from net.identity import Address, PeerId
-from net.nursery import background_nursery
-from net.rpc.base import Caller
-from net.rpc.bulk import MemoryBudget
-from net.rpc.faults import FaultPlan
-from net.transport.sim.network import SimNetwork
-from net.wire.compression import Compression
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Value
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.bulk import MemoryBudget
+from dmoe_net.rpc.faults import FaultPlan
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.wire.compression import Compression
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from dmoe_jax.training.engine import Engine
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.saving import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
 from dmoe_jax.training.task import Task
-from net.errors import NetError
+from dmoe_net.errors import NetError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from dmoe_jax.machine.disk import CheckpointError, check_not_held, hold_folder, is_empty
 from dmoe_jax.runs.run_folder import METRICS, RunFolder, Sink, changed_settings, check_new, new_folder
-from net.meaning import contradiction
+from dmoe_net.meaning import contradiction
 
 CHECKPOINT_FOLDER = "checkpoints"
 

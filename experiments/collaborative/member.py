@@ -21,9 +21,9 @@ from dmoe_jax.collaboration import Collaboration, GlobalStep, open_collaboration
 from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Tls
 from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_net.averaging.collaboration.assisting import assist_collaboration
 from experiments.collaborative.real_settings import config_of
 from experiments.collaborative.regression import regression
-from net.averaging.collaboration.assisting import assist_collaboration
 
 
 async def _live(settings: dict[str, Any]) -> None:

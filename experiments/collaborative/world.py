@@ -20,12 +20,12 @@ from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalSte
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from net.averaging.speeds import Speeds
-from net.errors import NetError
-from net.identity import Address
-from net.transport.sim.events import HostDown, HostUp
-from net.transport.sim.links import HostOptions
-from net.transport.sim.network import SimNetwork
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim.events import HostDown, HostUp
+from dmoe_net.transport.sim.links import HostOptions
+from dmoe_net.transport.sim.network import SimNetwork
 
 ROOT = "root"
 """The host through which everybody joins; it trains nothing and never fails."""

@@ -21,10 +21,10 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.emulation.problems import keys_of, mnist
 from experiments.simulated_swarm import start_simulated_nodes
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
 
 SLOW = "node1"
 """The host that becomes slow; of each layer it serves the experts 1, 1 + nodes, and so on."""

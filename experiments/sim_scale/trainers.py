@@ -36,12 +36,12 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.identity import Address
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.simulated_swarm import start_simulated_nodes
-from net.identity import Address
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-from net.transport.sim.network import SimNetwork
 
 NUM_NODES, BATCH_SIZE = 8, 4
 _MODEL = TransformerXLConfig(

@@ -23,6 +23,9 @@ from dmoe_jax.optim import ErrorFeedback, moshpit_average
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim import Constant, HostOptions, run, simulate
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.bench import Run
 from experiments.collaborative.scenes import Played, play
 from experiments.collaborative.world import PeerSpec, World
@@ -30,9 +33,6 @@ from experiments.panels import series_style
 from experiments.results import Bar
 from experiments.wan.problem import vector_of
 from experiments.wan.settings import WanSettings
-from net.identity import Address
-from net.transport.sim import Constant, HostOptions, run, simulate
-from net.transport.sim.network import SimNetwork
 
 Method = Literal["gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients"]
 METHODS: tuple[Method, ...] = ("gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients")

@@ -14,7 +14,7 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import apply_average
-from net.rpc.peer import RpcPeer
+from dmoe_net.rpc.peer import RpcPeer
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0)

@@ -25,7 +25,7 @@ from dmoe_jax.optim.recipe import clip_and_decay
 from dmoe_jax.trainer import all_finite as are_finite
 from dmoe_jax.trainer import iterators_of
 from dmoe_jax.trunk import SharedTrunk
-from net.averaging.collaboration.progress import CHAIN_BYTES
+from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 
 NOISY = optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.1))
 # Their states hold the initial parameters, or one array twice.

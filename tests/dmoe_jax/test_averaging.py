@@ -22,15 +22,15 @@ from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
-from net.averaging.averager import Averager, AveragingStep
-from net.averaging.speeds import Speeds
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.errors import NetError
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim.events import HostDown
-from net.transport.tcp import TcpTransport
+from dmoe_net.averaging.averager import Averager, AveragingStep
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.tcp import TcpTransport
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

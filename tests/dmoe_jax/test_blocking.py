@@ -25,7 +25,7 @@ from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing import product_key
 from dmoe_jax.swarm.blocking import BlockingSwarm, Closed, connect
 from dmoe_jax.swarm.swarm import Swarm, told_when_slow
-from net.errors import DialFailed
+from dmoe_net.errors import DialFailed
 
 
 def distance(weight: Any, place: Any) -> Any:

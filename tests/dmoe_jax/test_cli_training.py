@@ -25,7 +25,7 @@ from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
-from net.wire.compression import Compression
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
 

@@ -11,14 +11,14 @@ from dmoe_jax.collaboration import Collaboration, open_collaboration
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
+from dmoe_net.averaging.collaboration.progress import next_chain, report_to_wire
+from dmoe_net.averaging.plan import wait_for_plan
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Reply, Request, handlers
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.types import Array
 from experiments.collaborative.world import ROOT, World, relative_difference
-from net.averaging.collaboration.progress import next_chain, report_to_wire
-from net.averaging.plan import wait_for_plan
-from net.identity import Address, Contact
-from net.rpc.base import Reply, Request, handlers
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-from net.types import Array
 from tests.dmoe_jax.collaboration_swarm import (
     CONFIG,
     PROBLEM,

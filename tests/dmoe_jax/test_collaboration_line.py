@@ -4,8 +4,8 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_net.transport.sim.links import HostOptions
 from experiments.collaborative.world import Life, PeerSpec, World
-from net.transport.sim.links import HostOptions
 from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, padded
 
 MB = 8e6

@@ -23,7 +23,7 @@ from dmoe_jax.optim import moshpit_average
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import UsageError
-from net.meaning import check_meaning, differing
+from dmoe_net.meaning import check_meaning, differing
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
 from tests.dmoe_jax.training_rig import SIZES, command, served_swarm
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place

@@ -33,7 +33,7 @@ from dmoe_jax.node.sharding import (
     spread,
 )
 from dmoe_jax.swarm.swarm import open_swarm
-from net.transport.sim import run, simulate
+from dmoe_net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
 ROOT = Path(__file__).parents[2]

@@ -29,10 +29,10 @@ from dmoe_jax.node.lockstep import (
     with_arrays,
 )
 from dmoe_jax.node.sharding import shard_largest_dimension
-from net.errors import RemoteProtocolError
-from net.identity import Contact
-from net.wire import codec
-from net.wire.tensors import plain
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Contact
+from dmoe_net.wire import codec
+from dmoe_net.wire.tensors import plain
 from tests.dmoe_jax.node_rig import rows
 
 ROOT = Path(__file__).parents[2]

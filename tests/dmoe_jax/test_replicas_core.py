@@ -34,9 +34,9 @@ from dmoe_jax.replicas.copies import LEAST_WEIGHT, CopyLayout, Progress
 from dmoe_jax.replicas.listing import SlotListing
 from dmoe_jax.replicas.rounds import bundles_of, group_of, next_round, unweighted, weighted
 from dmoe_jax.replicas.slot_claims import SlotClaims
-from net.dht.messages import contact_to_wire
-from net.dht.records import Dictionary, make_entry
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht.messages import contact_to_wire
+from dmoe_net.dht.records import Dictionary, make_entry
+from dmoe_net.identity import Address, Contact, PeerId
 from tests.net.direct_network import DirectNetwork, open_swarm
 
 RNG = random.Random(0)

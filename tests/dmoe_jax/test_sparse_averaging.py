@@ -19,11 +19,11 @@ from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_avera
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, what_to_send, with_average
-from net.identity import Address, Contact
-from net.rpc.base import Reply
-from net.rpc.peer import RpcPeer
-from net.transport.sim.events import HostDown
-from net.wire.sparse import SparseCoding, all_gather_nbytes
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Reply
+from dmoe_net.rpc.peer import RpcPeer
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

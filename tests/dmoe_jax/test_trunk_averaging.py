@@ -15,7 +15,7 @@ from dmoe_jax.cli.averaging import AveragingOptions
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.trunk import SharedTrunk, open_trunk_averaging
-from net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.events import HostDown
 from tests.dmoe_jax.averaging_peers import CONFIG
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

@@ -23,13 +23,13 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_net.identity import Address
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import HostDown, HostUp
+from dmoe_net.transport.sim.links import Constant, LogNormal
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.simulated_swarm import start_simulated_nodes
-from net.identity import Address
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.events import HostDown, HostUp
-from net.transport.sim.links import Constant, LogNormal
-from net.transport.sim.network import SimNetwork
 
 ROOT = Path(__file__).parents[2]
 GRID = (2, 3)

@@ -10,13 +10,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.assisting import assist
-from net.averaging.averager import AveragingStep
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.opening import open_averager
-from net.averaging.plan import MAX_ASSISTED_SIZE, AveragingPlan, find_plan, parse_plan_untrusted, plan_key
-from net.averaging.speeds import Speeds
-from net.errors import RemoteProtocolError
+from dmoe_net.averaging.assisting import assist
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import MAX_ASSISTED_SIZE, AveragingPlan, find_plan, parse_plan_untrusted, plan_key
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.errors import RemoteProtocolError
 from tests.net.averaging_peers import CONFIG, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

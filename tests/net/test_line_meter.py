@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.line.meter import Answer, BestOfRecent, LineMeter, rate_of
-from net.averaging.speeds import Speeds
+from dmoe_net.averaging.line.meter import Answer, BestOfRecent, LineMeter, rate_of
+from dmoe_net.averaging.speeds import Speeds
 
 
 def test_a_rate_by_hand() -> None:

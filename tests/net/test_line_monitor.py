@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import AveragingStep
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.line.monitor import PERIOD_S, LineMonitor
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.averaging.state.sharing import SharedState, StateSource
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.errors import CallRefused
-from net.identity import Address, Contact
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import simulate
-from net.transport.sim.links import Constant, HostOptions
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.line.monitor import PERIOD_S, LineMonitor
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.averaging.state.sharing import SharedState, StateSource
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.links import Constant, HostOptions
 from tests.net.averaging_peers import CONFIG
 from tests.net.sim_hosts import in_simulation, peer
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import trio
 
-from net.averaging.collaboration.rounds import cautious
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.line.monitor import PERIOD_S
-from net.averaging.line.turns import CALM_S, MEASURING_S, SLOT_S, has_time, wait_of
-from net.averaging.reduction.load_balance import peer_fractions
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.identity import Address
-from net.rpc.peer import RpcPeer
-from net.transport.sim.links import HostOptions
+from dmoe_net.averaging.collaboration.rounds import cautious
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.line.monitor import PERIOD_S
+from dmoe_net.averaging.line.turns import CALM_S, MEASURING_S, SLOT_S, has_time, wait_of
+from dmoe_net.averaging.reduction.load_balance import peer_fractions
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.identity import Address
+from dmoe_net.rpc.peer import RpcPeer
+from dmoe_net.transport.sim.links import HostOptions
 from tests.net.sim_hosts import in_simulation, peer
 from tests.net.test_line_monitor import MB, monitors_of, peers_on
 

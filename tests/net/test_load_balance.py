@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.load_balance import (
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.load_balance import (
     bytes_each_way,
     peer_fractions,
     split_by_shares,
 )
-from net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
+from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
 
 N, C, A = Role.NODE, Role.CLIENT, Role.AUXILIARY
 
