@@ -50,7 +50,6 @@ SHELLS = {
     "dmoe_net.averaging.collaboration.settlement",
     "dmoe_net.averaging.collaboration.step_log",
     "dmoe_net.averaging.gathering",
-    "dmoe_net.averaging.line.monitor",
     "dmoe_net.averaging.group_calls",
     "dmoe_net.averaging.plan",
     "dmoe_net.averaging.window",
@@ -242,9 +241,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_227,
+    "dmoe_jax": 34_208,
     "experiments": 21_581,
-    "dmoe_net": 16_281,
+    "dmoe_net": 15_892,
 }
 
 # Modules with more own imports than MOST_IMPORTS.

@@ -44,10 +44,8 @@ class TreeAveragerConfig:
     """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
     reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
-    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces."""
-    measures_line: bool = True
-    """True: find out what `speeds` does not say of the line, from what passes it, and every five minutes by some
-    megabytes exchanged with others of the group."""
+    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces. What is not said of
+    the line is taken from averages and states that have passed it."""
     meaning: str = ""
     """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
     met, their state is not taken, and both are told."""
@@ -79,7 +77,6 @@ class TreeAveragerConfig:
             compression=Compression(self.compression),
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,
-            measures_line=self.measures_line,
         )
 
 

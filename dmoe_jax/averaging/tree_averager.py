@@ -377,8 +377,8 @@ async def open_tree_averager(
                 sparse=form.sparse,
                 share=config.share,
             )
-            if not is_first:  # one line: what the first averager finds out of it counts for all
-                settings = replace(settings, speeds=fragments[0].averager.known_speeds, measures_line=False)
+            if not is_first:  # one line: what the first averager knows of it counts for all
+                settings = replace(settings, speeds=fragments[0].averager.known_speeds)
             prefix = name if len(forms) == 1 else f"{name}-{number}"
             opened = open_averager(
                 caller, dht, plan, prefix=prefix, rng=rng, state=source if is_first else None, config=settings

@@ -84,7 +84,6 @@ class AssistCommand:
             timeout_s=self.meeting.timeout_s,
             compression=self.compression,
             speeds=self.meeting.speeds(),
-            measures_line=True,
         )
 
     def rounds(self) -> RoundConfig:

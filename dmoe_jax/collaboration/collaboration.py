@@ -44,7 +44,7 @@ class Collaboration:
         self.board = forming.board
         """Reports of everybody; `board.view` is the whole swarm, as this peer sees it."""
         self.rounds = forming.rounds
-        """Finds groups and averages in them; `rounds.measurements` are those of this peer's line."""
+        """Finds groups and averages in them."""
         self.device = training.device
         """Runs what changes the state."""
         self._training = training

@@ -30,7 +30,7 @@ class StepForming:
     rng: random.Random
 
     def __post_init__(self) -> None:
-        state, config = self.state, self.state.config
+        config = self.state.config
         self._changed = trio.Event()
         self.board = board = ProgressBoard(
             caller=self.caller,
@@ -47,7 +47,6 @@ class StepForming:
             config=config.rounds(),
             nursery=self.nursery,
             rng=self.rng,
-            quiet_s=lambda: state.quiet_s(board.view, self.dht.clock.now()),
         )
 
     def _report(self) -> Report | None:

@@ -39,10 +39,6 @@ class CollaborationConfig:
     "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """Capacity of this machine's line, for the share that it reduces."""
-    measures_line: bool = True
-    """True: find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22 MB
-    each way, exchanged with others of the group between two steps; a quarter of the bytes of averages at most. Nobody
-    measures where less than 12 s are left until the next group forms, or while a newcomer takes the state."""
     compression: CompressionName = "none"
     """Form of the numbers that this peer sends: its gradients, and the means that it reduces. Each may choose its own,
     and all make the same step, to the last bit. Numbers below 3e-8 vanish in float16, not in bfloat16; in blockwise8
@@ -72,7 +68,6 @@ class CollaborationConfig:
         return RoundConfig(
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,
-            measures_line=self.measures_line,
             lead_s=self.lead_s,
             silence_s=self.silence_s,
             all_reduce=replace(

@@ -158,13 +158,6 @@ class CollaborationState:
         """Swarm time at which the batch is full or the step begins, as far as is known."""
         return view.ends_at if self.coming is None else min(view.ends_at, self.coming.begins_at)
 
-    def quiet_s(self, view: Forecast, now: float) -> float:
-        """Seconds until groups form for the next step, as far as is foretold; 0 if they do, or if somebody is behind
-        and takes the state, which measurements would hold up."""
-        if self.coming is not None or view.num_behind:
-            return 0.0
-        return max(0.0, view.ends_at - self.lead_s(view) - now)
-
     def due(self, view: Forecast, *, now: float, local_s: float) -> float | None:
         """Swarm time at which the step at hand begins, if it is time to look for its group."""
         if self.coming is not None or self.where is None or self.is_away(local_s):

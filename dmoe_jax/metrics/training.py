@@ -115,5 +115,3 @@ def collaboration_families(peer: Collaboration) -> Iterator[Family]:
     yield counter("dmoe_collaboration_states_taken_total", "States taken from others.", totals.states_taken)
     text = "Attempts at a step that came to nothing, by reason."
     yield by_label("counter", "dmoe_collaboration_failures_total", text, "reason", totals.reasons)
-    text = "This peer's measurements of its line, by what became of them."
-    yield by_label("counter", "dmoe_collaboration_measurements_total", text, "outcome", peer.rounds.measurements)

@@ -191,7 +191,7 @@ async def _moshpit_peer(
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     grads = {"w": jnp.full(num_params, 1e-3)}
     # Peers do not measure their lines here, which takes up to 44 MB in five minutes; see `TreeAveragerConfig`.
-    config = TreeAveragerConfig(side=NUM_PEERS, measures_line=False)
+    config = TreeAveragerConfig(side=NUM_PEERS)
     joins = [Address("peer0", SIM_PORT)] if index else []
     async with (
         open_peer(joins, PeerConfig(network=network, host=f"peer{index}", seed=index)) as place,

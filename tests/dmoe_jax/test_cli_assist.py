@@ -45,7 +45,7 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
     speeds = Speeds(up=1e6, down=1e7)
     assert command.meeting.speeds() == speeds
     assert command.averager() == AveragerConfig.of(
-        window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds, measures_line=True
+        window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds
     )
     assert command.rounds().all_reduce == AllReduceConfig(timeout_s=12.0, compression=Compression.BFLOAT16)
 

@@ -1,41 +1,95 @@
 """What a peer knows of its line from what has passed it."""
 
-import pytest
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import numpy as np
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmoe_net.averaging.line.meter import Answer, BestOfRecent, LineMeter, rate_of
-from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.averaging.averager import Averager
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.line_meter import BestOfRecent, LineMeter
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.averaging.state.sharing import SharedState, StateSource
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.identity import Address
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.links import Constant, HostOptions
+from tests.net.sim_hosts import in_simulation, peer
+
+SIZE = 500_000
+MB = 8e6
+"""A megabyte a second, as hosts have it: in bits."""
 
 
-def test_a_rate_by_hand() -> None:
-    """Three answers of 100 bytes to peers 0.5 s away, after 1.5, 2.5 and 10.5 s: 200 bytes in 2 s, less later."""
-    answers = [Answer(after_s, 100, 0.5) for after_s in (10.5, 1.5, 2.5)]
-    assert rate_of(answers, num_placed=3) == 100.0
-    # The first one alone is no half of three, nor are two of five.
-    assert rate_of(answers[1:2], num_placed=3) is None
-    assert rate_of(answers[1:], num_placed=5) is None
-    assert rate_of([], num_placed=1) is None
+@asynccontextmanager
+async def averagers_on(
+    lines: Mapping[str, HostOptions], *, known: Speeds = UNKNOWN, source: StateSource | None = None
+) -> AsyncIterator[list[Averager]]:
+    """An averager on each host; the first one shares a state."""
+    async with AsyncExitStack() as stack:
+        network = await stack.enter_async_context(simulate(latency=Constant(0.02), hosts=lines.__getitem__))
+        found, first_peers = list[Averager](), list[Address]()
+        for number, host in enumerate(lines):
+            transport, rng = network.transport(host, peer(host)), random.Random(number)
+            caller = await stack.enter_async_context(
+                open_rpc_peer(transport, peer_id=peer(host), listen=Address(host, 7))
+            )
+            dht = await stack.enter_async_context(
+                open_dht_node(caller, clock=SwarmClock.virtual(), rng=rng, initial_peers=tuple(first_peers))
+            )
+            averager = open_averager(
+                *(caller, dht, AveragingPlan.of(size=SIZE, grid=MoshpitGrid(side=2, dims=1))),
+                prefix="x",
+                rng=rng,
+                state=None if found else source,
+                config=AveragerConfig(cell=number, speeds=known),
+            )
+            found.append(await stack.enter_async_context(averager))
+            first_peers.append(Address(host, 7))
+        await trio.sleep(1.0)
+        yield found
 
 
-def test_one_that_answers_before_it_has_anything_does_not_decide() -> None:
-    """Its answer after no time counts with the next one's: 200 bytes in a second."""
-    assert rate_of([Answer(1e-9, 100, 0.0), Answer(1.0, 100, 0.0)], num_placed=4) == 200.0
+@in_simulation
+async def test_an_average_tells_of_the_line() -> None:
+    """Two peers send 2 MB each way at 1 MB a second, the slower line's rate, and find their group in the same time."""
+    lines = {"slow": HostOptions(up_bps=MB, down_bps=MB), "fast": HostOptions()}
+    async with averagers_on(lines) as averagers:
+        assert [each.known_speeds() for each in averagers] == [UNKNOWN, UNKNOWN]
+        async with trio.open_nursery() as nursery:
+            for each in averagers:
+                nursery.start_soon(each.step, np.zeros(SIZE, np.float32))
+        for each in averagers:
+            speeds = each.known_speeds()
+            assert speeds.up == speeds.down
+            assert 0.5e6 < (speeds.up or 0.0) <= 1e6
 
 
-def test_a_round_trip_that_was_too_long_leaves_an_eighth() -> None:
-    """It was measured while the line was busy, perhaps."""
-    assert rate_of([Answer(0.8, 100, 5.0)], num_placed=1) == pytest.approx(1000.0)
+@in_simulation
+async def test_a_state_that_was_downloaded_tells_of_the_line() -> None:
+    """12 MB over a line of 4 MB a second down, from a donor that is faster; what the user says of the line stands."""
+    state = SharedState(version=7, tensors=(np.zeros(3_000_000, np.float32),))
 
+    async def snapshot() -> SharedState:
+        return state
 
-@given(st.lists(st.tuples(st.floats(0.01, 10.0), st.integers(1, 10**6)), min_size=1, max_size=10))
-def test_a_rate_is_what_passed_in_some_time(parts: list[tuple[float, int]]) -> None:
-    """Never less than all of it in the whole time, never more than all of it by the moment half had come."""
-    answers = [Answer(after_s, nbytes, 0.0) for after_s, nbytes in parts]
-    total, times = sum(nbytes for _, nbytes in parts), sorted(after_s for after_s, _ in parts)
-    rate = rate_of(answers, num_placed=len(parts))
-    assert rate is not None
-    assert total / times[-1] * 0.999 <= rate <= total / times[(len(times) - 1) // 2] * 1.001
+    lines = {"donor": HostOptions(), "newcomer": HostOptions(down_bps=4 * MB)}
+    source = StateSource(lambda: 7, snapshot)
+    async with averagers_on(lines, source=source, known=Speeds(up=5e5)) as (_, newcomer):
+        assert newcomer.known_speeds() == Speeds(up=5e5)
+        assert await newcomer.download_state(min_version=1, timeout_s=60.0) is not None
+        # Finding the donor, and the round trips of its pieces, take their time, too.
+        assert newcomer.known_speeds().up == 5e5
+        assert 3e6 < (newcomer.known_speeds().down or 0.0) <= 4e6
 
 
 def test_the_best_of_late_stands_and_is_forgotten() -> None:

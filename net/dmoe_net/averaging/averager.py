@@ -24,7 +24,7 @@ from dmoe_net.averaging.drawing import drawn_places, put_back
 from dmoe_net.averaging.gathering import AllGather, mean_untrusted
 from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
-from dmoe_net.averaging.line.monitor import LineMonitor
+from dmoe_net.averaging.line_meter import LineMeter
 from dmoe_net.averaging.plan import AveragingPlan, why_apart
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.reducer import is_finite
@@ -79,18 +79,18 @@ class Averager:
     all_reduce: AllReduce
     gather: AllGather | None
     """Takes the place of the all-reduce where vectors are sparse."""
-    monitor: LineMonitor | None
-    """Finds out what the config does not say of the line."""
     nursery: trio.Nursery
     rng: Random
     cell: int
     """This peer's place on the grid."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
+    _line: LineMeter = field(default_factory=LineMeter, init=False)
     _is_stepping: bool = field(default=False, init=False)
 
     def known_speeds(self) -> Speeds:
-        return self.config.known_speeds() if self.monitor is None else self.monitor.speeds()
+        """Return what the config says of this machine, and of the rest what transfers have shown."""
+        return self.config.known_speeds().or_else(self._line.speeds(trio.current_time()))
 
     async def why_apart(self) -> str:
         """Return a sentence about peers that average something else under this name, see `plan.why_apart`."""
@@ -102,9 +102,9 @@ class Averager:
         state = await download_state(
             self.caller, self.dht, prefix=prefix, rng=self.rng, config=self.config.state, **settings
         )
-        if self.monitor is not None and state is not None:  # it tells something of this peer's line
+        if state is not None and (seconds := trio.current_time() - began) > 0:
             nbytes = sum(tensor.nbytes for tensor in state.tensors)
-            self.monitor.carried(down_bytes=nbytes, seconds=trio.current_time() - began)
+            self._line.carried(down=nbytes / seconds, now=trio.current_time())
         return state
 
     async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0) -> AveragingStep:
@@ -190,13 +190,16 @@ class Averager:
             average, lost = await mean_untrusted(gathered, group, self.plan.sparse, self.config.compute)
             lost_senders: Collection[PeerId] = lost.keys()
             received = 1.0 if sum(member.sends for member in group.members) - len(lost) > 1 else 0.0
-            moved_bytes, is_complete = float(gathered.sent_bytes), not lost
+            moved_bytes = float(gathered.sent_bytes)
         else:
             result, average = await self._reduce(group, offer, timeout_s=timeout_s)
             lost_senders = result.lost_senders
             lost = dict.fromkeys((*result.lost_reducers, *lost_senders), LOST_IN_ALL_REDUCE)
-            received, moved_bytes, is_complete = result.received, result.moved_bytes, result.complete
-        self._learn(group, moved_bytes if is_complete else 0.0, trio.current_time() - began)
+            received, moved_bytes = result.received, result.moved_bytes
+            is_plain = self.config.all_reduce.compression is Compression.NONE
+            if result.complete and is_plain and (seconds := trio.current_time() - began) > 0:
+                rate = result.moved_bytes / seconds
+                self._line.carried(up=rate, down=rate, now=trio.current_time())
         weights = [each.weight for each in group.members if each.sends and each.peer_id not in lost_senders]
         return AveragingStep(
             average=average,
@@ -227,12 +230,3 @@ class Averager:
         return AveragingStep(
             average=average, received=0.0, peers=(me.peer_id,), round_number=self.round_number, weight=me.weight
         )
-
-    def _learn(self, group: Group, moved_bytes: float, seconds: float) -> None:
-        """Note what an exchange tells of this peer's line, and ask the group for more if that is due."""
-        if self.monitor is None:
-            return
-        if self.gather is None and self.config.all_reduce.compression is Compression.NONE:
-            self.monitor.carried(up_bytes=moved_bytes, down_bytes=moved_bytes, seconds=seconds)
-        self.monitor.averaged(moved_bytes)
-        self.monitor.measure_if_due(group, self.nursery)

@@ -25,8 +25,6 @@ class AveragerConfig:
     """Place on the grid to begin at, 0 to `grid.num_cells` - 1; None: anywhere."""
     speeds: Speeds | Callable[[], Speeds] = UNKNOWN
     """Speeds of this machine, for the share that it reduces; or a function that returns what is known of them now."""
-    measures_line: bool = False
-    """True to find out what `speeds` does not say of the line; see `dmoe_net.averaging.line.monitor`."""
     compute: Compute = inline
     """Runs work on vectors of which few numbers travel, off the event loop; by default, in it."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)
@@ -55,7 +53,6 @@ class AveragerConfig:
         compression: Compression,
         role: Role | None = None,
         speeds: Speeds = UNKNOWN,
-        measures_line: bool = False,
     ) -> "AveragerConfig":
         """Settings from the few that a user gives; all peers that average together should have the same times.
 
@@ -71,7 +68,6 @@ class AveragerConfig:
             step_timeout_s=timeout_s,
             role=role,
             speeds=speeds,
-            measures_line=measures_line,
             assembly=AssemblyConfig(window_s=window_s, request_timeout_s=min(3.0, window_s / 2)),
             all_reduce=AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s, compression=compression),
             gather=GatherConfig(sender_timeout_s=timeout_s / 4),

@@ -10,7 +10,6 @@ from dmoe_net.averaging.gathering import AllGather
 from dmoe_net.averaging.grouping.group import Role
 from dmoe_net.averaging.grouping.group_key import check_prefix
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
-from dmoe_net.averaging.line.monitor import LineMonitor
 from dmoe_net.averaging.plan import AveragingPlan, announce_plan
 from dmoe_net.averaging.reduction.all_reduce import AllReduce
 from dmoe_net.averaging.state.sharing import StateSharing, StateSource
@@ -64,12 +63,9 @@ async def open_averager(
             )
         )
         all_reduce = opened(closing(AllReduce(caller, prefix=within, config=config.all_reduce)))
-        gather = monitor = None
+        gather = None
         if plan.sparse is not None:
             gather = opened(closing(AllGather(caller, prefix=within, config=config.gather)))
-        if config.measures_line:
-            known = config.known_speeds()
-            monitor = opened(closing(LineMonitor(caller, prefix=within, known=known, vector_bytes=4 * plan.size)))
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY:
             nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
@@ -85,7 +81,6 @@ async def open_averager(
             matchmaker=matchmaker,
             all_reduce=all_reduce,
             gather=gather,
-            monitor=monitor,
             nursery=nursery,
             rng=rng,
             cell=rng.randrange(num_cells) if config.cell is None else config.cell,

@@ -14,7 +14,6 @@ import hashlib
 import math
 import random
 import struct
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +25,6 @@ from dmoe_net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, S
 from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
-from dmoe_net.averaging.line.monitor import LineMonitor
 from dmoe_net.averaging.plan import AveragingPlan
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.partition import AllReduceConfig
@@ -56,8 +54,6 @@ class RoundConfig:
     """None: a client if the caller cannot be called, else a node."""
     speeds: Speeds = UNKNOWN
     """Capacity of this peer's line as far as it is known, for the share that it reduces."""
-    measures_line: bool = False
-    """True: find out what `speeds` does not say of it; see `dmoe_net.averaging.line.monitor`."""
     lead_s: float = 3.0
     """Seconds that a group forms before it begins, and for which a peer that has found none by then looks on."""
     silence_s: float = 2.0
@@ -114,8 +110,6 @@ class StepAveraging:
     nursery: trio.Nursery
     """Runs what goes on beside the steps."""
     rng: random.Random
-    quiet_s: Callable[[], float] = lambda: math.inf
-    """Seconds until groups form again, as far as is foretold: a measurement that does not fit is not begun."""
 
     def __post_init__(self) -> None:
         config, plan, rng = self.config, self.plan, self.rng
@@ -123,7 +117,6 @@ class StepAveraging:
         self.role = config.role or (Role.CLIENT if caller.address is None else Role.NODE)
         """This peer's, in every group."""
         self._patience = 1.0
-        self._step = 0  # whose group was looked for last
         self._cell = rng.randrange(plan.grid.num_cells)
         self._matchmaker = Matchmaker(
             caller, self.board.dht, prefix=prefix, grid=plan.grid, schema=plan.schema, rng=rng, config=config.assembly()
@@ -132,24 +125,11 @@ class StepAveraging:
         self._settlement = Settlement(
             caller=caller, prefix=prefix, rng=rng, timeout_s=config.all_reduce.timeout_s, silence_s=config.silence_s
         )
-        self._monitor: LineMonitor | None = None
-        if config.measures_line:
-            self._monitor = LineMonitor(caller, prefix=prefix, known=config.speeds, vector_bytes=4 * plan.size)
 
     def close(self) -> None:
         """Serve no more calls."""
-        for part in (self._matchmaker, self._all_reduce, self._settlement, self._monitor):
-            if part is not None:
-                part.close()
-
-    @property
-    def measurements(self) -> Mapping[str, int]:
-        """Number of measurements of this peer's line, by what became of them."""
-        return {} if self._monitor is None else self._monitor.outcomes
-
-    def _disturb(self) -> None:
-        if self._monitor is not None:  # nothing is measured beside an averaging
-            self._monitor.disturb("a step began")
+        for part in (self._matchmaker, self._all_reduce, self._settlement):
+            part.close()
 
     async def find_group(self, *, step: int, chain: bytes, begins_at: float) -> Group | None:
         """Find the group that makes this step with us at about `begins_at`, swarm time; None if there is nobody.
@@ -157,14 +137,12 @@ class StepAveraging:
         If cancelled, the others go on without us.
         """
         board = self.board
-        self._step = step
-        self._disturb()
         me = Member(
             peer_id=board.caller.peer_id,
             address=None if self.role is Role.CLIENT else board.caller.address,
             role=self.role,
             wanted_slot=self._cell,
-            speeds=self.config.speeds if self._monitor is None else self._monitor.speeds(),
+            speeds=self.config.speeds,
         )
         group = await self._matchmaker.find_group(
             me,
@@ -202,12 +180,7 @@ class StepAveraging:
         Raises:
           ValueError: the weight is out of range.
         """
-        step = self._step
-        self._disturb()
         averaged = await self._average(group, vector, weight, note)
-        if self._monitor is not None and averaged is not None and averaged.attempts:
-            self._monitor.averaged(4 * self.plan.size)
-            self._monitor.measure_in_turn(group, step, self.nursery, self.quiet_s)
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
         self._settlement.silence_s = self._patience * self.config.silence_s
         return averaged
