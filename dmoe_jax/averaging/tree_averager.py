@@ -75,7 +75,7 @@ class Fragment:
 
 @dataclass(kw_only=True, eq=False)
 class TreeAverager:
-    """Averages what an optimiser offers with the peers of one name. Made by `open_tree_averager`."""
+    """Averages what an optimiser offers with the peers of one name. Made by `Swarm.averager`."""
 
     fragments: Sequence[Fragment]
     what: str

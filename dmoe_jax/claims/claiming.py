@@ -24,7 +24,7 @@ MAX_CLAIMABLE = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimConfig:
-    """How a node claims experts that nobody serves."""
+    """Settings of a node that claims experts that nobody serves."""
 
     max_experts: int
     """Most experts that it serves beside those that it was told to serve."""

@@ -18,7 +18,7 @@ from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
 from dmoe_jax.layer_config import Recipe
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.model import Model
+from dmoe_jax.model import AnyModel, Model
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim.recipe import make_optimizer
@@ -38,7 +38,7 @@ _EVAL_BATCH = 16
 class Training:
     """A run's model, the batches of its trainers, and its evaluation."""
 
-    model: Model
+    model: AnyModel
     task: Task
     batches: list[Iterator[Any]]
     """One iterator for each trainer."""
@@ -120,7 +120,7 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
     """The user's own model, from a file; raises UsageError if it is not what `--model` asks for."""
     data, spec = options.data, options.model or ""
 
-    def make() -> tuple[Model, list[Iterator[Any]]]:
+    def make() -> tuple[AnyModel, list[Iterator[Any]]]:
         model = call_user(spec, user_model(spec), swarm, kind="model")
         if not isinstance(model, Model):
             raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")

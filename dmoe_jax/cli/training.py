@@ -23,7 +23,7 @@ from dmoe_jax.mixture.statistics import TooFewExperts, check_coverage
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.trainer import Trainers, first_leaf
+from dmoe_jax.trainer import AnyTrainers, first_leaf
 from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.progress import TrainingProgress
@@ -109,7 +109,7 @@ def _plan(options: TrainOptions) -> Plan:
 @asynccontextmanager
 async def _opened_trainers(
     options: TrainOptions, swarm: Swarm, training: Training, progress: TrainingProgress, watch: Watching
-) -> AsyncIterator[tuple[Trainers[Any], _Figures]]:
+) -> AsyncIterator[tuple[AnyTrainers, _Figures]]:
     """The trainers of this process, caught up with others that are ahead, and the headline's figures of averaging."""
     averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
     model, batches = training.model, training.batches
@@ -119,7 +119,7 @@ async def _opened_trainers(
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
         params = model.init(jax.random.key(options.data.seed))
     async with AsyncExitStack() as stack:
-        trainers: Trainers[Any]
+        trainers: AnyTrainers
         if averaging.target_batch_size:
             assert averaging.kind != "noloco"  # refused by `check`
             collaborating = swarm.collaborate(

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import trio
 
@@ -18,7 +17,7 @@ from dmoe_jax.metrics.trace import Trace
 from dmoe_jax.metrics.training import TrainingRecorder, call_families, collaboration_families, training_families
 from dmoe_jax.mixture.statistics import CallRecord
 from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.trainer import StepSpan, Trainers
+from dmoe_jax.trainer import AnyTrainers, StepSpan
 from dmoe_jax.training.swarm_engine import SwarmEngine
 
 
@@ -40,7 +39,7 @@ class Watching:
         """Hear that every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
-    def steps_of(self, trainers: Trainers[Any]) -> None:
+    def steps_of(self, trainers: AnyTrainers) -> None:
         """Watch the steps of these trainers."""
         for trainer in trainers.trainers:
             trainer.on_span = self._span

@@ -32,7 +32,7 @@ _NO_ACCIDENT = 3
 
 
 class Collaboration:
-    """This peer among those that make one large batch together. Made by `open_collaboration`."""
+    """This peer among those that make one large batch together. Made by `Swarm.collaboration`."""
 
     def __init__(
         self, training: PeerState, forming: StepForming, following: Following, *, on_step: Callable[[GlobalStep], None]

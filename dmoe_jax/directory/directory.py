@@ -37,7 +37,7 @@ MAX_CACHED_PREFIXES = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
-    """How fresh the directory keeps itself, and how long it avoids hosts and experts that fail."""
+    """Settings of the look-up of experts: the age of answers, and pauses of hosts and experts that fail."""
 
     ttl_s: float = 10.0
     """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""

@@ -16,8 +16,7 @@ import numpy as np
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import names_of, read_arrays
-from dmoe_jax.data import SOURCES
-from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
 from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig

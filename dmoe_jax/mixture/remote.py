@@ -81,7 +81,7 @@ class Residual(NamedTuple):
 
 
 class RemoteMixture:
-    """One DMoE layer whose experts are remote. Holds no parameters and no state of a step.
+    """One DMoE layer whose experts are remote. Made by `Swarm.mixture`; holds no parameters and no state of a step.
 
     Args:
       expert: specification of the experts; only its input and output shapes are used here.

@@ -226,7 +226,7 @@ def _making(
 
 
 class BlockingSwarm(Waiting[Swarm]):
-    """A `dmoe_jax.swarm.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
+    """A `dmoe_jax.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
 
     `mixture` gives a layer for loops under `jit`: its `linen()` and `nnx(...)` are layers of an ordinary Flax model,
     see `dmoe_jax.mixture.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
@@ -287,7 +287,7 @@ def _arguments_of(
 
 @_arguments_of(open_swarm)
 def connect(*args: Any, **options: Any) -> BlockingSwarm:
-    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.swarm.open_swarm`.
+    """Take part in a swarm from ordinary code, until it is closed; arguments as of `dmoe_jax.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
     for their calls, and for loops over several CPU devices (see `machine.xla_threads.make_room`). Experts served here

@@ -43,7 +43,7 @@ from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
-from dmoe_jax.model import Model
+from dmoe_jax.model import Batch, Model, State
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.saving import ExpertSaver
@@ -292,13 +292,13 @@ class Swarm:
 
     def trainer(
         self,
-        model: Model,
+        model: Model[Batch, State],
         optimizer: optax.GradientTransformation,
-        batches: Iterator[Any] | Sequence[Iterator[Any]],
+        batches: Iterator[Batch] | Sequence[Iterator[Batch]],
         *,
         params: PyTree | None = None,
         seed: int | None = None,
-    ) -> Trainers[SharedTrunk]:
+    ) -> Trainers[Batch, State, SharedTrunk]:
         """Asynchronous trainers of one model: they share its parameters and do not wait for each other.
 
         Args:
@@ -384,9 +384,9 @@ class Swarm:
     @asynccontextmanager
     async def collaborate(
         self,
-        model: Model,
+        model: Model[Batch, State],
         optimizer: optax.GradientTransformation,
-        batches: Iterator[Any] | Sequence[Iterator[Any]],
+        batches: Iterator[Batch] | Sequence[Iterator[Batch]],
         *,
         target_batch_size: int = 4096,
         average: Shared = "gradients",
@@ -396,7 +396,7 @@ class Swarm:
         seed: int | None = None,
         config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
         on_step: Callable[[GlobalStep], None] = lambda done: None,
-    ) -> AsyncIterator[CollaborativeTrainers]:
+    ) -> AsyncIterator[CollaborativeTrainers[Batch, State]]:
         """Train one model with all who give the same name, as one machine with a large batch (DeDLOC).
 
         Args:

@@ -9,7 +9,7 @@ claimed 1e-300 would spoil them for its whole group."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """Bytes a second, each within `BANDWIDTHS_BPS`; None: unknown.
+    """Speeds of a peer in bytes a second, each within `BANDWIDTHS_BPS`; None: unknown.
 
     Raises:
       ValueError: one is out of range.
