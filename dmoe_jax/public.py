@@ -49,8 +49,9 @@ from dmoe_jax.peers.security import Plain, Tls
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing import Router, RouterError, Scores, chain, from_linen, from_nnx, make_router, product_key, score
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served, ServedExpert
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import StepRecord, Trainer, Trainers
 from dmoe_jax.trunk import SharedTrunk
 

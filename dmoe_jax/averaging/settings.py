@@ -83,9 +83,6 @@ class TreeAveragerConfig:
         )
 
 
-DEFAULTS = TreeAveragerConfig()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """The end of one round."""

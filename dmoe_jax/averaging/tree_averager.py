@@ -2,7 +2,6 @@
 
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import AveragingTotals, RoleName, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.host_state import (
@@ -27,6 +26,7 @@ from dmoe_jax.optim.host_state import (
     with_average,
     without_gathered,
 )
+from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_net.averaging.averager import Averager, AveragingStep
 from dmoe_net.averaging.grouping.group import WEIGHTS
 from dmoe_net.averaging.opening import open_averager
@@ -34,10 +34,8 @@ from dmoe_net.averaging.plan import AveragingPlan
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import StateRefused
 from dmoe_net.averaging.state.sharing import MAX_VERSION, StateSource
-from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import NetError
 from dmoe_net.nursery import background_nursery
-from dmoe_net.rpc.base import Caller
 
 _log = logging.getLogger(__name__)
 
@@ -323,22 +321,20 @@ class TreeAverager:
 
 @asynccontextmanager
 async def open_tree_averager(
-    caller: Caller,
-    dht: DhtNode,
+    peer: SwarmPeer,
     params: PyTree,
     *,
     optimizer: optax.GradientTransformation,
     name: str,
     state: Callable[[], tuple[int, PyTree]] | StateSource | None = None,
-    config: TreeAveragerConfig = DEFAULTS,
+    config: TreeAveragerConfig = TreeAveragerConfig(),  # noqa: B008 (frozen)
     device: Device | None = None,
-    rng: random.Random | None = None,
     on_round: Callable[[Round], None] = lambda done: None,
 ) -> AsyncIterator[TreeAverager]:
     """This peer's averaging, as long as the block lasts. Rounds under way are given up at its end.
 
     Args:
-      caller: places and serves the calls. dht: where groups and donors are found.
+      peer: finds groups and donors, and draws its place on the grid.
       params: of the model, for names, shapes and types. Peers with others, or of another `config.meaning`, are not met.
       optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
       name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
@@ -348,14 +344,13 @@ async def open_tree_averager(
         keep version and state in one tuple if they change in a thread. None: what `step` is given is the state, and
         it takes that of others.
       device: copies between arrays and vectors; None: a worker thread of its own. In virtual time, an `InlineDevice`.
-      rng: draws the place on the grid; None: the system's.
       on_round: called after each round, in the event loop.
 
     Raises:
       ValueError: an argument is out of range, or as of `wire_forms`.
     """
     what, forms = wire_forms(optimizer, params, config)
-    device, rng = device or ThreadDevice(), random.SystemRandom() if rng is None else rng
+    device = device or ThreadDevice()
     loop = LoopState(device) if state is None and config.role != "auxiliary" else None
     if loop is not None:
         source: StateSource | None = loop.source
@@ -380,9 +375,8 @@ async def open_tree_averager(
             if not is_first:  # one line: what the first averager finds out of it counts for all
                 settings = replace(settings, speeds=fragments[0].averager.known_speeds, measures_line=False)
             prefix = name if len(forms) == 1 else f"{name}-{number}"
-            opened = open_averager(
-                caller, dht, plan, prefix=prefix, rng=rng, state=source if is_first else None, config=settings
-            )
+            shared = source if is_first else None
+            opened = open_averager(peer.rpc, peer.dht, plan, prefix=prefix, rng=peer.rng, state=shared, config=settings)
             averager = await stack.enter_async_context(opened)
             fragments.append(Fragment(number=number, averager=averager, form=form))
         async with background_nursery() as nursery:

@@ -261,7 +261,7 @@ class NodeCommand(DhtCommand):
             set_xla_threads(self.devices.xla_threads)
         set_up_jax()
         await self.devices.initialize()
-        from dmoe_jax.swarm.swarm import swarm_of
+        from dmoe_jax.swarm.opening import swarm_of
 
         with mistakes_in_one_line():
             self.devices.check_there()
@@ -297,11 +297,10 @@ class NodeCommand(DhtCommand):
                 swarm.serve,
                 dict.fromkeys(self.hand.patterns(), expert),
                 optimizer=optimizer,
-                config=self.serving,
+                config=replace(self.serving, checkpoint_period_s=self.saving.checkpoint_period_s),
                 devices=self.devices.devices if placed is None else placed,
                 mesh=self.devices.mesh if placed is None else None,
                 checkpoint_dir=self.saving.checkpoint_dir,
-                checkpoint_period_s=self.saving.checkpoint_period_s,
                 claim=claim,
                 replicas=replicas,
                 on_progress=said,

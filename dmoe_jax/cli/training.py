@@ -146,8 +146,7 @@ async def _opened_trainers(
             trainers = alone = swarm.trainer(model, optimizer, batches, params=params, seed=seed)
             if averaging.average_every:
                 opened = open_trunk_averaging(
-                    swarm.rpc,
-                    swarm.dht,
+                    swarm.peer,
                     alone.trunk,
                     name=averaging.meeting.name,
                     config=replace(averaging.config(), meaning=model.meaning),

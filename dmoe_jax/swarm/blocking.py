@@ -34,8 +34,9 @@ from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.machine.interrupts import put_off_in_callbacks
 from dmoe_jax.machine.xla_threads import make_room
 from dmoe_jax.mixture.flax_layers import BlockingMixture
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -287,7 +288,7 @@ def _arguments_of(
 
 @_arguments_of(open_swarm)
 def connect(*args: Any, **options: Any) -> BlockingSwarm:
-    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.swarm.open_swarm`.
+    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.opening.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
     for their calls, and for loops over several CPU devices (see `machine.xla_threads.make_room`). Experts served here

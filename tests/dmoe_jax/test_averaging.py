@@ -22,6 +22,7 @@ from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
+from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_net.averaging.averager import Averager, AveragingStep
 from dmoe_net.averaging.speeds import Speeds
 from dmoe_net.clock import SwarmClock
@@ -31,7 +32,7 @@ from dmoe_net.identity import Address, PeerId
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim.events import HostDown
 from dmoe_net.transport.tcp import TcpTransport
-from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
+from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 RNG = np.random.default_rng(0)
@@ -315,8 +316,7 @@ async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
             assert rpc.address is not None
             contacts.append(rpc.address)
             opened = open_tree_averager(
-                rpc,
-                dht,
+                SwarmPeer(rpc=rpc, dht=dht, rng=random.Random(number), is_simulated=False),
                 loop.params,
                 optimizer=optimizer,
                 name="run",
@@ -354,7 +354,7 @@ def test_what_cannot_work_is_refused() -> None:
     async def opened(loop: Loop, place: Any, optimizer: Any, share: float = 1.0) -> TreeAverager:
         config = TreeAveragerConfig(share=share)
         async with open_tree_averager(
-            place.rpc, place.dht, loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
+            peer_at(place), loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
         ) as averager:
             await loop.step(averager, 0.0)
             return averager

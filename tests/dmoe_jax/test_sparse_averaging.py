@@ -24,7 +24,7 @@ from dmoe_net.rpc.base import Reply
 from dmoe_net.rpc.peer import RpcPeer
 from dmoe_net.transport.sim.events import HostDown
 from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes
-from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
+from tests.dmoe_jax.averaging_peers import Loop, peer_at, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 FEEDBACK = ErrorFeedback(coding=SparseCoding(block_size=16, kept=3), decay=0.9)
@@ -296,7 +296,7 @@ def test_wrong_combinations_are_refused_at_start() -> None:
     async def opened(place: Any, optimizer: Any, config: TreeAveragerConfig) -> Any:
         params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
         async with open_tree_averager(
-            place.rpc, place.dht, params, optimizer=optimizer, name="run", device=InlineDevice(), config=config
+            peer_at(place), params, optimizer=optimizer, name="run", device=InlineDevice(), config=config
         ) as averager:
             yield averager
 
