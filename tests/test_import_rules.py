@@ -243,7 +243,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_212,
+    "dmoe_jax": 34_254,
     "dmoe_net": 16_281,
     "experiments": 21_573,
 }
@@ -253,9 +253,6 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.averaging.tree_averager": 16,
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
-    "dmoe_jax.cli.node": 28,
-    "dmoe_jax.cli.trained_models": 18,
-    "dmoe_jax.cli.training": 21,
     "dmoe_jax.cli.up": 16,
     "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
