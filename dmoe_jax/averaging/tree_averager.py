@@ -13,7 +13,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import AveragingTotals, RoleName, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.host_state import (
@@ -78,7 +78,6 @@ class TreeAverager:
     fragments: Sequence[Fragment]
     what: str
     """Kind of what is averaged."""
-    role: RoleName = "auto"
     loop: LoopState | None = None
     """The state that `step` gives to newcomers, and takes from others."""
     device: Device
@@ -128,10 +127,8 @@ class TreeAverager:
         Returns: the state to go on with.
 
         Raises:
-          ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
+          ValueError: the state or the parameters are of another optimiser or model.
         """
-        if self.role == "auxiliary":
-            raise ValueError("an auxiliary peer has nothing to average: call assist")
         if self.loop is None:
             return await self._step(opt_state, params, wait=wait)
         async with self.loop.at_hand(params, opt_state) as own:
@@ -176,23 +173,6 @@ class TreeAverager:
         fragment.form.layout.check(sent.tree)
         fragment.under_way = _UnderWay(sent)
         self.nursery.start_soon(self._carry, fragment, fragment.under_way)
-
-    async def assist(self) -> None:
-        """Reduce for others, round after round, until cancelled; for an auxiliary peer alone."""
-        if self.role != "auxiliary":
-            raise ValueError(f"only an auxiliary peer assists; this peer's role is {self.role}")
-
-        async def reduce(averager: Averager) -> None:
-            while True:
-                try:
-                    await averager.step(None)
-                except NetError as error:
-                    self.why_not = f"the network failed ({type(error).__name__})"
-                    await trio.sleep(1.0)
-
-        async with trio.open_nursery() as nursery:
-            for fragment in self.fragments:
-                nursery.start_soon(reduce, fragment.averager)
 
     async def catch_up(
         self, version: int, tree: PyTree, *, min_lead: int = 1, max_version: int = MAX_VERSION
@@ -351,11 +331,12 @@ async def open_tree_averager(
     """
     what, forms = wire_forms(optimizer, params, config)
     device = device or ThreadDevice()
-    loop = LoopState(device) if state is None and config.role != "auxiliary" else None
-    if loop is not None:
-        source: StateSource | None = loop.source
+    loop: LoopState | None = None
+    if state is None:
+        loop = LoopState(device)
+        source = loop.source
     else:
-        source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
+        source = state if isinstance(state, StateSource) else donor_source(state, device)
     settings, fragments = replace(config.averager(), compute=device.run), list[Fragment]()
     if loop is not None:  # its versions are rounds, of which each counts
         settings = replace(settings, state=replace(settings.state, max_lag=0))
@@ -383,7 +364,6 @@ async def open_tree_averager(
             yield TreeAverager(
                 fragments=fragments,
                 what=what,
-                role=config.role,
                 loop=loop,
                 device=device,
                 nursery=nursery,

@@ -306,7 +306,6 @@ def test_wrong_combinations_are_refused_at_start() -> None:
                 (optimizer_of(), config_of(2, sparse=OTHER), "give the same to the averager's config as `sparse`"),
                 (moshpit_average(optax.sgd(1.0)), config_of(2, sparse=OTHER), "make the optimiser with moshpit_av"),
                 (optimizer_of(), config_of(2, compression="float16"), "compression 'float16' is for all"),
-                (optimizer_of(), config_of(2, role="auxiliary"), "an auxiliary peer has nothing to do"),
                 (optimizer_of(), config_of(2, share=0.5), "is for an optimiser that averages parameters"),
                 (optimizer_of(), config_of(2**30), "bytes of memory, more than the"),
             ):
