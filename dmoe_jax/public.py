@@ -21,7 +21,8 @@ from dmoe_jax.peers.security import Plain, Tls
 from dmoe_jax.replicas import ReplicaConfig
 from dmoe_jax.routing import Router, chain_routers, make_router, product_key, score
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import Trainer, Trainers
 
 __all__ = [

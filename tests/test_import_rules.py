@@ -110,6 +110,7 @@ SHELLS = {
     "dmoe_jax.cli",
     "dmoe_jax.peers.joining",
     "dmoe_jax.peers.peer",
+    "dmoe_jax.swarm.opening",
     "dmoe_jax.swarm.swarm",
 }
 
@@ -241,27 +242,23 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_208,
-    "experiments": 21_581,
+    "dmoe_jax": 34_223,
     "dmoe_net": 15_892,
+    "experiments": 21_573,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
-    "dmoe_jax.averaging.tree_averager": 17,
+    "dmoe_jax.averaging.tree_averager": 16,
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
-    "dmoe_jax.cli.node": 27,
-    "dmoe_jax.cli.trained_models": 18,
-    "dmoe_jax.cli.training": 21,
     "dmoe_jax.cli.up": 16,
     "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.replicas.averaging": 16,
     "dmoe_jax.replicas.state": 18,
-    "dmoe_jax.swarm.swarm": 38,
+    "dmoe_jax.swarm.swarm": 20,
     "dmoe_net.averaging.averager": 18,
-    "dmoe_net.averaging.collaboration.rounds": 16,
     "dmoe_net.rpc.peer": 17,
 }
 
@@ -273,17 +270,14 @@ WIDE_CLASSES: dict[str, int] = {
 
 # Public functions with more parameters than MOST_PARAMETERS.
 WIDE_FUNCTIONS: dict[str, int] = {
-    "dmoe_jax.averaging.tree_averager.open_tree_averager": 10,
-    "dmoe_jax.collaboration.collaboration.open_collaboration": 9,
     "dmoe_jax.mixture.parallel._on_device": 9,
     "dmoe_jax.node.server.open_expert_node": 10,
     "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
     "dmoe_jax.replicas.state.fetch_state": 9,
+    "dmoe_jax.swarm.opening.open_swarm": 13,
     "dmoe_jax.swarm.swarm.collaborate": 11,
     "dmoe_jax.swarm.swarm.collaboration": 9,
-    "dmoe_jax.swarm.swarm.open_swarm": 13,
-    "dmoe_jax.swarm.swarm.serve": 14,
-    "dmoe_jax.trunk.open_trunk_averaging": 9,
+    "dmoe_jax.swarm.swarm.serve": 12,
     "dmoe_net.averaging.grouping.matchmaking.__init__": 10,
     "dmoe_net.averaging.state.download.download_state": 11,
     "dmoe_net.rpc.lanes.call": 9,
@@ -366,8 +360,8 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.runs.speech",
     "dmoe_jax.runs.style",
     "dmoe_jax.swarm.blocking",
+    "dmoe_jax.swarm.opening",
     "dmoe_jax.swarm.serving",
-    "dmoe_jax.swarm.swarm",
     "dmoe_jax.trainer",
     "dmoe_jax.training.engine",
     "dmoe_jax.training.progress",

@@ -15,7 +15,7 @@ from dmoe_net.identity import PeerId
 from dmoe_net.meaning import check_meaning
 from dmoe_net.wire.compression import Compression
 
-RoleName = Literal["auto", "node", "client", "auxiliary"]
+RoleName = Literal["auto", "node", "client"]
 CompressionName = Literal["none", "float16", "bfloat16", "blockwise8"]
 
 
@@ -41,8 +41,8 @@ class TreeAveragerConfig:
     """Share of the parameters, drawn anew for each group, that is averaged; the rest stays as it is (SPARTA). Only for
     an optimiser that averages parameters."""
     role: RoleName = "auto"
-    """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
-    reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
+    """A "client" is never called by others, who reduce its part, too. "auto": a client where nobody can call, else a
+    node."""
     speeds: Speeds = UNKNOWN
     """Bytes a second that this machine sends, receives and adds up, for the share that it reduces. What is not said of
     the line is taken from averages and states that have passed it."""
@@ -78,9 +78,6 @@ class TreeAveragerConfig:
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,
         )
-
-
-DEFAULTS = TreeAveragerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

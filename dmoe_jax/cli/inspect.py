@@ -106,7 +106,7 @@ class InspectCommand:
 
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.reading import cut, read_in_swarm
-        from dmoe_jax.swarm.swarm import swarm_of
+        from dmoe_jax.swarm.opening import swarm_of
 
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
         async with (

@@ -59,7 +59,7 @@ class TrainCommand(TrainOptions):
         set_up_jax()
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
-        from dmoe_jax.swarm.swarm import swarm_of
+        from dmoe_jax.swarm.opening import swarm_of
 
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None

@@ -35,8 +35,7 @@ class CollaborationConfig:
     late_s: float = 15.0
     """A peer that lives and brings nothing for so long after its group began is left out, seconds."""
     role: RoleName = "auto"
-    """A "client" is never called by others and reduces nothing; an "auxiliary" peer reduces and has no gradients.
-    "auto": a client where nobody can call, else a node."""
+    """A "client" is never called by others and reduces nothing. "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """Capacity of this machine's line, for the share that it reduces."""
     compression: CompressionName = "none"

@@ -41,6 +41,9 @@ MAX_TEXT = 64
 MAX_GRIDS = 64
 """Most prefixes of experts that a node lists; of further ones it does not speak here."""
 
+Facts = Mapping[str, Value]
+"""Facts that a member tells of itself; see `Member.info`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -49,7 +52,7 @@ class Member:
     peer_id: PeerId
     contact: Contact | None
     """Contact to call it at; None for a client, which listens nowhere."""
-    info: Mapping[str, Value]
+    info: Facts
     """Facts by name: texts and finite numbers. "role" is always among them; "state" (such as "compiling" or "serving")
     and "grids" (the prefixes that a node serves) often are."""
     expiration: float
@@ -73,7 +76,7 @@ async def declare_member(
     swarm: str,
     peer_id: PeerId,
     contact: Contact | None,
-    info: Mapping[str, Value],
+    info: Facts,
     *,
     expiration: float,
 ) -> bool:
@@ -143,7 +146,7 @@ async def listed_member(
     swarm: str,
     peer_id: PeerId,
     contact: Contact | None,
-    info: Callable[[], Mapping[str, Value]],
+    info: Callable[[], Facts],
     *,
     period_s: float = 10.0,
 ) -> AsyncIterator[None]:
@@ -181,7 +184,7 @@ async def listed_member(
                 await withdraw_member(dht, swarm, peer_id, role)
 
 
-def check_info(info: Mapping[str, Value]) -> dict[str, Value]:
+def check_info(info: Facts) -> dict[str, Value]:
     """Copy a member's facts. Raises ValueError naming the fact that is not as `Member.info` describes."""
     if info.get("role") not in ROLES:
         raise ValueError(f"expected a role among {', '.join(ROLES)}, got {info.get('role')!r:.80}")

@@ -41,6 +41,7 @@ class MixtureConfig:
     `TooFewExperts`. 1: never, the layer only warns."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compression", Compression(self.compression))  # which may be given by its name
         if self.k_best < 1:
             raise ValueError(f"k_best must be at least 1, got {self.k_best}")
         if self.k_min < 0:

@@ -60,7 +60,7 @@ class SwarmPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """Place of a peer: arguments of `dmoe_jax.swarm.swarm.open_swarm`, which says what they mean."""
+    """Place of a peer: arguments of `dmoe_jax.swarm.opening.open_swarm`, which says what they mean."""
 
     listen: str | Address | None = "auto"
     announce: str | None = None
@@ -108,7 +108,7 @@ async def open_peer(
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
-    Arguments and errors are those of `dmoe_jax.swarm.swarm.open_swarm`.
+    Arguments and errors are those of `dmoe_jax.swarm.opening.open_swarm`.
     """
     config, seams = config or PeerConfig(), testing or Seams()
     targets, is_simulated = parse_targets(join), config.network is not None

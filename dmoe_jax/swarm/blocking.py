@@ -34,8 +34,9 @@ from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.machine.interrupts import put_off_in_callbacks
 from dmoe_jax.machine.xla_threads import make_room
 from dmoe_jax.mixture.flax_layers import BlockingMixture
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

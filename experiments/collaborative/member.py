@@ -50,13 +50,11 @@ async def _train(place: SwarmPeer, settings: dict[str, Any], log: Callable[..., 
     problem = regression()
     steps: list[GlobalStep] = []
     async with open_collaboration(
-        place.rpc,
-        place.dht,
+        place,
         problem.params,
         together=problem.together,
         name="run",
         config=config_of(settings),
-        rng=random.SystemRandom(),
         on_step=steps.append,
     ) as peer:
         log(began=True, step=peer.step)

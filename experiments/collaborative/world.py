@@ -205,14 +205,12 @@ class World:
                         ),
                     ) as place,
                     open_collaboration(
-                        place.rpc,
-                        place.dht,
+                        replace(place, rng=rng),
                         self.problem.params,
                         together=self.problem.together,
                         name="run",
                         config=replace(self.config, speeds=spec.speeds),
                         device=InlineDevice(),
-                        rng=rng,
                         on_step=partial(self._on_step, life),
                     ) as peer,
                 ):

@@ -24,7 +24,7 @@ from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import PeerConfig, open_peer
-from dmoe_jax.swarm.swarm import swarm_of
+from dmoe_jax.swarm.opening import swarm_of
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.rpc.faults import Fault, FaultPlan

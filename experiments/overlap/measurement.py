@@ -11,6 +11,7 @@ import optax
 import trio
 from matplotlib.figure import Figure
 
+from dmoe_jax import Swarm, open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -20,7 +21,6 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_net.errors import NetError
 from dmoe_net.identity import Address, PeerId

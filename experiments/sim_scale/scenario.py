@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax import open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.layer_config import LayerConfig
@@ -29,7 +30,6 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.rpc.faults import Fault, FaultPlan

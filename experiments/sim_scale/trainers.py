@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax import autodiff
+from dmoe_jax import autodiff, open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import key_prefix, layer_prefix
@@ -33,7 +33,6 @@ from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.identity import Address

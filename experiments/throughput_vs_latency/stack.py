@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax import Swarm, open_swarm
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
@@ -28,7 +29,6 @@ from dmoe_jax.peers.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
 from dmoe_net.rpc.peer import open_rpc_peer

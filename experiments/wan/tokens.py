@@ -8,7 +8,7 @@ pseudo-gradients* (SparseLoCo, `dmoe train --average-compression top-k`) only th
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -196,14 +196,12 @@ async def _moshpit_peer(
     async with (
         open_peer(joins, PeerConfig(network=network, host=f"peer{index}", seed=index)) as place,
         open_tree_averager(
-            place.rpc,
-            place.dht,
+            replace(place, rng=random.Random(index)),
             params,
             optimizer=optimizer,
             name="run",
             config=config,
             device=InlineDevice(),
-            rng=random.Random(index),
             on_round=lambda done: counter.add_round(done.received),
         ) as averager,
     ):

@@ -22,7 +22,8 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.base import Router
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.clock import SwarmClock
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.rpc.base import Caller

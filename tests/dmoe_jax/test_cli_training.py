@@ -22,7 +22,8 @@ from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_net.wire.compression import Compression

@@ -1,6 +1,5 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
-import random
 from dataclasses import replace
 
 import optax
@@ -230,14 +229,12 @@ def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -
             simulate(latency=Constant(0.02)) as network,
             open_peer((), PeerConfig(network=network, host=ROOT, seed=0)) as place,
             open_collaboration(
-                place.rpc,
-                place.dht,
+                place,
                 PROBLEM.params,
                 together=PROBLEM.together,
                 name="run",
                 config=replace(CONFIG, target_batch_size=8, delayed=True),
                 device=InlineDevice(),
-                rng=random.Random(0),
             ) as peer,
         ):
             brought = [PROBLEM.gradient(PROBLEM.params, "x", number, 8) for number in range(3)]

@@ -14,7 +14,8 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
 from dmoe_net.averaging.reduction.all_reduce import AllReduce
 from dmoe_net.averaging.reduction.partition import AllReduceConfig

@@ -17,7 +17,7 @@ from dmoe_jax.metrics.trace import Trace
 from dmoe_jax.mixture.statistics import CallRecord
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import open_swarm
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.trainer import StepSpan
 from dmoe_net.identity import Address, Contact, PeerId
 

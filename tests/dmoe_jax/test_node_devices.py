@@ -32,7 +32,7 @@ from dmoe_jax.node.sharding import (
     shard_largest_dimension,
     spread,
 )
-from dmoe_jax.swarm.swarm import open_swarm
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 

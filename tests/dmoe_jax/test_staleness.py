@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from dmoe_jax.autodiff import Recording
-from dmoe_jax.cli.node import ExpertRecipe
+from dmoe_jax.cli.node_options import ExpertRecipe
 from dmoe_jax.cli.train_options import TrunkRecipe
 from dmoe_jax.layer_config import Recipe
 from dmoe_jax.machine.device import CostModel, InlineDevice

@@ -22,7 +22,8 @@ from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.identity import Address
 from dmoe_net.rpc.faults import Fault, FaultPlan
 from dmoe_net.transport.sim import run, simulate
