@@ -242,7 +242,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_227,
+    "dmoe_jax": 34_220,
     "experiments": 21_581,
     "dmoe_net": 16_281,
 }
