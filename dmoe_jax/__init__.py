@@ -29,18 +29,15 @@ else:
         if name in _MODULES:
             return importlib.import_module(f"dmoe_jax.{name}")
         # Other names with underscores are Python's questions to any package: they are no reason to load everything.
-        if name.startswith("_") and name != "__all__":
-            raise AttributeError(f"module 'dmoe_jax' has no attribute {name!r}")
-        import dmoe_jax.public
+        if name == "__all__" or not name.startswith("_"):
+            import dmoe_jax.public
 
-        if name == "__all__":
-            return [*dmoe_jax.public.__all__, *_MODULES]
-        if name not in dmoe_jax.public.__all__:
-            raise AttributeError(f"module 'dmoe_jax' has no attribute {name!r}")
-        return getattr(dmoe_jax.public, name)
+            if name == "__all__":
+                return [*dmoe_jax.public.__all__, *_MODULES]
+            if name in dmoe_jax.public.__all__:
+                return getattr(dmoe_jax.public, name)
+        raise AttributeError(f"module 'dmoe_jax' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         """The promised names, and what Python adds."""
-        import dmoe_jax.public
-
-        return sorted({*globals(), *dmoe_jax.public.__all__, *_MODULES})
+        return sorted({*globals(), *__getattr__("__all__")})

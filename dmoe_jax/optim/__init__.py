@@ -11,13 +11,7 @@
 
 from dmoe_jax.layer_config import Recipe
 from dmoe_jax.optim.collaborative import Collaborative, LossScale, collaborative
-from dmoe_jax.optim.compression import (
-    Compressed,
-    ErrorFeedback,
-    compress,
-    sparse_vector,
-    zero_residual,
-)
+from dmoe_jax.optim.compression import ErrorFeedback, compress, sparse_vector, zero_residual
 from dmoe_jax.optim.host_state import (
     HostState,
     Sent,
@@ -29,21 +23,13 @@ from dmoe_jax.optim.host_state import (
 )
 from dmoe_jax.optim.moshpit import MoshpitState, moshpit_average
 from dmoe_jax.optim.noloco import NoLoCoState, noloco
-from dmoe_jax.optim.peer_axis import (
-    FailureRule,
-    distortion,
-    group_mean,
-    moshpit_round,
-    moshpit_rounds,
-    random_cells,
-)
+from dmoe_jax.optim.peer_axis import FailureRule, distortion, group_mean, moshpit_round, moshpit_rounds, random_cells
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.optim.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 
 __all__ = [
     "Collaborative",
-    "Compressed",
     "ErrorFeedback",
     "FailureRule",
     "HostState",
