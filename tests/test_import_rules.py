@@ -96,7 +96,7 @@ SHELLS = {
     "dmoe_jax.node.requests",
     "dmoe_jax.node.server",
     "dmoe_jax.averaging",
-    "dmoe_jax.replicas.averaging",
+    "dmoe_jax.replicas.replica_averager",
     "dmoe_jax.replicas.learnt",
     "dmoe_jax.replicas.listing",
     "dmoe_jax.replicas.replicas",
@@ -243,7 +243,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_254,
+    "dmoe_jax": 34_226,
     "dmoe_net": 16_281,
     "experiments": 21_573,
 }
@@ -256,7 +256,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.cli.up": 16,
     "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
-    "dmoe_jax.replicas.averaging": 16,
+    "dmoe_jax.replicas.replica_averager": 16,
     "dmoe_jax.replicas.state": 18,
     "dmoe_jax.swarm.swarm": 20,
     "dmoe_net.averaging.averager": 18,
@@ -366,9 +366,9 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.swarm.serving",
     "dmoe_jax.trainer",
     "dmoe_jax.training.engine",
+    "dmoe_jax.training.prepared_run",
     "dmoe_jax.training.progress",
     "dmoe_jax.training.run",
-    "dmoe_jax.training.saving",
     "dmoe_jax.training.swarm_engine",
     "dmoe_jax.training.task",
     "dmoe_jax.trunk",
