@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.averaging import MeetingOptions
+from dmoe_jax.cli.averaging_options import MeetingOptions
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import (
     BudgetOptions,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run

@@ -16,9 +16,9 @@ from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import CommandFailed, mistakes_in_one_line, one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import first_leaf
+from dmoe_jax.training.prepared_run import PreparedRun
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import Plan, train
-from dmoe_jax.training.saving import PreparedRun
 
 
 async def run_training(

@@ -26,7 +26,7 @@ from dmoe_jax.models.transformer_xl import init_experts, init_trunk
 from dmoe_jax.node.saving import saved_uids
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
-from dmoe_jax.training.saving import check_meaning_of_run
+from dmoe_jax.training.prepared_run import check_meaning_of_run
 
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""

@@ -56,14 +56,7 @@ class Swarm:
     """This process's place in a swarm. Made by `open_swarm`; everything that it starts ends with it."""
 
     def __init__(
-        self,
-        name: str,
-        peer: SwarmPeer,
-        caller: ExpertCaller,
-        device: Device,
-        nursery: trio.Nursery,
-        *,
-        seed: int,
+        self, name: str, peer: SwarmPeer, caller: ExpertCaller, device: Device, nursery: trio.Nursery, *, seed: int
     ) -> None:
         self.name = name
         """The swarm's name, under which its members find each other."""

@@ -8,7 +8,7 @@ import optax
 import pytest
 import tyro
 
-from dmoe_jax.cli.averaging import AveragingOptions, OuterOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions, OuterOptions
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, host_state, what_to_send, with_average
 from dmoe_jax.runs.endings import UsageError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, Round, TreeAverager
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.trunk import SharedTrunk, open_trunk_averaging

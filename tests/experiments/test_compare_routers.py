@@ -10,8 +10,8 @@ import pytest
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
+from dmoe_jax.training.prepared_run import finished_headline, prepare_run
 from dmoe_jax.training.run import Plan
-from dmoe_jax.training.saving import finished_headline, prepare_run
 from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.budget import Cost, plan_runs
