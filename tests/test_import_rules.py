@@ -242,7 +242,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_223,
+    "dmoe_jax": 34_203,
     "dmoe_net": 15_892,
     "experiments": 21_573,
 }
@@ -277,7 +277,7 @@ WIDE_FUNCTIONS: dict[str, int] = {
     "dmoe_jax.swarm.opening.open_swarm": 13,
     "dmoe_jax.swarm.swarm.collaborate": 11,
     "dmoe_jax.swarm.swarm.collaboration": 9,
-    "dmoe_jax.swarm.swarm.serve": 12,
+    "dmoe_jax.swarm.swarm.serve": 13,
     "dmoe_net.averaging.grouping.matchmaking.__init__": 10,
     "dmoe_net.averaging.state.download.download_state": 11,
     "dmoe_net.rpc.lanes.call": 9,

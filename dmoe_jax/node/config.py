@@ -38,8 +38,6 @@ class NodeConfig:
     no room in the queue is told when to come back, one beyond this bound only that the node is busy."""
     leave_timeout_s: float = 5.0
     """A node that leaves answers what it has accepted, for at most so many seconds; 0 drops it."""
-    checkpoint_period_s: float = 60.0
-    """Most seconds between checkpoints of an expert that learns, if experts are saved; one more is made at the end."""
     strategy: Literal["auto", "single", "stacked"] = "auto"
     """Programs of experts: "single", each has its own; "stacked", many of a kind share one; "auto", as their size and
     the device suggest. See `dmoe_jax.node.stacked`."""
@@ -49,9 +47,8 @@ class NodeConfig:
             raise ValueError(f"max_batch_rows must be at least 1, got {self.max_batch_rows}")
         if self.warm_up_rows < 0:
             raise ValueError(f"warm_up_rows must not be negative, got {self.warm_up_rows}")
-        for name in ("announce_period_s", "checkpoint_period_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.announce_period_s > 0:
+            raise ValueError(f"announce_period_s must be positive, got {self.announce_period_s}")
         if self.strategy not in ("auto", "single", "stacked"):
             raise ValueError(f"strategy must be one of auto, single, stacked, got {self.strategy!r}")
         for name in ("leave_timeout_s", "forward_head_start_s", "max_queue_delay_s"):

@@ -63,7 +63,7 @@ class MeshShape:
             if axis not in (DATA, MODEL) or axis in sizes or not re.fullmatch(r"-?[0-9]+", size):
                 raise ValueError(f"expected a mesh such as data=2,model=4, of the axes data and model, got {text!r}")
             sizes[axis] = int(size)
-        return cls(**sizes)
+        return cls(data=sizes.get(DATA, 1), model=sizes.get(MODEL, 1))
 
     @property
     def num_devices(self) -> int:

@@ -116,6 +116,8 @@ class Serving:
     config: NodeConfig
     folder: Path | None
     """Folder of the experts' checkpoints."""
+    period_s: float
+    """Seconds between saves."""
     claim: ClaimConfig | None
     replicas: ReplicaConfig | None
     compiling: AbstractAsyncContextManager[object]
@@ -191,7 +193,7 @@ class Serving:
                 ) as node,
             ):
                 if hand.saver is not None:
-                    nursery.start_soon(hand.saver.run, self.config.checkpoint_period_s)
+                    nursery.start_soon(hand.saver.run, self.period_s)
                 if claimer is not None:
                     await claimer.settled.wait()
                 served = Served(node, hand.backends)

@@ -96,6 +96,7 @@ class Swarm:
         devices: str | int | Sequence[PlacedDevice] | None = None,
         mesh: MeshShape | str | None = None,
         checkpoint_dir: str | Path | None = None,
+        checkpoint_period_s: float = 60.0,
         claim: ClaimConfig | None = None,
         replicas: ReplicaConfig | None = None,
         on_progress: Callable[[str], None] | None = None,
@@ -110,7 +111,7 @@ class Swarm:
           experts: uid such as "ffn.3.1", or pattern such as "ffn.[0:4].[0:4]" -> network; see `dmoe_jax.experts`.
           optimizer: any Optax optimiser, of each expert by itself; None: the experts answer and never learn.
           seed: with the uid it decides an expert's initial parameters, on whichever node it lives. None: the swarm's.
-          config: settings of batches, announcements and checkpoints.
+          config: settings of batches and announcements.
           warm_up_rows: compile for batches of up to so many rows before announcing; larger ones follow when they are
             wanted, beside the serving. None: as configured.
           devices: local JAX devices over which the experts are spread, each expert on one, about as many bytes on each:
@@ -123,6 +124,7 @@ class Swarm:
             a rule of its own by which arrays lie on it.
           checkpoint_dir: folder in which each expert is saved by itself, and from which it is taken up, whoever saved
             it; nodes may share it.
+          checkpoint_period_s: most seconds between checkpoints of an expert that learns; one more is made at the end.
           claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
             node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
             should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
@@ -156,6 +158,7 @@ class Swarm:
                 devices=node_devices(self.device, devices, mesh),
                 config=config,
                 folder=None if checkpoint_dir is None else Path(checkpoint_dir),
+                period_s=checkpoint_period_s,
                 claim=claim,
                 replicas=replicas,
                 compiling=compiling,
