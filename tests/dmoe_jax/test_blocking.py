@@ -24,6 +24,7 @@ from dmoe_jax.optim.moshpit import moshpit_average
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing import product_key
 from dmoe_jax.swarm.blocking import BlockingSwarm, Closed, connect
+from dmoe_jax.swarm.serving import told_when_slow
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.errors import DialFailed
 
