@@ -31,7 +31,6 @@ def averages_of_two(folder: Path, flags: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_two_trainers_average_with_top_k(tmp_path: Path) -> None:
     """Over TLS, beside training: in each round one payload leaves a process, as long as the other's."""
     flags = "--average pseudo-gradients --average-compression top-k --average-kept 64"
@@ -57,7 +56,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("flags", "share"),
     [

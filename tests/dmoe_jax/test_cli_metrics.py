@@ -207,7 +207,6 @@ def test_a_tracker_that_is_not_installed_is_told_before_the_swarm_is_joined(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_a_whole_swarm_is_found_through_one_port(text: str, tmp_path: Path) -> None:
     """`dmoe up` with metrics: its /targets leads to every process; afterwards there are a trace and event files."""
     out = tmp_path / "run"

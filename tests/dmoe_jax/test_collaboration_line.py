@@ -42,7 +42,6 @@ def averaged_s(lives: list[Life]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_shares_follow_the_lines_that_peers_tell() -> None:
     """With equal shares a slow line sends (1 + 4 / 6) vectors at half a MB a second, 6.7 s; once the fast ones reduce
     nearly all, little more than one, 4 s. Before that, members wait behind vectors for longer than `silence_s` and take

@@ -247,7 +247,6 @@ def start_demo(out: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_quick_demo_learns_survives_and_leaves_nothing(tmp_path: Path) -> None:
     """The short run beats the unigram model although a node dies, and every process is gone."""
     out = tmp_path / "run"
@@ -263,7 +262,6 @@ def test_quick_demo_learns_survives_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_demo_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C ends everything in order; even SIGKILL of the demonstration orphans nobody."""

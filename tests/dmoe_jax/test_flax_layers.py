@@ -301,7 +301,6 @@ with here.SwarmThread() as thread:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_eight_loops_with_large_arrays() -> None:
     """As in a user's process, where XLA shares out large products among its threads: experts compute while all wait."""
     environment = {name: text for name, text in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}

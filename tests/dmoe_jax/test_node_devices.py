@@ -41,7 +41,6 @@ UIDS = tuple(f"ffn.{index}" for index in range(4))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_eight_devices() -> None:
     """See `eight_devices`: one process, since JAX counts its devices once."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

@@ -285,7 +285,6 @@ def test_a_budget_is_planned_once(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A registered and an own router, trained for a few steps in a small simulated swarm, end in figures of each."""
     flags = ["--routers", "product_key", f"{my_file}:mine", "--seeds", "0", "--trainers", "4", "--steps", "8"]
@@ -307,7 +306,6 @@ def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_pieces_are_timed_in_processes_of_their_own(my_file: Path, tmp_path: Path) -> None:
     """Two at once on their shares of the cores; a router that breaks its contract is one line that names it."""
     flags: dict[str, Any] = {"data": "embedded", "out": tmp_path, "batch_size": 1}

@@ -212,7 +212,6 @@ def test_emulation_takes_the_greatest_difference(tmp_path: Path) -> None:
 @needs_mnist
 @pytest.mark.slow
 @pytest.mark.parametrize("main", [convergence_main, staleness_main])
-@pytest.mark.timeout(400)
 def test_a_small_run(main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To its report, and again: what is finished is not trained twice."""
     monkeypatch.setitem(_WIDTHS, "laptop", 8)

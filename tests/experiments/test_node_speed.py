@@ -230,7 +230,6 @@ def test_steps_of_the_second_half_count() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_tiny_run_of_node_speed(tmp_path: Path) -> None:
     """All figures are there but those beside hivemind, and nothing was compiled while the nodes served."""
     headline = headline_of_run(tmp_path / "run", *TINY, "--parts", *NODES, "--rounds", "1", limit_s=380)
@@ -254,7 +253,6 @@ def node_of(marker: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("whom", "how", "status"),
     [

@@ -31,7 +31,6 @@ def test_strategies_are_compared_cell_by_cell() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_tiny_run_of_strategies(tmp_path: Path) -> None:
     """What a node would choose, and both strategies, of every cell."""
     flags = ("--parts", "strategies", "--widths", "8", "--rounds", "1")

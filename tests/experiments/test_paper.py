@@ -97,7 +97,6 @@ def test_failed_and_interrupted_children_are_shown_as_such(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_report_over_real_experiments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,6 @@ def test_what_a_call_was_given_for_good_is_there_when_it_is_made_again() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_scenario_is_the_same_in_two_processes(tmp_path: Path) -> None:
     """With different hash seeds, through crash, partition and faults of all kinds; another seed is another story."""
     settings = ((0, "1"), (0, "2"), (1, "1"))
@@ -146,7 +145,6 @@ def processes_of(marker: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_tiny_run_reports_every_figure(tmp_path: Path) -> None:
     """Few trainers and peers: all figures and files are there, and the report says what the picture shows."""
     out = tmp_path / "run"

@@ -113,7 +113,6 @@ def step_by_hand(setup: Setup, state: PyTree, step: int) -> tuple[PyTree, list[P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_step_of_a_mixture_is_that_of_the_equations() -> None:
     """Its second update equals, to 1e-5, one made expert by expert, with all noise and dropout."""
     engine = noisy_engine()

@@ -22,7 +22,6 @@ def test_a_child_gets_the_settings_of_its_parent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same figures; a child's mistake is its parent's one line."""
     headlines = []

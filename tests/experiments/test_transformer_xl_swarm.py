@@ -94,7 +94,6 @@ def start(out: Path, *args: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_swarm_is_interrupted_and_resumed(tmp_path: Path) -> None:
     """Ctrl-C leaves a report and the experts' checkpoints; --resume goes on with both; then all say the same steps."""
     out = tmp_path / "run"
