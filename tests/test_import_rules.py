@@ -242,9 +242,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_203,
-    "dmoe_net": 15_892,
-    "experiments": 21_573,
+    "dmoe_jax": 34_204,
+    "dmoe_net": 15_831,
+    "experiments": 21_572,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
@@ -258,7 +258,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.replicas.replica_averager": 16,
     "dmoe_jax.replicas.state": 18,
     "dmoe_jax.swarm.swarm": 20,
-    "dmoe_net.averaging.averager": 18,
+    "dmoe_net.averaging.averager": 16,
     "dmoe_net.rpc.peer": 17,
 }
 

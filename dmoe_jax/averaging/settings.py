@@ -44,8 +44,9 @@ class TreeAveragerConfig:
     """A "client" is never called by others, who reduce its part, too. "auto": a client where nobody can call, else a
     node."""
     speeds: Speeds = UNKNOWN
-    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces. What is not said of
-    the line is taken from averages and states that have passed it."""
+    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces. Tell them
+    where lines differ: averages do not show whose line is slow. What they do not say is taken from the last state that
+    was downloaded."""
     meaning: str = ""
     """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
     met, their state is not taken, and both are told."""

@@ -34,9 +34,9 @@ class MeetingOptions:
     timeout_s: float = 30.0
     """Longest that a round takes, seconds, the same for all; training goes on meanwhile."""
     up: float = 0.0
-    """Megabits a second that this machine can send, for its share of the work; 0: it is measured."""
+    """Megabits a second that this machine can send, for its share of the work; 0: unknown."""
     down: float = 0.0
-    """Megabits a second that it can receive; 0: it is measured."""
+    """Megabits a second that it can receive; 0: unknown."""
 
     def speeds(self) -> Speeds:
         """Known speeds of this machine's line. Raises ValueError if one is out of range."""

@@ -1,4 +1,4 @@
-"""Flags of `dmoe node`: which experts it serves, how they learn, are saved and are served."""
+"""Flags of `dmoe node`: its experts, their optimiser, their checkpoints and their serving."""
 
 import inspect
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Models of `dmoe train`, their optimiser, and those of a user's own file."""
+"""Model, data and optimiser of a run of `dmoe train`; the user's own model, from a file."""
 
 import math
 from collections.abc import Iterator, Mapping

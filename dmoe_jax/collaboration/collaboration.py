@@ -275,7 +275,7 @@ async def open_collaboration(
     It has taken the swarm's state when the block begins, if there is a swarm that has made a step.
 
     Args:
-      peer: reports, and finds groups.
+      peer: reports, finds groups, and draws its place on the grid.
       params: of the model. Peers with others of these shapes and meaning (`config.meaning`) join all the same: the
         swarm's are taken.
       together: the optimiser; see `dmoe_jax.optim.collaborative`.

@@ -31,7 +31,7 @@ class MixtureConfig:
     """Most experts of a node that are asked by one request. With 1 each expert is asked by a request of its own, and
     faults that strike requests strike experts one by one."""
     compression: Compression = Compression.NONE
-    """Form of float32 activations and gradients on their way, there and back, with the losses that
+    """Form, or its name, of float32 activations and gradients on their way, there and back, with the losses that
     `dmoe_net.wire.compression` states; those of other types travel as they are."""
     on_shortfall: str = "skip"
     """Fate of a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample passes

@@ -97,7 +97,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hand:
-    """Experts of a node. Made by `Serving.prepare`."""
+    """Experts that were made for a node, and the means to claim and save more. Made by `Serving.prepare`."""
 
     backends: dict[str, ExpertBackend]
     """Experts to begin with; none, if the node claims some."""

@@ -190,7 +190,6 @@ async def _moshpit_peer(
     params = {"w": jnp.zeros(num_params)}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     grads = {"w": jnp.full(num_params, 1e-3)}
-    # Peers do not measure their lines here, which takes up to 44 MB in five minutes; see `TreeAveragerConfig`.
     config = TreeAveragerConfig(side=NUM_PEERS)
     joins = [Address("peer0", SIM_PORT)] if index else []
     async with (

@@ -44,8 +44,7 @@ def averaged_s(lives: list[Life]) -> float:
 @pytest.mark.slow
 def test_shares_follow_the_lines_that_peers_tell() -> None:
     """With equal shares a slow line sends (1 + 4 / 6) vectors at half a MB a second, 6.7 s; once the fast ones reduce
-    nearly all, little more than one, 4 s. Before that, members wait behind vectors for longer than `silence_s` and take
-    each other for dead; their patience grows, and one attempt later they settle."""
+    nearly all, little more than one, 4 s."""
     equal, told = (play(says_line=says) for says in (False, True))
     for life in (*equal, *told):
         assert [done.peers for done in life.steps] == [6] * len(life.steps)

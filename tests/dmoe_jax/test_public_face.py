@@ -1,4 +1,4 @@
-"""What `import dmoe_jax` gives, and what it costs."""
+"""Names that `import dmoe_jax` gives, and their cost."""
 
 import ast
 import inspect

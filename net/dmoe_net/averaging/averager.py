@@ -24,18 +24,16 @@ from dmoe_net.averaging.drawing import drawn_places, put_back
 from dmoe_net.averaging.gathering import AllGather, mean_untrusted
 from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
-from dmoe_net.averaging.line_meter import LineMeter
 from dmoe_net.averaging.plan import AveragingPlan, why_apart
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.reducer import is_finite
-from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
 from dmoe_net.averaging.state.download import download_state
 from dmoe_net.averaging.state.sharing import SharedState
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.identity import PeerId
 from dmoe_net.rpc.base import Caller
 from dmoe_net.types import Array
-from dmoe_net.wire.compression import Compression
 from dmoe_net.wire.sparse import SparseVector, encode_sparse, to_dense
 
 LOST_IN_ALL_REDUCE = "lost in the all-reduce"
@@ -85,12 +83,14 @@ class Averager:
     """This peer's place on the grid."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
-    _line: LineMeter = field(default_factory=LineMeter, init=False)
+    _seen: Speeds = field(default=UNKNOWN, init=False)
     _is_stepping: bool = field(default=False, init=False)
 
     def known_speeds(self) -> Speeds:
-        """Return what the config says of this machine, and of the rest what transfers have shown."""
-        return self.config.known_speeds().or_else(self._line.speeds(trio.current_time()))
+        """Return what the config says of this machine, and of the rest what the last download has shown."""
+        # Averages show nothing: in a group all end together, so that the speeds which their times suggest are those
+        # that make the very shares that the members have, however wrong.
+        return self.config.known_speeds().or_else(self._seen)
 
     async def why_apart(self) -> str:
         """Return a sentence about peers that average something else under this name, see `plan.why_apart`."""
@@ -104,7 +104,8 @@ class Averager:
         )
         if state is not None and (seconds := trio.current_time() - began) > 0:
             nbytes = sum(tensor.nbytes for tensor in state.tensors)
-            self._line.carried(down=nbytes / seconds, now=trio.current_time())
+            least, most = BANDWIDTHS_BPS
+            self._seen = Speeds(down=min(max(nbytes / seconds, least), most))
         return state
 
     async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0) -> AveragingStep:
@@ -184,7 +185,6 @@ class Averager:
         return None
 
     async def _average(self, group: Group, me: Member, offer: Any, *, timeout_s: float) -> AveragingStep:
-        began = trio.current_time()
         if self.gather is not None and self.plan.sparse is not None:
             gathered = await self.gather.run(group, offer, timeout_s=timeout_s)
             average, lost = await mean_untrusted(gathered, group, self.plan.sparse, self.config.compute)
@@ -196,10 +196,6 @@ class Averager:
             lost_senders = result.lost_senders
             lost = dict.fromkeys((*result.lost_reducers, *lost_senders), LOST_IN_ALL_REDUCE)
             received, moved_bytes = result.received, result.moved_bytes
-            is_plain = self.config.all_reduce.compression is Compression.NONE
-            if result.complete and is_plain and (seconds := trio.current_time() - began) > 0:
-                rate = result.moved_bytes / seconds
-                self._line.carried(up=rate, down=rate, now=trio.current_time())
         weights = [each.weight for each in group.members if each.sends and each.peer_id not in lost_senders]
         return AveragingStep(
             average=average,

@@ -24,7 +24,8 @@ class AveragerConfig:
     cell: int | None = None
     """Place on the grid to begin at, 0 to `grid.num_cells` - 1; None: anywhere."""
     speeds: Speeds | Callable[[], Speeds] = UNKNOWN
-    """Speeds of this machine, for the share that it reduces; or a function that returns what is known of them now."""
+    """Speeds of this machine, for the share that it reduces; or a function that returns what is known of them now. What
+    they do not say is taken from the last state that was downloaded."""
     compute: Compute = inline
     """Runs work on vectors of which few numbers travel, off the event loop; by default, in it."""
     assembly: AssemblyConfig = field(default_factory=AssemblyConfig)

@@ -93,9 +93,8 @@ class RpcSession:
         """One of the two wants to part: place no more calls here."""
         self._calls = hello.calls
         self._window_bytes = hello.window_bytes
-        self._gathered_bytes = max(
-            1, hello.window_bytes // 8
-        )  # of credit at most; see the sum in `dmoe_net.rpc.outbox`
+        # Of credit at most; see the sum in `dmoe_net.rpc.outbox`.
+        self._gathered_bytes = max(1, hello.window_bytes // 8)
         self._last_placed = 0  # highest id that we used
         self._placed: dict[int, bool] = {}  # calls of ours without an answer, and whether they take partials
         self._running: dict[int, int] = {}  # calls of the peer's whose answer has not left, and their window cost

@@ -264,8 +264,7 @@ class StepAveraging:
 def cautious(group: Group) -> Group:
     """The group with unknown lines taken to be as slow as the slowest that is known of those who can reduce.
 
-    While peers find out what their lines carry, a slow one that has not yet must not be given more than an equal share
-    because some are known to be fast.
+    A slow peer that has not told its line must not get more than an equal share because others are known to be fast.
     """
     reducers = [member.speeds for member in group.members if member.role is not Role.CLIENT]
     least = Speeds(
