@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from net.wire.tensors import DTYPES
+from dmoe_net.wire.tensors import DTYPES
 
 PyTree = Any
 """A nested structure of tuples, lists, dictionaries and registered nodes with arrays as leaves, as JAX has it."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, Generic, NamedTuple, SupportsInt, TypeVar, cast
 
 import jax
 import numpy as np
@@ -13,6 +13,9 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
+
+Batch = TypeVar("Batch")
+State = TypeVar("State")
 
 
 class Outcome(NamedTuple):
@@ -52,8 +55,8 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-class Model(abc.ABC):
-    """A trainable model: `init` and `forward`; the rest has a default."""
+class Model(abc.ABC, Generic[Batch, State]):
+    """A trainable model of batches and a state between them: `init` and `forward`; the rest has a default."""
 
     name: str = "model"
     """Name in reports and figures."""
@@ -68,7 +71,7 @@ class Model(abc.ABC):
         """Parameters of everything that is not remote."""
 
     @abc.abstractmethod
-    async def forward(self, run: Recording, params: PyTree, batch: Any, state: PyTree, keys: Any) -> Outcome:
+    async def forward(self, run: Recording, params: PyTree, batch: Batch, state: State, keys: PyTree) -> Outcome:
         """The loss of one batch.
 
         Args:
@@ -82,11 +85,11 @@ class Model(abc.ABC):
           NetError: the swarm could not carry it; the trainer drops the step and goes on.
         """
 
-    def initial_state(self, batch: Any) -> PyTree:
-        """The state before a trainer's first batch, or an evaluation's."""
-        return ()
+    def initial_state(self, batch: Batch) -> State:
+        """The state before a trainer's first batch, or an evaluation's; default: (), of a model that has none."""
+        return cast(State, ())
 
-    def keys(self, batch: Any, *, seed: int, trainer: int, step: int) -> Any:
+    def keys(self, batch: Batch, *, seed: int, trainer: int, step: int) -> PyTree:
         """Chance of one step: a function of the run's seed, the trainer's number and its step, so that runs repeat.
 
         Default: key data uint32 [2], which `jax.random.wrap_key_data` makes a key of inside a segment.
@@ -94,14 +97,14 @@ class Model(abc.ABC):
         return np.random.SeedSequence([seed, trainer, step]).generate_state(2, np.uint32)
 
     async def evaluate(
-        self, params: PyTree, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None
+        self, params: PyTree, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
         """The mean loss and metrics over batches in order, nothing random, no expert trained.
 
         `on_batch` is called after each. Raises NetError if the swarm cannot carry it, ValueError without a batch.
         """
-        total, items, state = 0.0, 0, None
-        metrics: dict[str, float] = {}
+        total, items, metrics = 0.0, 0, dict[str, float]()
+        state: State | None = None
         for batch in batches:
             before = self.initial_state(batch) if state is None else state
             run = Recording(differentiate=False)
@@ -118,3 +121,7 @@ class Model(abc.ABC):
             raise ValueError("there is nothing to evaluate: no batch")
         means = {name: value / items for name, value in metrics.items()}
         return Evaluation(loss=total / items, items=items, metrics=means)
+
+
+AnyModel = Model[Any, Any]
+"""A model for code that hands batches and states on without a look at them."""

@@ -21,9 +21,9 @@ import trio
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
-from dmoe_jax.model import Evaluation, Model, Outcome
+from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
 from dmoe_jax.trunk import SharedTrunk
-from net.errors import NetError
+from dmoe_net.errors import NetError
 
 MAX_NOT_FINITE = 20
 """Steps of one trainer in a row that may come out as NaN or infinity. One bad batch, or an expert that recovers, makes
@@ -99,7 +99,7 @@ def unheard(*told: Any) -> None:
     """Do nothing: for callbacks of callers who do not listen."""
 
 
-class Trainer:
+class Trainer(Generic[Batch, State]):
     """One asynchronous trainer: its batches, and the state that its next batch begins with.
 
     Args:
@@ -108,7 +108,9 @@ class Trainer:
       seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
-    def __init__(self, index: int, model: Model, trunk: Trunk, batches: Iterator[Any], *, seed: int = 0) -> None:
+    def __init__(
+        self, index: int, model: Model[Batch, State], trunk: Trunk, batches: Iterator[Batch], *, seed: int = 0
+    ) -> None:
         self._index = index
         self._model = model
         self._trunk = trunk
@@ -117,7 +119,7 @@ class Trainer:
         self._read = 0
         self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
-        self.state: PyTree | None = None
+        self.state: State | None = None
         """State that the next batch begins with; None before the first step."""
         self.on_span: Callable[[StepSpan], None] = lambda span: None
         """Called with each step that has ended, well or not. One that is cancelled has no end."""
@@ -155,7 +157,7 @@ class Trainer:
         self._note_span(began, "ok")
         return record
 
-    async def _step(self, position: int, batch: Any) -> StepRecord:
+    async def _step(self, position: int, batch: Batch) -> StepRecord:
         """The step for a batch, which was read from this position."""
         keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=position)
         state = self._model.initial_state(batch) if self.state is None else self.state
@@ -221,7 +223,7 @@ class Trainer:
             else:
                 await trio.sleep(min(5.0, 0.1 * self._lost_in_a_row))
 
-    def _next_batch(self) -> Any:
+    def _next_batch(self) -> Batch:
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -230,10 +232,12 @@ class Trainer:
         return batch
 
 
-def loss_and_grads(model: Model) -> Callable[..., Any]:
+def loss_and_grads(model: Model[Batch, State]) -> Callable[..., Any]:
     """async (params, batch, state, keys) -> ((loss, Outcome), gradients of the parameters) of this model."""
 
-    async def forward(run: Recording, params: PyTree, batch: Any, state: PyTree, keys: Any) -> tuple[Value, Outcome]:
+    async def forward(
+        run: Recording, params: PyTree, batch: Batch, state: State, keys: PyTree
+    ) -> tuple[Value, Outcome]:
         outcome = await model.forward(run, params, batch, state, keys)
         return outcome.loss, outcome
 
@@ -279,7 +283,7 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
-class Trainers(Generic[AnyTrunk]):
+class Trainers(Generic[Batch, State, AnyTrunk]):
     """The trainers of one process, with the trunk that they share. Made by `Swarm.trainer`.
 
     Args:
@@ -287,7 +291,9 @@ class Trainers(Generic[AnyTrunk]):
       seed: seed of all chance in training.
     """
 
-    def __init__(self, model: Model, trunk: AnyTrunk, batches: Sequence[Iterator[Any]], *, seed: int) -> None:
+    def __init__(
+        self, model: Model[Batch, State], trunk: AnyTrunk, batches: Sequence[Iterator[Batch]], *, seed: int
+    ) -> None:
         self.model = model
         self.trunk = trunk
         self.trainers = tuple(Trainer(index, model, trunk, each, seed=seed) for index, each in enumerate(batches))
@@ -334,7 +340,7 @@ class Trainers(Generic[AnyTrunk]):
         if self.step < last_step:
             await self.side_by_side(lambda trainer: trainer.run(last_step, on_step, on_lost))
 
-    async def side_by_side(self, work: Callable[[Trainer], Awaitable[None]]) -> None:
+    async def side_by_side(self, work: Callable[[Trainer[Batch, State]], Awaitable[None]]) -> None:
         """Let each trainer do it, at the same time; for the first time one alone.
 
         The model's segments compile where `forward` calls them, on the event loop: answers to others would look late.
@@ -351,6 +357,10 @@ class Trainers(Generic[AnyTrunk]):
         if failure is not None:
             raise failure
 
-    async def evaluate(self, batches: Iterable[Any], on_batch: Callable[[], None] = lambda: None) -> Evaluation:
+    async def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """The model's evaluation with the parameters as they are now; see `Model.evaluate`."""
         return await self.model.evaluate(self.params, batches, on_batch)
+
+
+AnyTrainers = Trainers[Any, Any, Any]
+"""The trainers of some model over some trunk."""

@@ -6,7 +6,6 @@ those of other processes meanwhile (`open_trunk_averaging`): rounds begin and ar
 in a loop of one's own. A process that was left behind takes the whole state of the one that is furthest.
 """
 
-import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,14 +17,12 @@ import trio
 
 from dmoe_jax.arrays import PyTree, as_params, copied, host_copy, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
-from dmoe_jax.averaging.settings import DEFAULTS
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.host_state import averaging_due
-from net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
+from dmoe_net.nursery import background_nursery
 
 
 class SharedTrunk:
@@ -146,15 +143,13 @@ class SharedTrunk:
 
 @asynccontextmanager
 async def open_trunk_averaging(
-    caller: Caller,
-    dht: DhtNode,
+    peer: SwarmPeer,
     trunk: SharedTrunk,
     *,
     name: str,
-    config: TreeAveragerConfig = DEFAULTS,
+    config: TreeAveragerConfig = TreeAveragerConfig(),  # noqa: B008 (frozen)
     max_step: int = MAX_VERSION,
     device: Device | None = None,
-    rng: random.Random | None = None,
     on_round: Callable[[Round], None] = lambda done: None,
 ) -> AsyncIterator[TreeAverager]:
     """Average a trunk whose optimiser has a `moshpit_average` in it, as long as the block lasts.
@@ -163,7 +158,7 @@ async def open_trunk_averaging(
 
     Args:
       max_step: end of the run; states that claim to be further are not taken.
-      caller, dht, name, config, device, rng, on_round: as of `open_tree_averager`, whose errors are raised.
+      peer, name, config, device, on_round: as of `open_tree_averager`, whose errors are raised.
     """
 
     async def snapshot() -> SharedState:
@@ -177,15 +172,13 @@ async def open_trunk_averaging(
 
     async with (
         open_tree_averager(
-            caller,
-            dht,
+            peer,
             trunk.params,
             optimizer=trunk.optimizer,
             name=name,
             state=StateSource(lambda: trunk.step, snapshot),
             config=config,
             device=device,
-            rng=rng,
             on_round=on_round,
         ) as averager,
         background_nursery() as nursery,

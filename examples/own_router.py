@@ -13,7 +13,7 @@ from flax import linen as nn
 
 from dmoe_jax import connect
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
-from dmoe_jax.routing import add_noise, chain, from_linen, product_key, with_balancing_loss
+from dmoe_jax.routing import add_noise, chain_routers, product_key, router_from_linen, with_balancing_loss
 
 CONFIG = MLPConfig(input_dim=16, num_classes=4, d_model=16, num_layers=1, grid_size=(2, 4), k_best=2)
 
@@ -30,8 +30,8 @@ class TwoHeads(nn.Module):
 
 def two_headed(grid_size):
     """The network's scores, with noise in training and a loss against uneven load."""
-    network = from_linen(lambda: TwoHeads(grid_size), grid_size, name="two_headed")
-    return chain(network, partial(add_noise, stddev=0.3), with_balancing_loss)
+    network = router_from_linen(lambda: TwoHeads(grid_size), grid_size, name="two_headed")
+    return chain_routers(network, partial(add_noise, stddev=0.3), with_balancing_loss)
 
 
 def batches(seed):

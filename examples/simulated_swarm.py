@@ -11,7 +11,7 @@ import trio
 
 from dmoe_jax import open_swarm, product_key
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
-from net.transport.sim import HostDown, LogNormal, run, simulate
+from dmoe_net import HostDown, LogNormal, run, simulate
 
 CONFIG = MLPConfig(input_dim=8, num_classes=2, d_model=16, num_layers=1, grid_size=(4, 2), k_best=2)
 ROUTER = product_key(CONFIG.grid_size)

@@ -30,7 +30,7 @@ from dmoe_jax.runs.flags import as_words, flags_of, words_of
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
-from dmoe_jax.training.saving import check_code
+from dmoe_jax.training.prepared_run import check_code
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
 

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from net.identity import Address
+from dmoe_net.identity import Address
 
 HOST = "127.0.0.1"
 

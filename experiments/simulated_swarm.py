@@ -1,8 +1,8 @@
 """Expert nodes on a simulated network, which outlive the crashes of their hosts.
 
 A trainer is `dmoe_jax.open_swarm(join, network=network, host=..., listen=None, seed=...)`: the code that runs is that
-of a real swarm, and only the network and the devices are simulated. Use it inside `net.transport.sim.simulate`, under
-`net.transport.sim.run`.
+of a real swarm, and only the network and the devices are simulated. Use it inside `dmoe_net.transport.sim.simulate`,
+under `dmoe_net.transport.sim.run`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from net.errors import DialFailed
-from net.identity import Address
-from net.rpc.base import Caller
-from net.rpc.faults import FaultPlan
-from net.transport.sim.network import SimNetwork
+from dmoe_net.errors import DialFailed
+from dmoe_net.identity import Address
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.faults import FaultPlan
+from dmoe_net.transport.sim.network import SimNetwork
 
 _JOIN_AGAIN_S = 0.3
 

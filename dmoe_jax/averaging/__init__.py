@@ -21,7 +21,7 @@ Where more than parameters and optimiser state belongs to a peer's state, peers 
 
 from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig
 from dmoe_jax.averaging.tree_averager import MISSED_BEFORE_CATCHING_UP, TreeAverager, open_tree_averager
-from net.averaging.speeds import Speeds
+from dmoe_net.averaging.speeds import Speeds
 
 __all__ = [
     "MISSED_BEFORE_CATCHING_UP",

@@ -12,10 +12,10 @@ import trio
 from dmoe_jax.arrays import PyTree, kept_like, sent, stored
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.optim.host_state import host_state, without_taken
-from net.averaging.state.buffer import Table
-from net.averaging.state.sharing import SharedState, StateSource
-from net.errors import CallRefused, PeerBusy
-from net.types import Array
+from dmoe_net.averaging.state.buffer import Table
+from dmoe_net.averaging.state.sharing import SharedState, StateSource
+from dmoe_net.errors import CallRefused, PeerBusy
+from dmoe_net.types import Array
 
 _SNAPSHOT_ATTEMPTS = 3
 """A loop in another thread may donate the arrays of a state just when they are copied."""

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from dmoe_jax.optim.compression import ErrorFeedback
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group import Role
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.identity import PeerId
-from net.meaning import check_meaning
-from net.wire.compression import Compression
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.identity import PeerId
+from dmoe_net.meaning import check_meaning
+from dmoe_net.wire.compression import Compression
 
-RoleName = Literal["auto", "node", "client", "auxiliary"]
+RoleName = Literal["auto", "node", "client"]
 CompressionName = Literal["none", "float16", "bfloat16", "blockwise8"]
 
 
@@ -41,13 +41,12 @@ class TreeAveragerConfig:
     """Share of the parameters, drawn anew for each group, that is averaged; the rest stays as it is (SPARTA). Only for
     an optimiser that averages parameters."""
     role: RoleName = "auto"
-    """A "client" is never called by others, who reduce its part, too; an "auxiliary" peer has nothing to average and
-    reduces for others (see `TreeAverager.assist`). "auto": a client where nobody can call, else a node."""
+    """A "client" is never called by others, who reduce its part, too. "auto": a client where nobody can call, else a
+    node."""
     speeds: Speeds = UNKNOWN
-    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces."""
-    measures_line: bool = True
-    """True: find out what `speeds` does not say of the line, from what passes it, and every five minutes by some
-    megabytes exchanged with others of the group."""
+    """Bytes a second that this machine sends, receives and adds up, for the share that it reduces. Tell them
+    where lines differ: averages do not show whose line is slow. What they do not say is taken from the last state that
+    was downloaded."""
     meaning: str = ""
     """Meaning of the model's numbers beyond their names and shapes, as `Model.meaning`: peers of another one are not
     met, their state is not taken, and both are told."""
@@ -79,11 +78,7 @@ class TreeAveragerConfig:
             compression=Compression(self.compression),
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,
-            measures_line=self.measures_line,
         )
-
-
-DEFAULTS = TreeAveragerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

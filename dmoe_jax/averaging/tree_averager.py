@@ -2,7 +2,6 @@
 
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import DEFAULTS, AveragingTotals, RoleName, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.host_state import (
@@ -27,17 +26,16 @@ from dmoe_jax.optim.host_state import (
     with_average,
     without_gathered,
 )
-from net.averaging.averager import Averager, AveragingStep
-from net.averaging.grouping.group import WEIGHTS
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.state.buffer import Table
-from net.averaging.state.download import StateRefused
-from net.averaging.state.sharing import MAX_VERSION, StateSource
-from net.dht.node import DhtNode
-from net.errors import NetError
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.averaging.averager import Averager, AveragingStep
+from dmoe_net.averaging.grouping.group import WEIGHTS
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.state.buffer import Table
+from dmoe_net.averaging.state.download import StateRefused
+from dmoe_net.averaging.state.sharing import MAX_VERSION, StateSource
+from dmoe_net.errors import NetError
+from dmoe_net.nursery import background_nursery
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +73,11 @@ class Fragment:
 
 @dataclass(kw_only=True, eq=False)
 class TreeAverager:
-    """Averages what an optimiser offers with the peers of one name. Made by `open_tree_averager`."""
+    """Averages what an optimiser offers with the peers of one name. Made by `Swarm.averager`."""
 
     fragments: Sequence[Fragment]
     what: str
     """Kind of what is averaged."""
-    role: RoleName = "auto"
     loop: LoopState | None = None
     """The state that `step` gives to newcomers, and takes from others."""
     device: Device
@@ -130,10 +127,8 @@ class TreeAverager:
         Returns: the state to go on with.
 
         Raises:
-          ValueError: the state or the parameters are of another optimiser or model, or this is an auxiliary peer.
+          ValueError: the state or the parameters are of another optimiser or model.
         """
-        if self.role == "auxiliary":
-            raise ValueError("an auxiliary peer has nothing to average: call assist")
         if self.loop is None:
             return await self._step(opt_state, params, wait=wait)
         async with self.loop.at_hand(params, opt_state) as own:
@@ -178,23 +173,6 @@ class TreeAverager:
         fragment.form.layout.check(sent.tree)
         fragment.under_way = _UnderWay(sent)
         self.nursery.start_soon(self._carry, fragment, fragment.under_way)
-
-    async def assist(self) -> None:
-        """Reduce for others, round after round, until cancelled; for an auxiliary peer alone."""
-        if self.role != "auxiliary":
-            raise ValueError(f"only an auxiliary peer assists; this peer's role is {self.role}")
-
-        async def reduce(averager: Averager) -> None:
-            while True:
-                try:
-                    await averager.step(None)
-                except NetError as error:
-                    self.why_not = f"the network failed ({type(error).__name__})"
-                    await trio.sleep(1.0)
-
-        async with trio.open_nursery() as nursery:
-            for fragment in self.fragments:
-                nursery.start_soon(reduce, fragment.averager)
 
     async def catch_up(
         self, version: int, tree: PyTree, *, min_lead: int = 1, max_version: int = MAX_VERSION
@@ -323,22 +301,20 @@ class TreeAverager:
 
 @asynccontextmanager
 async def open_tree_averager(
-    caller: Caller,
-    dht: DhtNode,
+    peer: SwarmPeer,
     params: PyTree,
     *,
     optimizer: optax.GradientTransformation,
     name: str,
     state: Callable[[], tuple[int, PyTree]] | StateSource | None = None,
-    config: TreeAveragerConfig = DEFAULTS,
+    config: TreeAveragerConfig = TreeAveragerConfig(),  # noqa: B008 (frozen)
     device: Device | None = None,
-    rng: random.Random | None = None,
     on_round: Callable[[Round], None] = lambda done: None,
 ) -> AsyncIterator[TreeAverager]:
     """This peer's averaging, as long as the block lasts. Rounds under way are given up at its end.
 
     Args:
-      caller: places and serves the calls. dht: where groups and donors are found.
+      peer: finds groups and donors, and draws its place on the grid.
       params: of the model, for names, shapes and types. Peers with others, or of another `config.meaning`, are not met.
       optimizer: with one `moshpit_average`, `noloco` or `streaming_diloco` in it, which leaves averaging to the host.
       name: peers that give the same name average with each other; 1 to 64 letters, digits, '_' or '-'. With several
@@ -348,19 +324,19 @@ async def open_tree_averager(
         keep version and state in one tuple if they change in a thread. None: what `step` is given is the state, and
         it takes that of others.
       device: copies between arrays and vectors; None: a worker thread of its own. In virtual time, an `InlineDevice`.
-      rng: draws the place on the grid; None: the system's.
       on_round: called after each round, in the event loop.
 
     Raises:
       ValueError: an argument is out of range, or as of `wire_forms`.
     """
     what, forms = wire_forms(optimizer, params, config)
-    device, rng = device or ThreadDevice(), random.SystemRandom() if rng is None else rng
-    loop = LoopState(device) if state is None and config.role != "auxiliary" else None
-    if loop is not None:
-        source: StateSource | None = loop.source
+    device = device or ThreadDevice()
+    loop: LoopState | None = None
+    if state is None:
+        loop = LoopState(device)
+        source = loop.source
     else:
-        source = state if state is None or isinstance(state, StateSource) else donor_source(state, device)
+        source = state if isinstance(state, StateSource) else donor_source(state, device)
     settings, fragments = replace(config.averager(), compute=device.run), list[Fragment]()
     if loop is not None:  # its versions are rounds, of which each counts
         settings = replace(settings, state=replace(settings.state, max_lag=0))
@@ -377,19 +353,17 @@ async def open_tree_averager(
                 sparse=form.sparse,
                 share=config.share,
             )
-            if not is_first:  # one line: what the first averager finds out of it counts for all
-                settings = replace(settings, speeds=fragments[0].averager.known_speeds, measures_line=False)
+            if not is_first:  # one line: what the first averager knows of it counts for all
+                settings = replace(settings, speeds=fragments[0].averager.known_speeds)
             prefix = name if len(forms) == 1 else f"{name}-{number}"
-            opened = open_averager(
-                caller, dht, plan, prefix=prefix, rng=rng, state=source if is_first else None, config=settings
-            )
+            shared = source if is_first else None
+            opened = open_averager(peer.rpc, peer.dht, plan, prefix=prefix, rng=peer.rng, state=shared, config=settings)
             averager = await stack.enter_async_context(opened)
             fragments.append(Fragment(number=number, averager=averager, form=form))
         async with background_nursery() as nursery:
             yield TreeAverager(
                 fragments=fragments,
                 what=what,
-                role=config.role,
                 loop=loop,
                 device=device,
                 nursery=nursery,

@@ -1,8 +1,8 @@
 """The form in which a fragment of an optimiser's state travels: all its numbers, some of them, or the largest.
 
 `moshpit_average(compress=...)` sends the largest of each block with error feedback (SparseLoCo): `optim.compression`
-chooses and rounds, `net.averaging.gathering` exchanges, and the mean of all payloads comes back to the optimiser. What
-was not sent stays in its state, and so in checkpoints. What a lost round offered is offered again.
+chooses and rounds, `dmoe_net.averaging.gathering` exchanges, and the mean of all payloads comes back to the optimiser.
+What was not sent stays in its state, and so in checkpoints. What a lost round offered is offered again.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from dmoe_jax.averaging.settings import TreeAveragerConfig
 from dmoe_jax.optim.compression import sparse_vector
 from dmoe_jax.optim.host_state import HostState, Sent, awaiting_host
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from net.averaging.gathering import SparseLayout
-from net.types import Array
-from net.wire.sparse import SparseVector
+from dmoe_net.averaging.gathering import SparseLayout
+from dmoe_net.types import Array
+from dmoe_net.wire.sparse import SparseVector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from dmoe_jax.claims.records import check_claimable, claim_item, withdrawal_item
 from dmoe_jax.claims.survey import Survey
 from dmoe_jax.claims.watch import Watch
 from dmoe_jax.directory.grid import ExpertUid
-from net.dht.node import DhtNode
-from net.errors import NetError
-from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply, Request, handlers, read_request
-from net.wire.fields import several, text
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Caller, Reply, Request, handlers, read_request
+from dmoe_net.wire.fields import several, text
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dmoe_jax.claims.sharing import Claimant, dealt_out, fair_share, own_order, those_who_share, weight
-from net.identity import Contact, PeerId
+from dmoe_net.identity import Contact, PeerId
 
 MAX_CLAIMABLE = 65_536
 """Most experts that the patterns of one claimer may stand for."""
@@ -24,7 +24,7 @@ MAX_CLAIMABLE = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimConfig:
-    """How a node claims experts that nobody serves."""
+    """Settings of a node that claims experts that nobody serves."""
 
     max_experts: int
     """Most experts that it serves beside those that it was told to serve."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
 
 MAX_UPDATES = 2**63 - 1
 

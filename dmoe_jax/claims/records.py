@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dmoe_jax.claims.claiming import MAX_CLAIMABLE, Listing
 from dmoe_jax.directory.grid import ExpertUid, check_prefix, steps
 from dmoe_jax.directory.slots import children_of_untrusted
-from net.dht.messages import contact_to_wire, parse_contact_untrusted
-from net.dht.node import StoreItem
-from net.dht.records import Dictionary, Entry, Record, Value
-from net.errors import RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.wire.fields import FLAG
+from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
+from dmoe_net.dht.node import StoreItem
+from dmoe_net.dht.records import Dictionary, Entry, Record, Value
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.wire.fields import FLAG
 
 MAX_AHEAD_S = 300.0
 """A claim that would live longer than this is none: nobody may keep an expert from being served for a day."""

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from net.identity import PeerId
+from dmoe_net.identity import PeerId
 
 MAX_PAIRS = 100_000
 """Most pairs of a claimer and a vacant expert that are looked at in one round: a tenth of a second. Of more experts

@@ -7,9 +7,9 @@ from dmoe_jax.claims.records import claims_key, read_claims, read_listings, row_
 from dmoe_jax.claims.sharing import Claimant
 from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.directory.members import Member, list_members
-from net.dht.node import DhtNode
-from net.dht.records import Record, live, merge
-from net.identity import Contact, PeerId
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Record, live, merge
+from dmoe_net.identity import Contact, PeerId
 
 
 class Survey:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 import trio
 
 from dmoe_jax.claims.claiming import ClaimConfig
-from net.dht.routing_table import node_id
-from net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.rpc.base import Caller
-from net.rpc.service import PING
+from dmoe_net.dht.routing_table import node_id
+from dmoe_net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.service import PING
 
 logger = logging.getLogger(__name__)
 

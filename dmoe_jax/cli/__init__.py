@@ -27,7 +27,7 @@ from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
 from dmoe_jax.runs.endings import UsageError, fail, mistakes_in_one_line
 from dmoe_jax.runs.speech import say, standard_streams
-from net.keys import IdentityError
+from dmoe_net.keys import IdentityError
 
 Command = (
     Annotated[DemoCommand, tyro.conf.subcommand("demo")]

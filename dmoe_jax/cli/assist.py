@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.averaging import MeetingOptions
+from dmoe_jax.cli.averaging_options import MeetingOptions
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import (
     BudgetOptions,
@@ -26,16 +26,16 @@ from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
 from dmoe_jax.runs.speech import say
-from net.averaging.assisting import assist
-from net.averaging.averager import AveragingStep
-from net.averaging.collaboration.assisting import assist_collaboration, is_collaboration
-from net.averaging.collaboration.rounds import Averaged, RoundConfig
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group_key import check_prefix
-from net.averaging.plan import AveragingPlan
-from net.averaging.reduction.partition import AllReduceConfig
-from net.dht.records import Value
-from net.wire.compression import Compression
+from dmoe_net.averaging.assisting import assist
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.collaboration.assisting import assist_collaboration, is_collaboration
+from dmoe_net.averaging.collaboration.rounds import Averaged, RoundConfig
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group_key import check_prefix
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.dht.records import Value
+from dmoe_net.wire.compression import Compression
 
 _ANNOUNCE_PERIOD_S = 5.0
 
@@ -84,7 +84,6 @@ class AssistCommand:
             timeout_s=self.meeting.timeout_s,
             compression=self.compression,
             speeds=self.meeting.speeds(),
-            measures_line=True,
         )
 
     def rounds(self) -> RoundConfig:

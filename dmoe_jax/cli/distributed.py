@@ -13,9 +13,11 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop
+from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.runs.endings import UsageError, one_line
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
-from net.identity import Address
+from dmoe_net.identity import Address
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
@@ -97,12 +99,15 @@ class DeviceOptions:
         else:
             mesh_of_all(self.mesh)
 
-    async def initialize(self) -> None:
-        """Have JAX see the devices of all processes, with --distributed, before it computes anything.
+    async def set_up(self) -> None:
+        """Set JAX up before it computes anything; with --distributed it sees the devices of all processes.
 
         Raises:
           UsageError: the others do not come, or the coordinator cannot be reached.
         """
+        if self.xla_threads is not None:
+            set_xla_threads(self.xla_threads)
+        set_up_jax()
         if self.distributed is None:
             return
         import jax

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.runs.speech import say
-from net.key_files import load_or_create_identity
+from dmoe_net.key_files import load_or_create_identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from dmoe_jax.inspection.saved_run import SavedRun, find_run
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
-from dmoe_jax.training.saving import check_code, is_code
+from dmoe_jax.training.prepared_run import check_code, is_code
 
 if TYPE_CHECKING:
     from dmoe_jax.data.corpora import Corpus
@@ -106,7 +106,7 @@ class InspectCommand:
 
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.reading import cut, read_in_swarm
-        from dmoe_jax.swarm.swarm import swarm_of
+        from dmoe_jax.swarm.opening import swarm_of
 
         batches = cut(getattr(corpus, self.split), model.config.seq_len, self.tokens)
         async with (

@@ -16,8 +16,8 @@ import trio
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from dmoe_jax.runs.processes import ProcessFailed
-from net.errors import NetError
-from net.keys import IdentityError
+from dmoe_net.errors import NetError
+from dmoe_net.keys import IdentityError
 
 _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError, FolderInUse)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps

@@ -20,11 +20,11 @@ from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Plain, Security, Tls
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say
-from net.errors import ListenFailed
-from net.identity import Address
-from net.rpc.bulk import MemoryBudget
-from net.rpc.faults import FaultPlan
-from net.wire.messages import check_announced
+from dmoe_net.errors import ListenFailed
+from dmoe_net.identity import Address
+from dmoe_net.rpc.bulk import MemoryBudget
+from dmoe_net.rpc.faults import FaultPlan
+from dmoe_net.wire.messages import check_announced
 
 JoinTexts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PEER [PEER ...]")]
 """Peers to join through, as the command line takes them."""

@@ -19,7 +19,7 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.flags import Flag, as_words, flags_of, key_of, meant, words_of
 from dmoe_jax.runs.run_folder import flat, plain
-from dmoe_jax.training.saving import check_code
+from dmoe_jax.training.prepared_run import check_code
 
 C = TypeVar("C")
 

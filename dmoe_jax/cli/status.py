@@ -20,8 +20,8 @@ from dmoe_jax.directory.members import ROLES, Member, list_members, node_statuse
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say, why_unheard
-from net.identity import PeerId
-from net.wire.versions import CALLS, versions_differ
+from dmoe_net.identity import PeerId
+from dmoe_net.wire.versions import CALLS, versions_differ
 
 _TABLES = {
     "trainer": (

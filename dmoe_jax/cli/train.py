@@ -13,7 +13,7 @@ from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.runs.run_folder import CONFIG, flat
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.training.saving import PreparedRun, prepare_run, saved_settings
+from dmoe_jax.training.prepared_run import PreparedRun, prepare_run, saved_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class TrainCommand(TrainOptions):
         set_up_jax()
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
-        from dmoe_jax.swarm.swarm import swarm_of
+        from dmoe_jax.swarm.opening import swarm_of
 
         await check_before_joining(self)
         listen = self.listening if self.averaging.listens else None

@@ -1,44 +1,35 @@
-"""Models of `dmoe train`: the Transformer-XL that its flags describe, or a model of the user's own."""
+"""Model, data and optimiser of a run of `dmoe train`; the user's own model, from a file."""
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import optax
 import trio
 
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.directory.grid import all_uids, layer_prefix
+from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
 from dmoe_jax.layer_config import Recipe
+from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.model import Model
-from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.transformer_xl import TransformerXL
+from dmoe_jax.model import AnyModel, Model
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
-from dmoe_jax.runs.endings import mistakes_in_one_line
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import EvaluationBatches
-from dmoe_jax.training.task import Task, language_task
-
-_EVAL_BATCH = 16
-"""Rows of an evaluation batch, each from another place of the text: enough places for a part to stand for the whole."""
+from dmoe_jax.training.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A run's model, the batches of its trainers, and its evaluation."""
 
-    model: Model
+    model: AnyModel
     task: Task
     batches: list[Iterator[Any]]
     """One iterator for each trainer."""
@@ -57,38 +48,31 @@ class Training:
         grids = {mixture.config.prefix: mixture.router.grid_size for mixture in self.mixtures}
         return {prefix: tuple(map(str, all_uids(prefix, grid_size))) for prefix, grid_size in grids.items()}
 
+    async def wait_for_experts(self, wait_s: float, progress: TrainingProgress) -> None:
+        """Wait until every layer has a living expert of the model's shapes.
 
-async def language_training(options: TrainOptions, swarm: Swarm, progress: TrainingProgress) -> Training:
-    """The Transformer-XL of the flags; raises UsageError for a router, a corpus or sizes that will not do."""
-    data, language = options.data, options.language
-    with progress.phase("loading the corpus"), mistakes_in_one_line():
-        corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
-    progress.say(f"corpus: {corpus.description}")
-    seed, seq_len, shards = data.chance_seed, language.layer.seq_len, range(data.num_trainers)
-    with mistakes_in_one_line():
-        config = trunk_config(options, len(corpus.vocabulary))
-        router = make_router(language.router, language.grid_size)
-        mixtures = [
-            swarm.mixture(layer_prefix(layer), config.expert(), router, config=options.calls, seed=seed)
-            for layer in range(config.num_layers)
-        ]
-        stream = partial(SegmentStream, corpus.train, batch_size=data.batch_size, seq_len=seq_len, seed=seed)
-        streams: list[Iterator[Any]] = [stream(shard=shard, num_shards=len(shards)) for shard in shards]
+        Raises:
+          NoQuorum: there is none; the message names the layer. UsageError: it has other shapes.
+        """
+        deadline = trio.current_time() + wait_s
+        for mixture in self.mixtures:
+            prefix, num_experts = mixture.config.prefix, math.prod(mixture.router.grid_size)
+            try:
+                with progress.phase(f"waiting for experts of {prefix!r}") as change:
+                    living = await mixture.check(timeout_s=max(0.0, deadline - trio.current_time()), say=change)
+            except ExpertMismatch as error:
+                raise UsageError(f"{error}; give {_flags_to_mend(error)}") from error
+            progress.say(f"{prefix}: {living} of {num_experts} experts alive")
 
-    def evaluation(split: str, max_items: int | None) -> tuple[Iterable[Any], int | None]:
-        text: np.ndarray = getattr(corpus, split)
-        num_batches = math.ceil(min(max_items or text.size, text.size) / (_EVAL_BATCH * seq_len))
-        batches = evaluation_segments(text, batch_size=_EVAL_BATCH, seq_len=seq_len)
-        return itertools.islice(batches, num_batches), num_batches
 
-    counts = np.bincount(corpus.train, minlength=config.vocab_size)
-    return Training(
-        model=TransformerXL(config, router, mixtures, word_counts=counts, words=corpus.vocabulary.meaning),
-        task=language_task(corpus),
-        batches=streams,
-        evaluation=evaluation,
-        facts={"router": router.name, "trainers": data.num_trainers},
-    )
+def _flags_to_mend(error: ExpertMismatch) -> str:
+    """Flags that make our model fit their experts."""
+    theirs, ours = len(error.theirs), len(error.ours)
+    if theirs == ours:
+        return "--d-model, --num-heads, --seq-len and --mem-len as on the nodes"
+    if theirs > ours:
+        return "--dropout, --attention-dropout or --position-dropout above 0: the nodes' experts take dropout keys"
+    return "no --dropout, --attention-dropout or --position-dropout: the nodes' experts take no dropout keys"
 
 
 def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
@@ -108,19 +92,11 @@ def trunk_recipe(options: TrainOptions) -> Recipe:
     return replace(options.optimizer.recipe, total_steps=options.run_length.steps)
 
 
-def trunk_config(options: TrainOptions, vocab_size: int) -> TransformerXLConfig:
-    """Sizes and rates of the language model over this vocabulary; raises ValueError if they do not fit each other."""
-    language = options.language
-    sizes = {name: value for name, value in vars(language).items() if name not in ("router", "cutoffs")}
-    cutoffs = language.cutoffs_below(vocab_size)
-    return TransformerXLConfig(vocab_size=vocab_size, k_best=options.calls.k_best, cutoffs=cutoffs, **sizes)
-
-
 async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
     """The user's own model, from a file; raises UsageError if it is not what `--model` asks for."""
     data, spec = options.data, options.model or ""
 
-    def make() -> tuple[Model, list[Iterator[Any]]]:
+    def make() -> tuple[AnyModel, list[Iterator[Any]]]:
         model = call_user(spec, user_model(spec), swarm, kind="model")
         if not isinstance(model, Model):
             raise UserFileError(f"model {spec!r}: expected a dmoe_jax.model.Model, got {type(model).__name__}")

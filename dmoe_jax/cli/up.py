@@ -20,7 +20,7 @@ from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
-from dmoe_jax.data import check_source
+from dmoe_jax.data.corpora import check_source
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
 from dmoe_jax.machine.disk import FolderInUse, hold_folder

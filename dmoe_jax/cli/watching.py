@@ -1,5 +1,7 @@
-"""Watchers of a run of `dmoe train`: scrapers, and a trace."""
+"""Watchers of a run of `dmoe train`: scrapers, a trace, and `dmoe status`."""
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,18 +20,22 @@ from dmoe_jax.metrics.trace import Trace
 from dmoe_jax.metrics.training import TrainingRecorder, call_families, collaboration_families, training_families
 from dmoe_jax.mixture.statistics import CallRecord
 from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.trainer import StepSpan, Trainers
+from dmoe_jax.trainer import AnyTrainers, StepSpan
+from dmoe_jax.training.balance import balance, mean_balance, trunk_bias_range
+from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.swarm_engine import SwarmEngine
 
 
 class Watching:
-    """Hears of a run, for scrapers and the trace. Made by `watching`."""
+    """Hears of a run, for scrapers, the trace and the swarm. Made by `watching`."""
 
     def __init__(self, swarm: Swarm, monitor: Monitor, trace: Trace | None) -> None:
         self._monitor = monitor
         self._trace = trace
         self._averages: deque[Round | GlobalStep] = deque()
         self._recorder = TrainingRecorder()
+        self._engine: SwarmEngine | None = None  # None until the run loop begins
+        self._before: tuple[float, Totals] | None = None
         swarm.watch_calls(self._call)
         monitor.why_not_ready = lambda: "waiting for experts"
         monitor.show(partial(call_families, self._recorder, swarm.statistics))
@@ -40,7 +46,7 @@ class Watching:
         """Hear that every layer has a living expert."""
         self._monitor.why_not_ready = lambda: ""
 
-    def steps_of(self, trainers: Trainers[Any]) -> None:
+    def steps_of(self, trainers: AnyTrainers) -> None:
         """Watch the steps of these trainers."""
         for trainer in trainers.trainers:
             trainer.on_span = self._span
@@ -51,11 +57,40 @@ class Watching:
 
     def begins(self, engine: SwarmEngine, unit: str) -> None:
         """Hear that the run loop begins; `unit` names the engine's items."""
+        self._engine = engine
         self._monitor.show(
             lambda: training_families(
                 self._recorder, engine.totals(), step=engine.step, loss=engine.last_loss, unit=unit
             )
         )
+
+    @property
+    def step(self) -> int:
+        """Steps of the run so far."""
+        return 0 if self._engine is None else self._engine.step
+
+    def facts(self) -> dict[str, Any]:
+        """Facts that this trainer tells the swarm: state, step, loss, items a second and balance of the load since the
+        last time, and failed calls."""
+        engine = self._engine
+        if engine is None:
+            return {"state": "waiting", "step": 0}
+        now, totals, loss = time.monotonic(), engine.totals(), engine.last_loss
+        state = "compiling" if loss is None else "training"
+        facts: dict[str, Any] = {"state": state, "step": engine.step, "failed_calls": totals.calls_failed}
+        if loss is not None and math.isfinite(loss):
+            facts["loss"] = loss
+        if self._before is not None and now > self._before[0]:
+            before = self._before[1]
+            facts["items_per_s"] = (totals.items - before.items) / (now - self._before[0])
+            windows = [balance(uids, totals, before) for uids in engine.layers.values()]
+            figures = {
+                "load_entropy": mean_balance(windows)["load_entropy"] if windows else None,
+                "bias_range": trunk_bias_range(engine.state()),
+            }
+            facts |= {name: figure for name, figure in figures.items() if figure is not None}
+        self._before = now, totals
+        return facts
 
     def averaged(self, done: Round | GlobalStep) -> None:
         """Hear of a round of averaging, or of a step of a collaboration, that is over."""

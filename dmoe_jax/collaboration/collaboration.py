@@ -1,7 +1,6 @@
 """A peer's part in training with one large batch; see `dmoe_jax.collaboration`."""
 
 import logging
-import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,13 +16,12 @@ from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTo
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.collaborative import Collaborative
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import Group, Role
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.plan import AveragingPlan, announce_plan
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.grouping.group import Group, Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.plan import AveragingPlan, announce_plan
+from dmoe_net.nursery import background_nursery
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ _NO_ACCIDENT = 3
 
 
 class Collaboration:
-    """This peer among those that make one large batch together. Made by `open_collaboration`."""
+    """This peer among those that make one large batch together. Made by `Swarm.collaboration`."""
 
     def __init__(
         self, training: PeerState, forming: StepForming, following: Following, *, on_step: Callable[[GlobalStep], None]
@@ -44,7 +42,7 @@ class Collaboration:
         self.board = forming.board
         """Reports of everybody; `board.view` is the whole swarm, as this peer sees it."""
         self.rounds = forming.rounds
-        """Finds groups and averages in them; `rounds.measurements` are those of this peer's line."""
+        """Finds groups and averages in them."""
         self.device = training.device
         """Runs what changes the state."""
         self._training = training
@@ -110,7 +108,7 @@ class Collaboration:
 
         Args: took_s: as of `add`, whose result is returned.
         """
-        state, board, now = self.standing, self.board, self._forming.dht.clock.now
+        state, board, now = self.standing, self.board, self._forming.peer.dht.clock.now
         stopped_at, changed = trio.current_time(), False
         state.took_in(samples, took_s, stopped_at)
         while not state.has_time_for_more(board.view, now()):
@@ -263,15 +261,13 @@ class Remarks:
 
 @asynccontextmanager
 async def open_collaboration(
-    caller: Caller,
-    dht: DhtNode,
+    peer: SwarmPeer,
     params: PyTree,
     *,
     together: Collaborative,
     name: str,
     config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
     device: Device | None = None,
-    rng: random.Random | None = None,
     on_step: Callable[[GlobalStep], None] = lambda done: None,
 ) -> AsyncIterator[Collaboration]:
     """This peer's part in a collaboration, as long as the block lasts.
@@ -279,13 +275,12 @@ async def open_collaboration(
     It has taken the swarm's state when the block begins, if there is a swarm that has made a step.
 
     Args:
-      caller: places and serves the calls. dht: where peers report and groups form.
+      peer: reports, finds groups, and draws its place on the grid.
       params: of the model. Peers with others of these shapes and meaning (`config.meaning`) join all the same: the
         swarm's are taken.
       together: the optimiser; see `dmoe_jax.optim.collaborative`.
       name: peers that give the same name train together; 1 to 64 letters, digits, '_' or '-'.
       device: runs what changes the state; None: a worker thread of its own. In virtual time, an `InlineDevice`.
-      rng: draws what is drawn; None: the system's.
       on_step: called after each global step, in the event loop.
 
     Raises:
@@ -303,17 +298,16 @@ async def open_collaboration(
     within = plan.within(name)
     state = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
     async with background_nursery() as nursery:
-        rng = rng or random.SystemRandom()
-        forming = StepForming(state=state, caller=caller, dht=dht, plan=plan, name=within, nursery=nursery, rng=rng)
+        forming = StepForming(state=state, peer=peer, plan=plan, name=within, nursery=nursery)
         try:
             following = Following(training=training, forming=forming)
-            peer = Collaboration(training, forming, following, on_step=on_step)
+            collaboration = Collaboration(training, forming, following, on_step=on_step)
             nursery.start_soon(forming.board.run)
             await forming.board.wait_for_news()
-            await peer.catch_up()
-            nursery.start_soon(announce_plan, dht, name, caller.peer_id, plan)
+            await collaboration.catch_up()
+            nursery.start_soon(announce_plan, peer.dht, name, peer.rpc.peer_id, plan)
             nursery.start_soon(forming.run)
             nursery.start_soon(following.serve)
-            yield peer
+            yield collaboration
         finally:
             forming.rounds.close()

@@ -12,13 +12,13 @@ from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
-from net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.errors import NetError
-from net.nursery import background_nursery
+from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
+from dmoe_net.averaging.state.download import download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.errors import NetError
+from dmoe_net.nursery import background_nursery
 
 _TIMEOUT_S = 600.0
 _CONFIG = StateSharingConfig(announce_period_s=10.0, max_lag=0)
@@ -35,10 +35,10 @@ class Following:
     def __post_init__(self) -> None:
         forming = self.forming
         self.state = forming.state
-        self.log = StepLog(forming.caller, prefix=forming.name)
+        self.log = StepLog(forming.peer.rpc, prefix=forming.name)
         """Keeps what steps bring, where somebody wants it."""
         self._follower = StepFollower(
-            caller=forming.caller,
+            caller=forming.peer.rpc,
             prefix=forming.name,
             size=self.training.layout.size,
             # Whoever is further, and then those who may be soon.
@@ -49,7 +49,7 @@ class Following:
     async def serve(self) -> None:
         """Give state and steps to newcomers, until cancelled."""
         source, forming = StateSource(lambda: self.state.step, self._shared_state), self.forming
-        sharing = StateSharing(forming.caller, forming.dht, prefix=forming.name, source=source, config=_CONFIG)
+        sharing = StateSharing(forming.peer.rpc, forming.peer.dht, prefix=forming.name, source=source, config=_CONFIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sharing.run)
             nursery.start_soon(self.log.run)
@@ -142,10 +142,10 @@ class Following:
 
         try:
             return await download_state(
-                self.forming.caller,
-                self.forming.dht,
+                self.forming.peer.rpc,
+                self.forming.peer.dht,
                 prefix=self.forming.name,
-                rng=self.forming.rng,
+                rng=self.forming.peer.rng,
                 config=_CONFIG,
                 min_version=leader.step,
                 timeout_s=_TIMEOUT_S,

@@ -1,19 +1,17 @@
 """When a collaboration's next step begins, and the group that makes it; beside the computing."""
 
-import random
 from dataclasses import dataclass, replace
 
 import trio
 
 from dmoe_jax.collaboration.state import CollaborationState, ComingStep
-from net.averaging.collaboration.board import ProgressBoard
-from net.averaging.collaboration.progress import Report
-from net.averaging.collaboration.rounds import Averaged, StepAveraging
-from net.averaging.grouping.group import Group
-from net.averaging.plan import AveragingPlan
-from net.dht.node import DhtNode
-from net.nursery import background_nursery
-from net.rpc.base import Caller
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.averaging.collaboration.board import ProgressBoard
+from dmoe_net.averaging.collaboration.progress import Report
+from dmoe_net.averaging.collaboration.rounds import Averaged, StepAveraging
+from dmoe_net.averaging.grouping.group import Group
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.nursery import background_nursery
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,20 +19,18 @@ class StepForming:
     """Hears how far the others are, and finds and asks the groups of steps."""
 
     state: CollaborationState
-    caller: Caller
-    dht: DhtNode
+    peer: SwarmPeer
     plan: AveragingPlan
     name: str
     """Prefix of the collaboration, within the plan."""
     nursery: trio.Nursery
-    rng: random.Random
 
     def __post_init__(self) -> None:
-        state, config = self.state, self.state.config
+        config = self.state.config
         self._changed = trio.Event()
         self.board = board = ProgressBoard(
-            caller=self.caller,
-            dht=self.dht,
+            caller=self.peer.rpc,
+            dht=self.peer.dht,
             prefix=self.name,
             own=self._report,
             target=config.target_batch_size,
@@ -46,12 +42,11 @@ class StepForming:
             plan=self.plan,
             config=config.rounds(),
             nursery=self.nursery,
-            rng=self.rng,
-            quiet_s=lambda: state.quiet_s(board.view, self.dht.clock.now()),
+            rng=self.peer.rng,
         )
 
     def _report(self) -> Report | None:
-        own, now, local_s = self.caller, self.dht.clock.now(), trio.current_time()
+        own, now, local_s = self.peer.rpc, self.peer.dht.clock.now(), trio.current_time()
         if self.state.is_away(local_s):
             return None
         return self.state.report(own.peer_id, own.address, self.rounds.role, now=now, local_s=local_s)
@@ -59,7 +54,7 @@ class StepForming:
     async def run(self) -> None:
         """Form groups when steps are near, until cancelled."""
         while True:
-            at = self.state.due(self.board.view, now=self.dht.clock.now(), local_s=trio.current_time())
+            at = self.state.due(self.board.view, now=self.peer.dht.clock.now(), local_s=trio.current_time())
             if at is not None:
                 self.nursery.start_soon(self._form, self.state.begin(at))
                 self.nursery.start_soon(self._tell, at)
@@ -69,7 +64,7 @@ class StepForming:
     async def news(self) -> None:
         """Wait for a change, or until it is time to look again."""
         view = self.board.view
-        left = view.ends_at - self.dht.clock.now() - self.state.lead_s(view)
+        left = view.ends_at - self.peer.dht.clock.now() - self.state.lead_s(view)
         with trio.move_on_after(min(max(left, 0.05), 0.5)):
             await self._changed.wait()
 
@@ -95,7 +90,7 @@ class StepForming:
     async def average(self, group: Group | None, own: Averaged) -> Averaged | None:
         """Return the average of the group, or without one of this peer alone; None if the group did not settle."""
         if group is None:
-            me = self.caller.peer_id
+            me = self.peer.rpc.peer_id
             return replace(own, group_id=me.raw, members=(me,))
         averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes)
         if averaged is None:
@@ -108,7 +103,7 @@ class StepForming:
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
         coming = self.state.coming
         before = None if coming is None else coming.begins_at
-        view, now, local_s = self.board.view, self.dht.clock.now(), trio.current_time()
+        view, now, local_s = self.board.view, self.peer.dht.clock.now(), trio.current_time()
         begins_at = self.state.heard((step, chain), at, view, now=now, local_s=local_s)
         if coming is None and self.state.coming is not None:
             self.nursery.start_soon(self._form, self.state.coming)
@@ -119,7 +114,7 @@ class StepForming:
 
     async def _form(self, coming: ComingStep) -> None:
         """Look for the group of a step, beside the computing."""
-        with trio.move_on_after(max(0.0, coming.begins_at - self.dht.clock.now())):
+        with trio.move_on_after(max(0.0, coming.begins_at - self.peer.dht.clock.now())):
             while not self.board.view.others:
                 await self.board.wait_for_news()
         if self.board.view.others:

@@ -15,9 +15,9 @@ from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from net.averaging.collaboration.progress import CHAIN_BYTES
-from net.averaging.collaboration.rounds import Averaged
-from net.types import Array
+from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.types import Array
 
 
 class PeerState:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from dmoe_jax.averaging.settings import CompressionName, RoleName
-from net.averaging.collaboration.rounds import RoundConfig
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.meaning import check_meaning
-from net.wire.compression import Compression
+from dmoe_net.averaging.collaboration.rounds import RoundConfig
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.meaning import check_meaning
+from dmoe_net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,9 @@ class CollaborationConfig:
     late_s: float = 15.0
     """A peer that lives and brings nothing for so long after its group began is left out, seconds."""
     role: RoleName = "auto"
-    """A "client" is never called by others and reduces nothing; an "auxiliary" peer reduces and has no gradients.
-    "auto": a client where nobody can call, else a node."""
+    """A "client" is never called by others and reduces nothing. "auto": a client where nobody can call, else a node."""
     speeds: Speeds = UNKNOWN
     """Capacity of this machine's line, for the share that it reduces."""
-    measures_line: bool = True
-    """True: find out what `speeds` does not say of the line, every five minutes by about a vector and at most 22 MB
-    each way, exchanged with others of the group between two steps; a quarter of the bytes of averages at most. Nobody
-    measures where less than 12 s are left until the next group forms, or while a newcomer takes the state."""
     compression: CompressionName = "none"
     """Form of the numbers that this peer sends: its gradients, and the means that it reduces. Each may choose its own,
     and all make the same step, to the last bit. Numbers below 3e-8 vanish in float16, not in bfloat16; in blockwise8
@@ -72,7 +67,6 @@ class CollaborationConfig:
         return RoundConfig(
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,
-            measures_line=self.measures_line,
             lead_s=self.lead_s,
             silence_s=self.silence_s,
             all_reduce=replace(

@@ -1,9 +1,10 @@
 """A peer's standing in a collaboration, and all that is decided by it, without I/O.
 
 Theory of operation. A peer gathers samples for the step after its last one; a chain names the steps before it
-(`net.averaging.collaboration.progress`). When all peers together are about to have a whole batch, the step is *coming*:
-its group forms beside the computing, and begins when the batch is foretold to be full. With delayed updates an
-averaging may be *under way* beside the next batch; until it is over nobody knows what that batch comes after (`where`).
+(`dmoe_net.averaging.collaboration.progress`). When all peers together are about to have a whole batch, the step is
+*coming*: its group forms beside the computing, and begins when the batch is foretold to be full. With delayed updates
+an averaging may be *under way* beside the next batch; until it is over nobody knows what that batch comes after
+(`where`).
 
 `view` is the swarm as of the last reports. `now` is swarm time, which may be set; `local_s` is this machine's time, by
 which durations go.
@@ -15,10 +16,10 @@ from enum import Enum, auto
 from typing import Any
 
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
-from net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.grouping.group import Group, Role
-from net.identity import Address, PeerId
+from dmoe_net.averaging.collaboration.progress import Forecast, Pace, Report, next_chain
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.grouping.group import Group, Role
+from dmoe_net.identity import Address, PeerId
 
 _AWAY = 4.0
 """Multiple of the usual time of a micro-batch after which, and `late_s` more, the others do without this peer."""
@@ -156,13 +157,6 @@ class CollaborationState:
     def ends_at(self, view: Forecast) -> float:
         """Swarm time at which the batch is full or the step begins, as far as is known."""
         return view.ends_at if self.coming is None else min(view.ends_at, self.coming.begins_at)
-
-    def quiet_s(self, view: Forecast, now: float) -> float:
-        """Seconds until groups form for the next step, as far as is foretold; 0 if they do, or if somebody is behind
-        and takes the state, which measurements would hold up."""
-        if self.coming is not None or view.num_behind:
-            return 0.0
-        return max(0.0, view.ends_at - self.lead_s(view) - now)
 
     def due(self, view: Forecast, *, now: float, local_s: float) -> float | None:
         """Swarm time at which the step at hand begins, if it is time to look for its group."""

@@ -8,7 +8,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration.collaboration import Collaboration
-from dmoe_jax.model import Model
+from dmoe_jax.model import Batch, Model, State
 from dmoe_jax.trainer import EndOfData, OnLost, OnStep, StepRecord, Trainer, Trainers, unheard
 
 
@@ -48,13 +48,15 @@ class _Gathering:
         return read_at + 1
 
 
-class CollaborativeTrainers(Trainers[_Gathering]):
+class CollaborativeTrainers(Trainers[Batch, State, _Gathering]):
     """Trainers that compute side by side and gather for one step of the whole swarm. Made by `Swarm.collaborate`.
 
     `params` and `step` are the swarm's, as of this process's last step.
     """
 
-    def __init__(self, model: Model, peer: Collaboration, batches: Sequence[Iterator[Any]], *, seed: int) -> None:
+    def __init__(
+        self, model: Model[Batch, State], peer: Collaboration, batches: Sequence[Iterator[Batch]], *, seed: int
+    ) -> None:
         super().__init__(model, _Gathering(peer), batches, seed=seed)
         self.peer = peer
         """This process's part in the collaboration."""
@@ -93,7 +95,7 @@ class CollaborativeTrainers(Trainers[_Gathering]):
         """A micro-batch of each trainer, None for one that was dropped. Nothing: the data has ended."""
         attempts: list[StepRecord | None] = []
 
-        async def one(trainer: Trainer) -> None:
+        async def one(trainer: Trainer[Batch, State]) -> None:
             with suppress(EndOfData):
                 attempts.append(await trainer.attempt(on_lost))
 

@@ -1,25 +1,27 @@
-"""Text for language models: where it comes from, its vocabulary, and how it is cut into batches. And MNIST.
+"""Text for language models, and MNIST: where data comes from, its vocabulary, and how it is cut into batches.
 
-corpus = load_corpus()          # `corpora`: WikiText-2, or the embedded corpus where it cannot be had
-stream = SegmentStream(corpus.train, batch_size=4, seq_len=64, shard=0, num_shards=8, seed=0)      # `batches`
+corpus = load_corpus()          # WikiText-2, or the embedded corpus where it cannot be had
+stream = SegmentStream(corpus.train, batch_size=4, seq_len=64, shard=0, num_shards=8, seed=0)
 batch = next(stream)            # tokens, targets and mask [4, 64], is_first [4]
 """
 
-from pathlib import Path
+from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
+from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.data.files import DataError
+from dmoe_jax.data.mnist import Images, Mnist, load_mnist, read_mnist
+from dmoe_jax.data.vocabulary import Vocabulary, unigram_perplexity
 
-SOURCES = ("auto", "wikitext-2", "embedded")
-"""Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
-
-
-class DataError(ValueError):
-    """A file is missing, damaged or not the text it should be. The message names it and what was expected."""
-
-
-def check_source(source: str) -> None:
-    """Check that a text can be meant: one of `SOURCES`, or the path of a text of one's own.
-
-    Raises:
-      DataError: there is no file or folder of this name.
-    """
-    if source not in SOURCES and not Path(source).exists():
-        raise DataError(f"--data {source}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
+__all__ = [
+    "Batch",
+    "Corpus",
+    "DataError",
+    "Images",
+    "Mnist",
+    "SegmentStream",
+    "Vocabulary",
+    "evaluation_segments",
+    "load_corpus",
+    "load_mnist",
+    "read_mnist",
+    "unigram_perplexity",
+]

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from dmoe_jax.data import SOURCES, DataError, check_source, raw_text, wikitext2
-from dmoe_jax.data.files import NotAtHand, find_data
+from dmoe_jax.data import raw_text, wikitext2
+from dmoe_jax.data.files import DataError, NotAtHand, find_data
 from dmoe_jax.data.vocabulary import UNK, Vocabulary
+
+SOURCES = ("auto", "wikitext-2", "embedded")
+"""Texts that have a name: WikiText-2 if it can be had and else the embedded one, or one of the two only."""
 
 _MANY_UNKNOWN = 0.1
 """Share of `<unk>` in a part that is worth a word; WikiText-2's parts have from 3 to 6 %."""
@@ -35,6 +38,16 @@ class Corpus:
     valid: Int32[np.ndarray, " valid"]
     test: Int32[np.ndarray, " test"]
     vocabulary: Vocabulary
+
+
+def check_source(source: str) -> None:
+    """Check that a text can be meant: one of `SOURCES`, or the path of a text of one's own.
+
+    Raises:
+      DataError: there is no file or folder of this name.
+    """
+    if source not in SOURCES and not Path(source).exists():
+        raise DataError(f"--data {source}: there is no such file or folder; expected one, or {', '.join(SOURCES)}")
 
 
 def load_corpus(*, source: str = "auto") -> Corpus:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dmoe_jax.data import DataError
 from dmoe_jax.machine.cache_folder import cache_folder
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -25,6 +24,10 @@ TOTAL_TIMEOUT_S = 300.0
 """Patience with all of a download: 13 MB at 45 kB/s."""
 
 T = TypeVar("T")
+
+
+class DataError(ValueError):
+    """A file is missing, damaged or not the text it should be. The message names it and what was expected."""
 
 
 class NotAtHand(DataError):

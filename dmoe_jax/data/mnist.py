@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from dmoe_jax.data import DataError
-from dmoe_jax.data.files import TOTAL_TIMEOUT_S, NotAtHand, fetch, find_data, read_gzip
+from dmoe_jax.data.files import TOTAL_TIMEOUT_S, DataError, NotAtHand, fetch, find_data, read_gzip
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
-from dmoe_jax.data import DataError
+from dmoe_jax.data.files import DataError
 from dmoe_jax.data.vocabulary import EOS, UNK
 from dmoe_jax.data.wikitext2 import Parts, split_words
 

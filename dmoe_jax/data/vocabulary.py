@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int, Int32
 
 from dmoe_jax.checks import check_positive
-from dmoe_jax.data import DataError
+from dmoe_jax.data.files import DataError
 
 EOS = "<eos>"
 """Ends every line of a text; one token, counted in perplexity, as in every published WikiText-2 figure."""

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from dmoe_jax.data import DataError, files
+from dmoe_jax.data import files
+from dmoe_jax.data.files import DataError
 from dmoe_jax.data.vocabulary import EOS
 
 SPLITS = ("train", "valid", "test")

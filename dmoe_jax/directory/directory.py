@@ -22,13 +22,13 @@ from dmoe_jax.directory.grid import ExpertUid, check_prefix, key_prefix, steps
 from dmoe_jax.directory.members import list_members, withdraw
 from dmoe_jax.directory.slots import Child, Renewals, Replica, by_preference, children_of_untrusted, subkey_of
 from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from net.dht.messages import contact_to_wire, parse_contact_untrusted
-from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Record, Value, live, merge
-from net.errors import RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.nursery import background_nursery
-from net.peer_health import Pause, PeerHealth
+from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
+from dmoe_net.dht.node import DhtNode, StoreItem
+from dmoe_net.dht.records import Record, Value, live, merge
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import background_nursery
+from dmoe_net.peer_health import Pause, PeerHealth
 
 MAX_CACHED_PREFIXES = 16_384
 """Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
@@ -37,7 +37,7 @@ MAX_CACHED_PREFIXES = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
-    """How fresh the directory keeps itself, and how long it avoids hosts and experts that fail."""
+    """Settings of the look-up of experts: the age of answers, and pauses of hosts and experts that fail."""
 
     ttl_s: float = 10.0
     """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
@@ -61,7 +61,7 @@ _SERVICE = "expert"
 
 
 def host_target(contact: Contact) -> tuple[PeerId, str]:
-    """The target in `net.peer_health` of a host's failures to answer for its experts."""
+    """The target in `dmoe_net.peer_health` of a host's failures to answer for its experts."""
     return contact.peer_id, _SERVICE
 
 
@@ -133,7 +133,7 @@ class _Cached:
 class ExpertDirectory:
     """What a trainer knows of the living experts. Made by `open_expert_directory`.
 
-    Hosts and experts that failed of late (see `net.peer_health`) count as dead for a while. Every method may be
+    Hosts and experts that failed of late (see `dmoe_net.peer_health`) count as dead for a while. Every method may be
     cancelled; what it had asked the DHT for still arrives and is kept.
     """
 

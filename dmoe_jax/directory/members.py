@@ -15,15 +15,15 @@ from typing import Any
 import trio
 
 from dmoe_jax.directory.grid import check_prefix
-from net.dht.messages import contact_to_wire, parse_contact_untrusted
-from net.dht.node import DhtNode, StoreItem
-from net.dht.records import Dictionary, Entry, Value
-from net.errors import NetError, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.nursery import background_nursery
-from net.rpc.base import Caller
-from net.wire.fields import integer
-from net.wire.versions import CALLS, MAX_VERSION
+from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
+from dmoe_net.dht.node import DhtNode, StoreItem
+from dmoe_net.dht.records import Dictionary, Entry, Value
+from dmoe_net.errors import NetError, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller
+from dmoe_net.wire.fields import integer
+from dmoe_net.wire.versions import CALLS, MAX_VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ MAX_TEXT = 64
 MAX_GRIDS = 64
 """Most prefixes of experts that a node lists; of further ones it does not speak here."""
 
+Facts = Mapping[str, Value]
+"""Facts that a member tells of itself; see `Member.info`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
@@ -49,13 +52,13 @@ class Member:
     peer_id: PeerId
     contact: Contact | None
     """Contact to call it at; None for a client, which listens nowhere."""
-    info: Mapping[str, Value]
+    info: Facts
     """Facts by name: texts and finite numbers. "role" is always among them; "state" (such as "compiling" or "serving")
     and "grids" (the prefixes that a node serves) often are."""
     expiration: float
     """Swarm time until which the announcement stands, seconds."""
     calls: int = CALLS
-    """Version of its calls and records, see `net.wire.versions`."""
+    """Version of its calls and records, see `dmoe_net.wire.versions`."""
 
     @property
     def role(self) -> str:
@@ -73,7 +76,7 @@ async def declare_member(
     swarm: str,
     peer_id: PeerId,
     contact: Contact | None,
-    info: Mapping[str, Value],
+    info: Facts,
     *,
     expiration: float,
 ) -> bool:
@@ -143,7 +146,7 @@ async def listed_member(
     swarm: str,
     peer_id: PeerId,
     contact: Contact | None,
-    info: Callable[[], Mapping[str, Value]],
+    info: Callable[[], Facts],
     *,
     period_s: float = 10.0,
 ) -> AsyncIterator[None]:
@@ -181,7 +184,7 @@ async def listed_member(
                 await withdraw_member(dht, swarm, peer_id, role)
 
 
-def check_info(info: Mapping[str, Value]) -> dict[str, Value]:
+def check_info(info: Facts) -> dict[str, Value]:
     """Copy a member's facts. Raises ValueError naming the fact that is not as `Member.info` describes."""
     if info.get("role") not in ROLES:
         raise ValueError(f"expected a role among {', '.join(ROLES)}, got {info.get('role')!r:.80}")

@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dmoe_jax.directory.grid import parse_coordinate
-from net.dht.messages import parse_contact_untrusted
-from net.dht.records import Dictionary, Record
-from net.errors import RemoteProtocolError
-from net.identity import Contact, PeerId
+from dmoe_net.dht.messages import parse_contact_untrusted
+from dmoe_net.dht.records import Dictionary, Record
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
 
 MAX_SLOTS = 8
 """Most nodes that serve one expert. A row of 256 experts with as many replicas still fits into one record."""

@@ -19,11 +19,11 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
-from dmoe_jax.model import Model, Outcome
+from dmoe_jax.model import AnyModel, Outcome
 from dmoe_jax.models.layers import LayerAux, dmoe_layer
 from dmoe_jax.routing.base import Router, Scores, Traffic
 
-ModelMaker = Callable[..., Model]
+ModelMaker = Callable[..., AnyModel]
 """(`MixtureMaker`) -> model: such as `lambda swarm: MLP.on(swarm, config, router)`."""
 
 

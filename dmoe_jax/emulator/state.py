@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int32
 
 from dmoe_jax.arrays import PyTree, all_finite, wide
 from dmoe_jax.emulator.stages import LayerInput, Mixed
-from dmoe_jax.model import Model
+from dmoe_jax.model import Batch, Model, State
 from dmoe_jax.routing.base import Scores
 
 
@@ -146,7 +146,7 @@ class SwarmState(NamedTuple):
         return sum((layer.rejected for layer in self.experts), jnp.asarray(self.totals.rejected))
 
 
-def take_batches(model: Model, streams: Sequence[Iterable[Any]], *, steps: int, seed: int = 0) -> Data:
+def take_batches(model: Model[Batch, State], streams: Sequence[Iterable[Batch]], *, steps: int, seed: int = 0) -> Data:
     """The next batches of each trainer, with the chance that a `Trainer` with this seed would give them.
 
     Args:

@@ -257,7 +257,7 @@ def expert_from_functions(
       init: (key) -> params, a tree of arrays.
       apply: (params, *inputs) -> output; with `takes_key` it also takes `keys`, see `Expert`.
       examples: one array for each input, batch axis first.
-      takes_key: whether `apply` drops out.
+      takes_key: True if `apply` drops out.
       name: the expert's; None: the name of `apply`.
       differentiable, check: as in `expert_from_linen`.
 

@@ -39,14 +39,14 @@ class Expert(NamedTuple):
     cached by the identity of `apply`. `dmoe_jax.experts.adapters` makes experts of Flax modules and of functions.
 
     Attributes:
-      name: what logs and figures call this kind of expert.
+      name: name of this kind of expert in logs and figures.
       init: (key) -> params.
       apply: (params, *inputs) -> output, [batch, *output.shape]. With `takes_key` it has the further argument `keys`:
         uint32 [batch, 2], the data of one dropout key for each row, or None (the default) in evaluation.
       inputs: specification of each input, in order.
       output: specification of the output, of any shape and floating type.
-      takes_key: whether `apply` draws random numbers, such as dropout masks.
-      meaning: what the numbers of its parameters mean beyond names and shapes, such as a number of heads, a fact a
+      takes_key: True if `apply` draws random numbers, such as dropout masks.
+      meaning: meaning of its parameters' numbers beyond names and shapes, such as a number of heads, a fact a
         line. Trainers, replicas and checkpoints of another meaning are refused.
     """
 

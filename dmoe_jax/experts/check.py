@@ -8,7 +8,7 @@ import numpy as np
 
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.dropout import row_keys_of_seed
-from net.types import Array
+from dmoe_net.types import Array
 
 
 class ExpertError(ValueError):

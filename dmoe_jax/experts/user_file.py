@@ -1,7 +1,7 @@
 """Objects out of a user's own Python file, named as "path/to/file.py:attribute".
 
 The file is run, with all the rights of the process: it is the user's own, named on their own command line. Never load a
-path that came from the network, or that only a run's folder names (see `training.saving.check_code`).
+path that came from the network, or that only a run's folder names (see `training.prepared_run.check_code`).
 """
 
 import functools

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline
 
 SHARED_FOLDER = "shared"
 """Name of the folder, in that of `saved_experts`, of nodes that take over each other's experts."""

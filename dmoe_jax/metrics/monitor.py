@@ -20,9 +20,9 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, genera
 from prometheus_client.registry import Collector
 
 from dmoe_jax.metrics.families import Family, labelled
-from net.errors import ListenFailed
-from net.identity import Address
-from net.nursery import background_nursery
+from dmoe_net.errors import ListenFailed
+from dmoe_net.identity import Address
+from dmoe_net.nursery import background_nursery
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dmoe_jax.metrics.families import (
     histogram,
     labelled,
 )
-from net.errors import CallFailed, CallRefused, PeerBusy
+from dmoe_net.errors import CallFailed, CallRefused, PeerBusy
 
 KINDS = ("forward", "backward")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from dmoe_jax.metrics.families import Family, by_label, counter, gauge, labelled
 from dmoe_jax.peers.peer import SwarmPeer
-from net.dht.node import DhtNode
-from net.rpc.connections import RpcStatistics
-from net.rpc.peer import RpcPeer
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.rpc.connections import RpcStatistics
+from dmoe_net.rpc.peer import RpcPeer
 
 
 def peer_families(peer: SwarmPeer) -> Iterator[Family]:

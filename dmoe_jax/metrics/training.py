@@ -10,7 +10,7 @@ from dmoe_jax.metrics.families import SECONDS, Family, Histogram, Summary, by_la
 from dmoe_jax.mixture.statistics import CallRecord, CallStatistics
 from dmoe_jax.trainer import StepSpan
 from dmoe_jax.training.engine import Totals
-from net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group import Role
 
 _SECONDS_OF_AVERAGES = (*(each for each in SECONDS if each >= 0.01), 100.0, 250.0, 500.0)
 """Bounds for averages, 10 ms to 500 s: a round may wait for its group, and a line may be slow."""
@@ -115,5 +115,3 @@ def collaboration_families(peer: Collaboration) -> Iterator[Family]:
     yield counter("dmoe_collaboration_states_taken_total", "States taken from others.", totals.states_taken)
     text = "Attempts at a step that came to nothing, by reason."
     yield by_label("counter", "dmoe_collaboration_failures_total", text, "reason", totals.reasons)
-    text = "This peer's measurements of its line, by what became of them."
-    yield by_label("counter", "dmoe_collaboration_measurements_total", text, "outcome", peer.rounds.measurements)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from dmoe_jax.routing.beam_search import Coordinates
-from net.identity import Contact, PeerId
-from net.types import Array
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.types import Array
 
 LEAST_CAPACITY = 0.1
 """Capacity of a living expert, however slow: without any call nobody would see that it has recovered."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dmoe_jax.mixture.expert_calls import MAX_PARTS
-from net.wire.compression import Compression
+from dmoe_net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class MixtureConfig:
     """Most experts of a node that are asked by one request. With 1 each expert is asked by a request of its own, and
     faults that strike requests strike experts one by one."""
     compression: Compression = Compression.NONE
-    """Form of float32 activations and gradients on their way, there and back, with the losses that
-    `net.wire.compression` states; those of other types travel as they are."""
+    """Form, or its name, of float32 activations and gradients on their way, there and back, with the losses that
+    `dmoe_net.wire.compression` states; those of other types travel as they are."""
     on_shortfall: str = "skip"
     """Fate of a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample passes
     unchanged), "raise" gives the step up with `NoQuorum`."""
@@ -41,6 +41,7 @@ class MixtureConfig:
     `TooFewExperts`. 1: never, the layer only warns."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compression", Compression(self.compression))  # which may be given by its name
         if self.k_best < 1:
             raise ValueError(f"k_best must be at least 1, got {self.k_best}")
         if self.k_min < 0:

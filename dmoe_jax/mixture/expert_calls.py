@@ -13,7 +13,7 @@ had taken when it computed this part's forward. Optional are "seen", "compressio
 requests "id". The seed of a layer call is the same forward and backward; without one an expert runs in evaluation mode.
 
 Each part is answered by itself, exactly once. Those that are ready go ahead of the others, unless these follow within a
-few milliseconds, in partials of the answer (`net.rpc.base.Request.send_partial`), and the reply brings the rest.
+few milliseconds, in partials of the answer (`dmoe_net.rpc.base.Request.send_partial`), and the reply brings the rest.
 Partials and reply have one form:
 
     body     {"answers": [{"part", "updates"} or {"part", "error", "message", "retry_after_s", "max_rows"}, ...]}
@@ -31,14 +31,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
-from net.identity import Contact
-from net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
-from net.types import Array
-from net.wire.compression import Compression
-from net.wire.fields import MAPPING, choice, integer, optional, real, rows, text
-from net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
-from net.wire.tensors import Outgoing, as_outgoing, plain
+from dmoe_net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
+from dmoe_net.identity import Contact
+from dmoe_net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
+from dmoe_net.types import Array
+from dmoe_net.wire.compression import Compression
+from dmoe_net.wire.fields import MAPPING, choice, integer, optional, real, rows, text
+from dmoe_net.wire.messages import MAX_ERROR_CHARACTERS, ErrorKind, error_text
+from dmoe_net.wire.tensors import Outgoing, as_outgoing, plain
 
 FORWARD, BACKWARD = "expert.forward", "expert.backward"
 """The methods."""

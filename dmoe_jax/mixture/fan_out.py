@@ -34,16 +34,19 @@ from dmoe_jax.mixture.expert_calls import (
     request_of,
 )
 from dmoe_jax.mixture.statistics import LATE, OK, BadAnswer, CallRecord, CallStatistics, NotFinite, reason_of
-from net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.rpc.base import Body, Caller, Reply
-from net.types import Array
-from net.wire.tensors import Outgoing
+from dmoe_net.errors import CallFailed, ConnectionLost, NetError, PeerBusy, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Body, Caller, Reply
+from dmoe_net.types import Array
+from dmoe_net.wire.tensors import Outgoing
 
 logger = logging.getLogger(__name__)
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 1.0
 """Before a call is placed again that a node had no room for: the first time, and after many times."""
+
+OnCall = Callable[[CallRecord], None]
+"""Hears of an expert call that has ended."""
 
 REQUEST_BYTES = 512 * 1024
 """Calls of one node travel together up to this size: one part on the wire. A node begins when it has a whole request,
@@ -61,7 +64,7 @@ class ExpertCaller:
         self.rpc = rpc
         self.directory = directory
         self.statistics = statistics
-        self.on_call: Callable[[CallRecord], None] | None = None
+        self.on_call: OnCall | None = None
         """Called with each call that has ended, answered or not. One that is cancelled has no end."""
         self.most_rows: dict[PeerId, int] = {}
         """Most rows that a node takes in a call, of the nodes that have said so."""

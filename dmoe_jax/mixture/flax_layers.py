@@ -320,7 +320,7 @@ class NnxMixture(nnx.Module):
 
 
 class BlockingMixture:
-    """A remote mixture for programs without trio, and the portal into the thread where it lives.
+    """A remote mixture for programs without trio. Made by `BlockingSwarm.mixture`.
 
     Args:
       mixture: the mixture. portal: leads into the thread of its swarm.

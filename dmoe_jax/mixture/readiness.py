@@ -12,12 +12,20 @@ from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.routing.beam_search import Coordinates
-from net.errors import CallFailed, NetError, NoQuorum, PeerUnavailable, RemoteProtocolError, VersionMismatch, seconds_of
-from net.identity import Contact
-from net.meaning import MAX_MEANING_CHARACTERS, contradiction
-from net.rpc.base import Body
-from net.wire.fields import integer
-from net.wire.versions import CALLS, versions_differ
+from dmoe_net.errors import (
+    CallFailed,
+    NetError,
+    NoQuorum,
+    PeerUnavailable,
+    RemoteProtocolError,
+    VersionMismatch,
+    seconds_of,
+)
+from dmoe_net.identity import Contact
+from dmoe_net.meaning import MAX_MEANING_CHARACTERS, contradiction
+from dmoe_net.rpc.base import Body
+from dmoe_net.wire.fields import integer
+from dmoe_net.wire.versions import CALLS, versions_differ
 
 _log = logging.getLogger(__name__)
 

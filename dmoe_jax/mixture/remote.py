@@ -42,9 +42,9 @@ from dmoe_jax.mixture.statistics import Coverage
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
-from net.errors import NoQuorum
-from net.identity import Contact
-from net.types import Array
+from dmoe_net.errors import NoQuorum
+from dmoe_net.identity import Contact
+from dmoe_net.types import Array
 
 MAX_WATCHED_CELLS = 4096
 """Most cells of a grid all of whose experts a balanced router hears of. To look at a larger one would ask the DHT for
@@ -81,7 +81,7 @@ class Residual(NamedTuple):
 
 
 class RemoteMixture:
-    """One DMoE layer whose experts are remote. Holds no parameters and no state of a step.
+    """One DMoE layer whose experts are remote. Made by `Swarm.mixture`; holds no parameters and no state of a step.
 
     Args:
       expert: specification of the experts; only its input and output shapes are used here.

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 
-from net.errors import (
+from dmoe_net.errors import (
     CallFailed,
     ConnectionLost,
     LocalProtocolError,
@@ -15,7 +15,7 @@ from net.errors import (
     PeerUnavailable,
     RemoteProtocolError,
 )
-from net.identity import Contact
+from dmoe_net.identity import Contact
 
 logger = logging.getLogger(__name__)
 

@@ -197,7 +197,7 @@ def local_forward(
     return total_loss(nll, [layer.aux_loss for layer in layers]), ForwardAux(nll, tuple(layers))
 
 
-class MLP(Model):
+class MLP(Model[Batch, tuple[()]]):
     """The classifier with remote mixtures, one a layer, as a trainer takes it. Batches are `Batch`es.
 
     Args:
@@ -235,7 +235,12 @@ class MLP(Model):
         return words.reshape(self.config.num_layers, 2)
 
     async def forward(
-        self, run: Recording, params: PyTree, batch: Batch, state: PyTree, keys: UInt32[np.ndarray, "layers 2"] | None
+        self,
+        run: Recording,
+        params: PyTree,
+        batch: Batch,
+        state: tuple[()],
+        keys: UInt32[np.ndarray, "layers 2"] | None,
     ) -> Outcome:
         embed, gate, loss_head = self._segments
         hidden = run(embed, params["embed"], batch.x)

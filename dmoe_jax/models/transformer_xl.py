@@ -234,7 +234,7 @@ def local_forward(
     return total_loss(nll, aux_losses), ForwardAux(nll, tuple(layers), tuple(memories), token_nll)
 
 
-class TransformerXL(Model):
+class TransformerXL(Model[Batch, Memory]):
     """The language model with remote mixtures, one a layer, as a trainer takes it. Batches are `SegmentStream`'s.
 
     Args:

@@ -32,7 +32,7 @@ from dmoe_jax.node.programs import (
     state_shapes,
 )
 from dmoe_jax.node.sharding import DEFAULT_PLACE, Place, spread
-from net.types import Array
+from dmoe_net.types import Array
 
 REMEMBERED_S = 60.0
 """Seconds for which an expert remembers, at least, that it has learnt from a request. A retry comes within one call's

@@ -34,13 +34,13 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.node.backend import make_backend
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
-from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice, ShardingRule, shard_largest_dimension
+from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice
 from dmoe_jax.runs.processes import ProcessFailed
-from net.errors import RemoteProtocolError
-from net.nursery import background_nursery
-from net.types import Array
-from net.wire import codec
-from net.wire.fields import integer, several, text
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.nursery import background_nursery
+from dmoe_net.types import Array
+from dmoe_net.wire import codec
+from dmoe_net.wire.fields import integer, several, text
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,6 @@ async def open_lead(
     *,
     host: str,
     mesh: MeshShape | None = None,
-    rule: ShardingRule = shard_largest_dimension,
     on_lost: Callable[[str], None] = lambda text: None,
     on_leave_asked: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PlacedDevice, ...]]:
@@ -177,7 +176,6 @@ async def open_lead(
     Args:
       host: where the others reach this process; a name or address of this host.
       mesh: all devices of all processes; None: each expert is shared by all.
-      rule: how arrays are split over the mesh.
       on_lost: told that a process is gone, in a sentence, before the block is cancelled.
       on_leave_asked: called when one of the others has been told to stop. The block is to be left soon.
 
@@ -207,7 +205,7 @@ async def open_lead(
         nursery.start_soon(_watch, followers, meeting, watching, on_lost, on_leave_asked)
         nursery.start_soon(_telling, on_lost, _send_orders, receive, followers, all_told)
         try:
-            yield _devices(mesh, rule, tell)
+            yield _devices(mesh, tell)
         finally:
             watching.cancel()  # they close their ends as they leave
             with trio.move_on_after(_LEAVE_TIMEOUT_S, shield=True):
@@ -223,14 +221,13 @@ async def follow(
     host: str,
     seed: int,
     mesh: MeshShape | None = None,
-    rule: ShardingRule = shard_largest_dimension,
     on_lost: Callable[[str], None] = lambda text: None,
     until_told_to_stop: Callable[[], Awaitable[None]] = trio.sleep_forever,
 ) -> None:
     """Do as process 0 says until that leaves: for every other process.
 
     Args:
-      experts, optimizer, seed, mesh, rule: as process 0 serves them; `experts` by the uid of each.
+      experts, optimizer, seed, mesh: as process 0 serves them; `experts` by the uid of each.
       host: where process 0 is reached.
       on_lost: told that process 0 is gone, in a sentence.
       until_told_to_stop: returns when this process shall end. Process 0, which saves what was learnt, is asked to
@@ -247,7 +244,7 @@ async def follow(
             await stream.send_all(secret + jax.process_index().to_bytes(4, "big"))
     except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
         raise ProcessFailed(f"process 0 of the node cannot be reached at {host}:{port}: {error}") from error
-    (place,) = _devices(mesh, rule, None)
+    (place,) = _devices(mesh, None)
     followed: dict[str, _Followed] = {}
 
     def obey(order: Order) -> None:
@@ -353,8 +350,8 @@ class _Followed:
             raise ValueError(f"an expert cannot obey an order to {order.kind}")
 
 
-def _devices(mesh: MeshShape | None, rule: ShardingRule, tell: Tell | None) -> tuple[PlacedDevice, ...]:
-    layout = Layout(devices=tuple(jax.devices()), mesh_shape=mesh_of_all(mesh), rule=rule)
+def _devices(mesh: MeshShape | None, tell: Tell | None) -> tuple[PlacedDevice, ...]:
+    layout = Layout(devices=tuple(jax.devices()), mesh_shape=mesh_of_all(mesh))
     # Compiling takes its turn: it is an order like others, and all processes obey in one order. And the event loop is
     # what tells the others: did it compute itself, it would wait for processes that know of nothing.
     device = ThreadDevice(compiles_beside=False, inline_s=0.0)

@@ -24,7 +24,7 @@ from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_jax.node.sharding import Layout, put, to_host
-from net.types import Array
+from dmoe_net.types import Array
 
 State = tuple[PyTree, PyTree]
 """Parameters and optimiser state, of one expert or of all experts of a group."""

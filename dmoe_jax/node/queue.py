@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import trio
 
 from dmoe_jax.mixture.expert_calls import MAX_UPDATES, Answer, Outcome
-from net.errors import CallFailed, CallRefused
-from net.types import Array
+from dmoe_net.errors import CallFailed, CallRefused
+from dmoe_net.types import Array
 
 KIND_SHARE = 0.75
 """Share of the queue for one kind of work."""

@@ -30,12 +30,12 @@ from dmoe_jax.mixture.expert_calls import (
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.queue import NOT_STALE, Job, QueueFull, RememberedJobs, learnt_before, name_of, one_has_ended
 from dmoe_jax.node.runner import BatchRunner
-from net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
-from net.rpc.base import Body, Handler, Reply, Request
-from net.types import Array
-from net.wire.compression import COMPRESSIONS, Compression
-from net.wire.fields import integer, octets, optional
-from net.wire.versions import CALLS
+from dmoe_net.errors import CallFailed, CallRefused, PeerBusy, RemoteProtocolError
+from dmoe_net.rpc.base import Body, Handler, Reply, Request
+from dmoe_net.types import Array
+from dmoe_net.wire.compression import COMPRESSIONS, Compression
+from dmoe_net.wire.fields import integer, octets, optional
+from dmoe_net.wire.versions import CALLS
 
 _SEEN = optional(integer(0, NOT_STALE))
 _REQUEST_ID = octets(1, MAX_ID_BYTES)

@@ -30,8 +30,8 @@ from dmoe_jax.node.host_calls import one_at_a_time
 from dmoe_jax.node.programs import Batch, warm_bucket_of
 from dmoe_jax.node.queue import BatchQueue, Job, Key, learnt_before
 from dmoe_jax.node.sharding import PlacedDevice, bytes_by_place
-from net.errors import CallRefused, RemoteFailure
-from net.types import Array
+from dmoe_net.errors import CallRefused, RemoteFailure
+from dmoe_net.types import Array
 
 logger = logging.getLogger(__name__)
 

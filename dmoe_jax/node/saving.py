@@ -31,7 +31,7 @@ from dmoe_jax.machine.disk import CheckpointError, hold_folder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import Programs, compiled_alone
 from dmoe_jax.node.sharding import PlacedDevice, placed
-from net.meaning import contradiction
+from dmoe_net.meaning import contradiction
 
 logger = logging.getLogger(__name__)
 

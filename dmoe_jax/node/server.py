@@ -6,7 +6,7 @@ itself. Experts may come and go while others are served: queue, runner and saver
 
 RPC methods (body -> body):
   expert.info      {uid} -> {calls, kind, inputs, output, takes_key, meaning, updates, max_rows, warm_rows}; "calls" is
-                   the version of calls and records (`net.wire.versions`)
+                   the version of calls and records (`dmoe_net.wire.versions`)
   expert.forward, expert.backward    see `dmoe_jax.mixture.expert_calls`
   node.status      {} -> counters, see `ExpertNode.status`
 """
@@ -31,11 +31,11 @@ from dmoe_jax.node.requests import Answering
 from dmoe_jax.node.runner import BatchRunner
 from dmoe_jax.node.sharding import PlacedDevice, placed
 from dmoe_jax.node.stacked import Strategies
-from net.dht.node import DhtNode
-from net.dht.records import Value
-from net.identity import Contact
-from net.nursery import background_nursery
-from net.rpc.base import Caller, Handler, Reply, Request, handlers
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Value
+from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller, Handler, Reply, Request, handlers
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,31 @@ from dmoe_jax.machine.own_devices import own_cpu_devices
 DATA, MODEL = "data", "model"
 
 
+ShardingRule = Callable[[str, jax.ShapeDtypeStruct, "MeshShape"], PartitionSpec]
+"""(name of an array such as "params/Dense_0/kernel", its shape and type, the mesh) -> which axis splits what."""
+
+
+def shard_largest_dimension(name: str, array: jax.ShapeDtypeStruct, mesh: "MeshShape") -> PartitionSpec:
+    """Split the largest dimension that the axis `model` divides, the first of equal ones; an array without one is whole
+    on every device."""
+    del name
+    sizes = [size if size >= mesh.model and size % mesh.model == 0 else 0 for size in array.shape]
+    if mesh.model == 1 or not any(sizes):
+        return PartitionSpec()
+    dimension = sizes.index(max(sizes))
+    return PartitionSpec(*[None] * dimension, MODEL)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """Devices along each axis of a mesh."""
+    """Devices along each axis of a mesh, and the rule by which arrays lie on it."""
 
     data: int = 1
     """Parts into which the rows of a batch are split."""
     model: int = 1
     """Parts into which parameters and optimiser state are split."""
+    rule: ShardingRule = shard_largest_dimension
+    """Says of each array how it is split."""
 
     def __post_init__(self) -> None:
         if self.data < 1 or self.model < 1:
@@ -46,7 +63,7 @@ class MeshShape:
             if axis not in (DATA, MODEL) or axis in sizes or not re.fullmatch(r"-?[0-9]+", size):
                 raise ValueError(f"expected a mesh such as data=2,model=4, of the axes data and model, got {text!r}")
             sizes[axis] = int(size)
-        return cls(**sizes)
+        return cls(data=sizes.get(DATA, 1), model=sizes.get(MODEL, 1))
 
     @property
     def num_devices(self) -> int:
@@ -57,21 +74,6 @@ class MeshShape:
         return f"data={self.data},model={self.model}"
 
 
-ShardingRule = Callable[[str, jax.ShapeDtypeStruct, MeshShape], PartitionSpec]
-"""(name of an array such as "params/Dense_0/kernel", its shape and type, the mesh) -> which axis splits what."""
-
-
-def shard_largest_dimension(name: str, array: jax.ShapeDtypeStruct, mesh: MeshShape) -> PartitionSpec:
-    """Split the largest dimension that the axis `model` divides, the first of equal ones; an array without one is whole
-    on every device."""
-    del name
-    sizes = [size if size >= mesh.model and size % mesh.model == 0 else 0 for size in array.shape]
-    if mesh.model == 1 or not any(sizes):
-        return PartitionSpec()
-    dimension = sizes.index(max(sizes))
-    return PartitionSpec(*[None] * dimension, MODEL)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The devices that hold an expert together, as many as the mesh has, and how they share it. Equal ones share
@@ -80,9 +82,7 @@ class Layout:
     devices: tuple[jax.Device, ...]
     """Devices of the mesh, those of one row of `data` side by side."""
     mesh_shape: MeshShape = MeshShape()
-    """Devices along each axis."""
-    rule: ShardingRule = shard_largest_dimension
-    """Says of each array how it is split."""
+    """Devices along each axis, and how arrays are split over them."""
 
     def __post_init__(self) -> None:
         if len(self.devices) != self.mesh_shape.num_devices:
@@ -124,7 +124,7 @@ class Layout:
 
         def of(path: tuple[Any, ...], leaf: Any) -> Sharding:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            spec = self.rule(name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.mesh_shape)
+            spec = self.mesh_shape.rule(name, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.mesh_shape)
             try:
                 sharding = self._sharding(spec)
                 sharding.shard_shape(leaf.shape)
@@ -195,9 +195,7 @@ def parse_devices(text: str, num_devices: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def layouts_on(
-    devices: Sequence[jax.Device], mesh: MeshShape | None, rule: ShardingRule = shard_largest_dimension
-) -> tuple[Layout, ...]:
+def layouts_on(devices: Sequence[jax.Device], mesh: MeshShape | None) -> tuple[Layout, ...]:
     """One layout for each device, or with a mesh as many meshes side by side as the devices make up. Raises ValueError
     if the devices are no multiple of those of a mesh."""
     shape = mesh or MeshShape()
@@ -206,7 +204,7 @@ def layouts_on(
         have = f"{len(devices)} {'was' if len(devices) == 1 else 'were'} given"
         raise ValueError(f"a mesh {shape} takes {count} devices, or a multiple for several side by side, but {have}")
     parts = [tuple(devices[start : start + count]) for start in range(0, len(devices), count)]
-    return tuple(Layout(devices=part, mesh_shape=shape, rule=rule) for part in parts)
+    return tuple(Layout(devices=part, mesh_shape=shape) for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,10 +270,7 @@ def all_of(devices: Sequence[PlacedDevice]) -> Device:
 
 
 def node_devices(
-    device: Device,
-    devices: str | int | Sequence[PlacedDevice] | None,
-    mesh: MeshShape | str | None,
-    rule: ShardingRule = shard_largest_dimension,
+    device: Device, devices: str | int | Sequence[PlacedDevice] | None, mesh: MeshShape | str | None
 ) -> tuple[PlacedDevice, ...]:
     """The devices that `Swarm.serve` was asked for.
 
@@ -285,7 +280,6 @@ def node_devices(
         as many as a mesh takes. Beside a loop of somebody's own they are devices that only experts use
         (`machine.own_devices`), in virtual time simulated ones. Devices that are placed already are taken as they are.
       mesh: the shape of the mesh that each expert lies on; None: an expert lives on one device.
-      rule: how arrays are split over a mesh.
 
     Raises:
       ValueError: devices or mesh are written otherwise, or there are not so many devices.
@@ -309,7 +303,7 @@ def node_devices(
     local = apart or jax.local_devices()
     chosen = [local[number] for number in _numbers(devices, shape, len(local))]
     found = []
-    for number, layout in enumerate(layouts_on(chosen, shape, rule)):
+    for number, layout in enumerate(layouts_on(chosen, shape)):
         own = device if local[0] in layout.devices and not apart else device.another()
         found.append(PlacedDevice(place=Place(number=number, layout=layout), device=own))
     return tuple(found)

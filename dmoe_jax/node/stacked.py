@@ -36,7 +36,7 @@ from dmoe_jax.node.programs import (
     without_grads,
 )
 from dmoe_jax.node.sharding import Place, PlacedDevice
-from net.types import Array
+from dmoe_net.types import Array
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dmoe_jax.arrays import PyTree
-from net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
+from dmoe_net.wire.sparse import LEAST_LEVEL, BlockGroup, SparseBlocks, SparseCoding, SparseVector
 
 _FITTING_ROUNDS = 4
 """Rounds of choosing levels and scale in turn (Lloyd's algorithm): the fourth changes the error by less than 1 %."""
@@ -47,7 +47,7 @@ class Compressed(NamedTuple):
     """A tree after compression."""
 
     parts: tuple[SparseBlocks, ...]
-    """The values that are sent, as `net.wire.sparse.SparseVector` has them."""
+    """The values that are sent, as `dmoe_net.wire.sparse.SparseVector` has them."""
     tree: PyTree
     """The same as arrays of the tree's shapes, float32, as receivers decode them."""
     residual: PyTree
@@ -138,7 +138,7 @@ def _largest_of_blocks(rows: Float[Array, "blocks length"], kept: int, coding: S
 
 
 def sparse_vector(parts: Sequence[SparseBlocks], like: PyTree, coding: SparseCoding) -> SparseVector:
-    """The parts of a tree that was compressed with this coding, as a vector on the host for `net.wire.sparse`.
+    """The parts of a tree that was compressed with this coding, as a vector on the host for `dmoe_net.wire.sparse`.
 
     `like` is a tree of the same shapes, for instance the parameters.
     """

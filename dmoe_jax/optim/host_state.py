@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.compression import ErrorFeedback
-from net.wire.sparse import SparseBlocks
+from dmoe_net.wire.sparse import SparseBlocks
 
 
 class Taken(NamedTuple):

@@ -1,7 +1,7 @@
 """Moshpit All-Reduce as pure JAX over a peer axis: thousands of simulated peers on one device, or split over a mesh.
 
 Every leaf of a pytree has a leading axis of peers, and a round is one segment sum over groups. The rule by which peers
-meet is `net.averaging.grouping.group_key.MoshpitGrid`, as in the averager over the network, whose oracle this is.
+meet is `dmoe_net.averaging.grouping.group_key.MoshpitGrid`, as in the averager over the network, whose oracle this is.
 
 If a peer is absent, it keeps its own values. With "exclude" the others of its group average without it (the published
 simulator of Moshpit SGD; the network averager); with "group_skips" its whole group keeps what it has (the simulator's
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from dmoe_jax.arrays import PyTree, wide
-from net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 
 FailureRule = Literal["exclude", "group_skips"]
 """Fate of a group without one of its peers; see the head of this module."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
-from net.types import Array
+from dmoe_net.types import Array
 
 
 class TreeLayout:

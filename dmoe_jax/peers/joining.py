@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import trio
 
-from net.errors import CallFailed, DialFailed, HandshakeFailed, NetError, PeerUnavailable, RemoteProtocolError
-from net.identity import Address, Contact
-from net.rpc.base import Caller
-from net.rpc.service import PING
+from dmoe_net.errors import CallFailed, DialFailed, HandshakeFailed, NetError, PeerUnavailable, RemoteProtocolError
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.service import PING
 
 _log = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from dmoe_jax.peers.joining import Target, find_entrances, parse_targets
 from dmoe_jax.peers.security import Security, Tls
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Caller
-from net.rpc.bulk import MemoryBudget
-from net.rpc.faults import FaultInjector, FaultPlan
-from net.rpc.peer import open_rpc_peer
-from net.transport.base import Transport
-from net.transport.sim.network import SimNetwork
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.bulk import MemoryBudget
+from dmoe_net.rpc.faults import FaultInjector, FaultPlan
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.base import Transport
+from dmoe_net.transport.sim.network import SimNetwork
 
 if TYPE_CHECKING:
     from dmoe_jax.mixture.statistics import CallStatistics
@@ -60,7 +60,7 @@ class SwarmPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """Place of a peer: arguments of `dmoe_jax.swarm.swarm.open_swarm`, which says what they mean."""
+    """Place of a peer: arguments of `dmoe_jax.swarm.opening.open_swarm`, which says what they mean."""
 
     listen: str | Address | None = "auto"
     announce: str | None = None
@@ -108,7 +108,7 @@ async def open_peer(
 ) -> AsyncIterator[SwarmPeer]:
     """Open this process's peer and DHT node, and join the swarm until the block ends.
 
-    Arguments and errors are those of `dmoe_jax.swarm.swarm.open_swarm`.
+    Arguments and errors are those of `dmoe_jax.swarm.opening.open_swarm`.
     """
     config, seams = config or PeerConfig(), testing or Seams()
     targets, is_simulated = parse_targets(join), config.network is not None

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from net.identity import PeerId
-from net.key_files import hold_identity, load_allow_list, load_swarm_secret
-from net.keys import Identity, Membership
-from net.transport.base import Transport
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
+from dmoe_net.identity import PeerId
+from dmoe_net.key_files import hold_identity, load_allow_list, load_swarm_secret
+from dmoe_net.keys import Identity, Membership
+from dmoe_net.transport.base import Transport
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

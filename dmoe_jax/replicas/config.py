@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """How a node serves experts that others serve too. All of them should have the same `average_period_s`."""
+    """Settings of a node that serves experts that others serve too. All should have the same `average_period_s`."""
 
     average_period_s: float = 30.0
     """Seconds between two averages with the other replicas. They begin when the swarm's time is a multiple of it."""

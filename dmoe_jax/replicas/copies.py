@@ -21,7 +21,7 @@ import numpy as np
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from net.types import Array
+from dmoe_net.types import Array
 
 LEAST_WEIGHT = 1e-3
 """Of a copy without updates, beside 1 for each update of others."""

@@ -21,13 +21,13 @@ import trio
 
 from dmoe_jax.node.backend import MOST_REMEMBERED
 from dmoe_jax.node.queue import NAME_BYTES
-from net.averaging.grouping.group import GROUP_ID_BYTES
-from net.errors import CallRefused, NetError, RemoteProtocolError
-from net.identity import Contact, PeerId
-from net.rpc.base import Caller, Reply, Request, read_request
-from net.types import Array
-from net.wire.fields import octets
-from net.wire.tensors import plain
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES
+from dmoe_net.errors import CallRefused, NetError, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.types import Array
+from dmoe_net.wire.fields import octets
+from dmoe_net.wire.tensors import plain
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dmoe_jax.directory.directory import declare_experts, find_replicas, withdra
 from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.directory.slots import MAX_SLOTS, own_expiration
 from dmoe_jax.replicas.slot_claims import SlotClaims
-from net.dht.node import DhtNode
-from net.identity import Contact
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.identity import Contact
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from dmoe_jax.directory.directory import find_replicas
 from dmoe_jax.directory.grid import ExpertUid, parse_uid
 from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.replicas.averaging import MEET, ReplicaAverager
 from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import Progress
 from dmoe_jax.replicas.learnt import LEARNT
 from dmoe_jax.replicas.listing import SlotListing
+from dmoe_jax.replicas.replica_averager import MEET, ReplicaAverager
 from dmoe_jax.replicas.state import STATE, StateShelf, fetch_state
-from net.dht.node import DhtNode
-from net.dht.records import Value
-from net.identity import Contact
-from net.nursery import background_nursery
-from net.rpc.base import Caller, handlers
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Value
+from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
+from dmoe_net.rpc.base import Caller, handlers
 
 logger = logging.getLogger(__name__)
 

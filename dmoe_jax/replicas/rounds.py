@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
-from net.identity import Contact, PeerId
-from net.types import Array
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.types import Array
 
 MAX_BUNDLE_SIZE = 2**22
 """Numbers of a bundle with more than one expert: 16 MiB."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.directory.slots import Replica, lowest_free
-from net.identity import PeerId
+from dmoe_net.identity import PeerId
 
 Found = Mapping[ExpertUid, Sequence[Replica]]
 """Who stands in the slots of each expert."""

@@ -1,7 +1,7 @@
 """The state of an expert from a living replica: for one that begins, or that takes over.
 
 The node that has it opens it when it is asked (`expert.state`), and then serves it in pieces as any donor's state
-(`net.averaging.state`), under a name that follows from swarm and expert. A few are open at a time: each may hold
+(`dmoe_net.averaging.state`), under a name that follows from swarm and expert. A few are open at a time: each may hold
 snapshots, which are whole experts in memory.
 
     expert.state   {"uid"} -> {"updates": the optimiser steps that the expert has taken}
@@ -29,15 +29,15 @@ from dmoe_jax.node.backend import MOST_REMEMBERED, ExpertBackend
 from dmoe_jax.node.queue import NAME_BYTES
 from dmoe_jax.node.saving import is_sound
 from dmoe_jax.replicas.learnt import packed, unpacked
-from net.averaging.state.buffer import Table
-from net.averaging.state.download import StateUnavailable, download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.dht.node import DhtNode
-from net.errors import CallRefused, NetError, PeerBusy
-from net.identity import Contact
-from net.rpc.base import Caller, Reply, Request, read_request
-from net.wire.fields import text
-from net.wire.tensors import plain
+from dmoe_net.averaging.state.buffer import Table
+from dmoe_net.averaging.state.download import StateUnavailable, download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import CallRefused, NetError, PeerBusy
+from dmoe_net.identity import Contact
+from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.wire.fields import text
+from dmoe_net.wire.tensors import plain
 
 STATE = "expert.state"
 """The method by which a newcomer asks for an expert's state to be opened."""

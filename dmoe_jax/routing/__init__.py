@@ -1,9 +1,9 @@
 """Routers: which experts a sample goes to, and how their outputs are weighed. See `dmoe_jax.routing.base`.
 
-make_router("switch", (16, 16))                                        by name
-make_router("my_router.py:router", (16, 16))                           from a file
-chain(product_key((16, 16)), partial(add_noise, stddev=1.0))           put together
-from_linen(lambda: nn.Dense(32), (16, 16))                             from any Flax module
+make_router("switch", (16, 16))                                         by name
+make_router("my_router.py:router", (16, 16))                            from a file
+chain_routers(product_key((16, 16)), partial(add_noise, stddev=1.0))    put together
+router_from_linen(lambda: nn.Dense(32), (16, 16))                       from any Flax module
 
 Factories and combinators give the same object for equal arguments, so that compiled code is shared.
 """
@@ -24,7 +24,7 @@ from dmoe_jax.routing.base import (
 from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.combinators import (
     add_noise,
-    chain,
+    chain_routers,
     drop_experts,
     freeze,
     temperature,
@@ -33,7 +33,7 @@ from dmoe_jax.routing.combinators import (
 )
 from dmoe_jax.routing.deepseek_v3 import deepseek_v3
 from dmoe_jax.routing.expert_choice import expert_choice
-from dmoe_jax.routing.flax_modules import from_linen, from_nnx
+from dmoe_jax.routing.flax_modules import router_from_linen, router_from_nnx
 from dmoe_jax.routing.frozen_random import frozen_random
 from dmoe_jax.routing.hash_router import hash_router
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
@@ -53,7 +53,7 @@ __all__ = [
     "add_noise",
     "balanced",
     "balanced_product_key",
-    "chain",
+    "chain_routers",
     "check_router",
     "combine_weights",
     "deepseek_v3",
@@ -61,8 +61,6 @@ __all__ = [
     "expert_choice",
     "flat_top_k",
     "freeze",
-    "from_linen",
-    "from_nnx",
     "frozen_random",
     "gather_logits",
     "hash_router",
@@ -73,6 +71,8 @@ __all__ = [
     "peer",
     "probability_weights",
     "product_key",
+    "router_from_linen",
+    "router_from_nnx",
     "router_loss",
     "score",
     "steer_biases",

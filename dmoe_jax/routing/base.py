@@ -90,7 +90,7 @@ class Router(NamedTuple):
     """A routing function: pure functions and a few static facts.
 
     Attributes:
-      name: what figures, logs and error messages call it.
+      name: name in figures, logs and error messages.
       grid_size: extent of each dimension of the expert grid.
       init: (key, d_model) -> params.
       scores: (params, x [batch, d_model], *, key=None, ids=None) -> `Scores`, or what `as_scores` makes them of. `key`

@@ -1,9 +1,9 @@
 """Routers made from routers: noise, temperature, losses, frozen parameters, failures.
 
-Each function takes a router and returns a router, as a wrapper of Optax takes and returns a transformation; `chain`
-applies several, the first one closest to the router:
+Each function takes a router and returns a router, as a wrapper of Optax takes and returns a transformation;
+`chain_routers` applies several, the first one closest to the router:
 
-    router = chain(
+    router = chain_routers(
         product_key((16, 16)),
         partial(add_noise, stddev=1.0),
         partial(with_balancing_loss, weight=0.01),   # sees the noise; before add_noise it would not
@@ -48,7 +48,7 @@ from dmoe_jax.routing.weights import log_probabilities, probability_weights
 Transformation = Callable[[Router], Router]
 
 
-def chain(router: Router, *transformations: Transformation) -> Router:
+def chain_routers(router: Router, *transformations: Transformation) -> Router:
     """The router after all transformations, applied from left to right.
 
     Raises:

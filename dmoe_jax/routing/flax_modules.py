@@ -17,14 +17,16 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.routing.base import Features, Ids, Logits, Router, Scores, check_grid_size, top_k_router
 
 
-def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen") -> Router:
+def router_from_linen(
+    make_module: Callable[[], nn.Module], grid_size: tuple[int, ...], *, name: str = "linen"
+) -> Router:
     """A router whose scores come from a Linen module.
 
     Args:
       make_module: () -> a module that maps [batch, d_model] to [batch, sum(grid_size)], or to a tuple of
         [batch, grid_i]. It may hold parameters only. Noise, if it wants any, comes from the rng stream "router".
       grid_size: extent of each dimension of the expert grid.
-      name: what figures and logs call the router.
+      name: name of the router in figures and logs.
 
     Raises:
       ValueError: if grid_size is not one or more positive integers; from `init`, if the module keeps other
@@ -50,7 +52,7 @@ def from_linen(make_module: Callable[[], nn.Module], grid_size: tuple[int, ...],
     return top_k_router(name, grid, init, scores)
 
 
-def from_nnx(
+def router_from_nnx(
     make_module: Callable[[int, nnx.Rngs], nnx.Module], grid_size: tuple[int, ...], *, name: str = "nnx"
 ) -> Router:
     """A router whose scores come from an NNX module.
@@ -62,10 +64,10 @@ def from_nnx(
     Args:
       make_module: (d_model, rngs) -> a module that maps [batch, d_model] to [batch, sum(grid_size)], or to a
         tuple of [batch, grid_i]. Every variable of it must be an `nnx.Param`.
-      grid_size, name: as of `from_linen`.
+      grid_size, name: as of `router_from_linen`.
 
     Raises:
-      ValueError: as `from_linen`.
+      ValueError: as `router_from_linen`.
     """
     grid = check_grid_size(grid_size)
 

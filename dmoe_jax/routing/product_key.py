@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from dmoe_jax.routing.base import Router, router_factory, top_k_router
-from dmoe_jax.routing.flax_modules import from_linen
+from dmoe_jax.routing.flax_modules import router_from_linen
 
 DEFAULT_INIT_SCALE = 0.1
 """Standard deviation of one score at initialisation: combine weights then start within some 10 % of uniform, yet the
@@ -44,7 +44,7 @@ class ProductKeyGate(nn.Module):
 
 @router_factory
 def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_SCALE) -> Router:
-    """The product-key router.
+    """The router of Learning@home: product keys. An expert's score is the sum over its coordinates in the grid.
 
     Args:
       grid_size: extent of each dimension of the expert grid.
@@ -55,7 +55,7 @@ def product_key(grid_size: tuple[int, ...], *, init_scale: float = DEFAULT_INIT_
     """
     if not init_scale > 0:
         raise ValueError(f"init_scale must be positive, got {init_scale!r}")
-    return from_linen(lambda: ProductKeyGate(grid_size, init_scale), grid_size, name="product_key")
+    return router_from_linen(lambda: ProductKeyGate(grid_size, init_scale), grid_size, name="product_key")
 
 
 @router_factory

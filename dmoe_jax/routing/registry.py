@@ -8,7 +8,7 @@ from dmoe_jax.experts.user_file import UserFileError, call_user, load_from_file
 from dmoe_jax.routing.balancing import balanced, balanced_product_key
 from dmoe_jax.routing.base import Router, RouterError, router_factory
 from dmoe_jax.routing.check import check_router
-from dmoe_jax.routing.combinators import chain, with_balancing_loss
+from dmoe_jax.routing.combinators import chain_routers, with_balancing_loss
 from dmoe_jax.routing.deepseek_v3 import deepseek_v3
 from dmoe_jax.routing.expert_choice import expert_choice
 from dmoe_jax.routing.frozen_random import frozen_random
@@ -60,7 +60,7 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
     """
     name, *suffixes = spec.split("+")
     if name in ROUTERS and BALANCERS.keys() >= {suffix.partition("=")[0] for suffix in suffixes}:
-        return chain(ROUTERS[name](grid_size), *map(_balancer, suffixes))
+        return chain_routers(ROUTERS[name](grid_size), *map(_balancer, suffixes))
     if spec == "soft_moe":
         raise RouterError(
             "soft_moe chooses no experts for a sample, it mixes samples into slots: no routing function, and none for "

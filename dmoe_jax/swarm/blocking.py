@@ -34,8 +34,9 @@ from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.machine.interrupts import put_off_in_callbacks
 from dmoe_jax.machine.xla_threads import make_room
 from dmoe_jax.mixture.flax_layers import BlockingMixture
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -226,7 +227,7 @@ def _making(
 
 
 class BlockingSwarm(Waiting[Swarm]):
-    """A `dmoe_jax.swarm.swarm.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
+    """A `dmoe_jax.Swarm` whose methods wait. Made by `connect`; a context manager that closes it.
 
     `mixture` gives a layer for loops under `jit`: its `linen()` and `nnx(...)` are layers of an ordinary Flax model,
     see `dmoe_jax.mixture.flax_layers`; its `remote` is the layer for `autodiff` and for a `Model`.
@@ -287,7 +288,7 @@ def _arguments_of(
 
 @_arguments_of(open_swarm)
 def connect(*args: Any, **options: Any) -> BlockingSwarm:
-    """Take part in a swarm from ordinary code; arguments as of `dmoe_jax.swarm.swarm.open_swarm`.
+    """Take part in a swarm from ordinary code, until it is closed; arguments as of `dmoe_jax.open_swarm`.
 
     Call it before JAX computes anything, where remote layers are to be used under `jit`: XLA then gets threads to spare
     for their calls, and for loops over several CPU devices (see `machine.xla_threads.make_room`). Experts served here

@@ -1,22 +1,61 @@
-"""Experts that a process serves, from their compilation to their withdrawal; those that it claims, too."""
+"""Experts that a process serves, from their making to their withdrawal; those that it claims, too."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import optax
 import trio
 
 from dmoe_jax.claims.claimer import Claimer
-from dmoe_jax.claims.host import Claimable, ClaimingNode, checkpoints_of
-from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.claims.claiming import ClaimConfig
+from dmoe_jax.claims.host import Claimable, ClaimingNode, checkpoints_of, claimable_of, fixed_of
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.replicas import ReplicaConfig, replicating
-from net.identity import Contact
-from net.nursery import background_nursery
+from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
+
+_log = logging.getLogger(__name__)
+
+_SLOW_S = 5.0
+"""Seconds after which the log tells the progress of `serve`."""
+
+
+@contextmanager
+def told_when_slow(on_progress: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
+    """Pass on the progress that the block tells; without `on_progress` to the log, after five seconds and then ever
+    less often, so that nobody waits for minutes without a word."""
+    if on_progress is not None:
+        yield on_progress
+        return
+    doing, done, began = "preparing experts", threading.Event(), time.monotonic()
+
+    def note(text: str) -> None:
+        nonlocal doing
+        doing = text
+
+    def tell() -> None:  # in a thread: in virtual time, and while XLA compiles, nothing else runs
+        pause_s = _SLOW_S
+        while not done.wait(pause_s):
+            _log.warning("serve, after %.0f s: %s", time.monotonic() - began, doing)
+            pause_s *= 2
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield note
+    finally:
+        done.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +96,57 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """Experts to serve, and the settings for it, as `Swarm.serve` has read them."""
+class Hand:
+    """Experts that were made for a node, and the means to claim and save more. Made by `Serving.prepare`."""
 
-    peer: SwarmPeer
-    devices: Sequence[PlacedDevice]
     backends: dict[str, ExpertBackend]
     """Experts to begin with; none, if the node claims some."""
-    config: NodeConfig
-    saver: ExpertSaver | None
-    period_s: float
-    """Seconds between saves."""
     claimable: Claimable | None
     """Experts that it may claim, at first while programs are compiled. They begin with what the saver's folder has,
     else with their seeds."""
+    saver: ExpertSaver | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """Settings of serving, as `Swarm.serve` has read them."""
+
+    peer: SwarmPeer
+    devices: Sequence[PlacedDevice]
+    config: NodeConfig
+    folder: Path | None
+    """Folder of the experts' checkpoints."""
+    period_s: float
+    """Seconds between saves."""
+    claim: ClaimConfig | None
     replicas: ReplicaConfig | None
     compiling: AbstractAsyncContextManager[object]
     """Context to compile in, see `open_expert_node`."""
     on_progress: Callable[[str], None]
 
-    async def run(self, task_status: trio.TaskStatus[Served]) -> None:
+    async def prepare(
+        self, experts: Mapping[str, Expert], optimizer: optax.GradientTransformation | None, *, seed: int
+    ) -> Hand:
+        """Make the experts, and take up those that were saved. Arguments and errors are those of `Swarm.serve`."""
+        device, places = all_of(self.devices), [each.place for each in self.devices]
+        claimable: Claimable | None = None
+        if self.claim is not None:
+            make_claimable = functools.partial(claimable_of, seed=seed, places=places)
+            claimable = await device.run(make_claimable, experts, self.claim, optimizer)
+            experts = fixed_of(experts, self.claim)
+        backends: dict[str, ExpertBackend] = {}
+        if claimable is None or experts:
+            make = functools.partial(make_backends, seed=seed, places=places)
+            backends = await device.run(make, experts, optimizer)
+        saver = None if self.folder is None else ExpertSaver(self.folder, backends, self.devices)
+        # Those that claim or replicate share a folder: they hand experts to each other, or serve the same ones.
+        alone = self.claim is None and self.replicas is None
+        if saver is not None and (restored := await saver.restore(alone=alone)):
+            several = f"{len(restored)} of {len(backends)} experts"
+            self.on_progress(f"{several} go on from {self.folder} ({sum(restored.values())} updates)")
+        return Hand(backends=backends, claimable=claimable, saver=saver)
+
+    async def run(self, hand: Hand, task_status: trio.TaskStatus[Served]) -> None:
         """Serve until `Served.close`.
 
         Raises:
@@ -87,18 +157,18 @@ class Serving:
 
         def begin_to_claim(node: ExpertNode) -> None:
             nonlocal claimer
-            if self.claimable is not None:
+            if hand.claimable is not None:
                 # No living copies among the sources: an expert of which there is one is not vacant.
-                sources = () if self.saver is None else (checkpoints_of(self.saver),)
-                host = ClaimingNode(node, self.backends, self.devices, self.claimable.make, sources)
-                claimer = host.claimer(self.peer, self.claimable, on_progress=self.on_progress)
+                sources = () if hand.saver is None else (checkpoints_of(hand.saver),)
+                host = ClaimingNode(node, hand.backends, self.devices, hand.claimable.make, sources)
+                claimer = host.claimer(self.peer, hand.claimable, on_progress=self.on_progress)
                 nursery.start_soon(claimer.run)
 
         peer = self.peer
         copies = replicating(
             peer.rpc,
             peer.dht,
-            self.backends,
+            hand.backends,
             swarm=self.config.swarm,
             device=all_of(self.devices),
             rng=peer.rng,
@@ -112,33 +182,33 @@ class Serving:
                 open_expert_node(
                     peer.rpc,
                     peer.dht,
-                    self.backends,
+                    hand.backends,
                     device=self.devices,
                     config=self.config,
-                    prototypes=() if self.claimable is None else self.claimable.prototypes,
+                    prototypes=() if hand.claimable is None else hand.claimable.prototypes,
                     on_progress=self.on_progress,
                     on_open=begin_to_claim,
                     listing=replicas,
                     compiling=self.compiling,
                 ) as node,
             ):
-                if self.saver is not None:
-                    nursery.start_soon(self.saver.run, self.period_s)
+                if hand.saver is not None:
+                    nursery.start_soon(hand.saver.run, self.period_s)
                 if claimer is not None:
                     await claimer.settled.wait()
-                served = Served(node, self.backends)
+                served = Served(node, hand.backends)
                 task_status.started(served)
                 await served._leave.wait()
                 if claimer is not None:
                     claimer.stop()
         finally:
             try:
-                if served is not None and self.saver is not None:
+                if served is not None and hand.saver is not None:
                     # After the withdrawal: nobody sends gradients any more.
                     with trio.CancelScope(shield=True):
-                        await self.saver.save()
+                        await hand.saver.save()
             finally:
-                if self.saver is not None:
-                    self.saver.close()
+                if hand.saver is not None:
+                    hand.saver.close()
                 if served is not None:
                     served._gone.set()

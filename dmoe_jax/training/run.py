@@ -29,10 +29,10 @@ from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
 from dmoe_jax.training.balance import BalanceLog
 from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
 from dmoe_jax.training.progress import TrainingProgress
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
 from dmoe_jax.training.task import Task
-from net.errors import NetError
+from dmoe_net.errors import NetError
 
 T = TypeVar("T")
 

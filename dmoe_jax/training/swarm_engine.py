@@ -8,7 +8,7 @@ from typing import Any
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
-from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainers
+from dmoe_jax.trainer import AnyTrainers, OnLost, OnStep, StepRecord
 from dmoe_jax.training.engine import OnBatch, Totals
 
 EvaluationBatches = Callable[[str, int | None], tuple[Iterable[Any], int | None]]
@@ -29,7 +29,7 @@ class SwarmEngine:
 
     def __init__(
         self,
-        trainers: Trainers[Any],
+        trainers: AnyTrainers,
         statistics: CallStatistics,
         evaluation: EvaluationBatches,
         *,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from dmoe_net.identity import Address
 from experiments.blocking_sockets import Listener, dial, receive_into
-from net.identity import Address
 
 _PASSES = 2
 """There, and the average back."""

@@ -11,16 +11,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dmoe_net.averaging.grouping.group import Group, Member
+from dmoe_net.averaging.reduction.all_reduce import AllReduce
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.identity import Address, Contact
+from dmoe_net.keys import Identity
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
 from experiments.allreduce_speed.baseline import BlockingMember
 from experiments.processes import memory_bytes, orders, run_helper, say
-from net.averaging.grouping.group import Group, Member
-from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig
-from net.identity import Address, Contact
-from net.keys import Identity
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
 
 Vector = npt.NDArray[np.float32]
 

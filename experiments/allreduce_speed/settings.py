@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
 from experiments.bench import Settings
-from net.averaging.reduction.partition import AllReduceConfig
 
 _QUICK_ROUNDS = 3
 _DEFAULT = AllReduceConfig()

@@ -15,12 +15,12 @@ slower peers.
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
+from dmoe_net.averaging.grouping.group import Role
 from experiments.collaborative.albert_swarm import Curve, Point, all_reduce_config
 from experiments.collaborative.albert_task import AlbertTask
 from experiments.collaborative.scenes import LATENCY_S
 from experiments.collaborative.shares import Members, simulated_seconds
 from experiments.collaborative.world import PeerSpec
-from net.averaging.grouping.group import Role
 
 
 def one_machine_losses(task: AlbertTask, *, steps: int) -> dict[int, float]:

@@ -16,12 +16,12 @@ import numpy as np
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig, GlobalStep
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant, HostOptions
 from experiments.collaborative.albert_task import AlbertTask
 from experiments.collaborative.scenes import LATENCY_S, Played
 from experiments.collaborative.world import Life, PeerSpec, Problem, World, host_lines
-from net.averaging.reduction.partition import AllReduceConfig
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant, HostOptions
 
 FASTEST_PER_S = 4.0
 """Samples a second of the fastest peer: with 512 samples a step, one machine of its kind takes two minutes for a step,

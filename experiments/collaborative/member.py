@@ -21,9 +21,9 @@ from dmoe_jax.collaboration import Collaboration, GlobalStep, open_collaboration
 from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Tls
 from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_net.averaging.collaboration.assisting import assist_collaboration
 from experiments.collaborative.real_settings import config_of
 from experiments.collaborative.regression import regression
-from net.averaging.collaboration.assisting import assist_collaboration
 
 
 async def _live(settings: dict[str, Any]) -> None:
@@ -50,13 +50,11 @@ async def _train(place: SwarmPeer, settings: dict[str, Any], log: Callable[..., 
     problem = regression()
     steps: list[GlobalStep] = []
     async with open_collaboration(
-        place.rpc,
-        place.dht,
+        place,
         problem.params,
         together=problem.together,
         name="run",
         config=config_of(settings),
-        rng=random.SystemRandom(),
         on_step=steps.append,
     ) as peer:
         log(began=True, step=peer.step)

@@ -9,11 +9,11 @@ import numpy as np
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
+from dmoe_net.transport.sim import HostOptions, run, simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.collaborative.regression import regression
 from experiments.collaborative.settings import FRACTION
 from experiments.collaborative.world import Comparison, Life, PeerSpec, Problem, World, compare_with_one_machine
-from net.transport.sim import HostOptions, run, simulate
-from net.transport.sim.links import Constant
 
 LATENCY_S = 0.05
 """One way: a round trip of 100 ms."""

@@ -1,8 +1,8 @@
 """How well the shares of an all-reduce fit the members' lines: against the optimum, and against equal shares.
 
-The time of an averaging is that of its last member, by the model of `net.averaging.reduction.load_balance`; the optimum
-is that of DeDLOC's linear programme, which SciPy solves here from its rows. `simulated_seconds` has the real all-reduce
-take the time, on a simulated network.
+The time of an averaging is that of its last member, by the model of `dmoe_net.averaging.reduction.load_balance`; the
+optimum is that of DeDLOC's linear programme, which SciPy solves here from its rows. `simulated_seconds` has the real
+all-reduce take the time, on a simulated network.
 """
 
 import math
@@ -15,15 +15,15 @@ import numpy as np
 import trio
 from scipy.optimize import linprog
 
-from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member, Role
-from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.load_balance import bytes_each_way, peer_fractions
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import UNKNOWN, Speeds
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim.links import Constant, HostOptions
-from net.transport.sim.simulation import run, simulate
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member, Role
+from dmoe_net.averaging.reduction.all_reduce import AllReduce
+from dmoe_net.averaging.reduction.load_balance import bytes_each_way, peer_fractions
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import UNKNOWN, Speeds
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim.links import Constant, HostOptions
+from dmoe_net.transport.sim.simulation import run, simulate
 
 PAPER_GAIN = 1.9
 """How much faster than an all-reduce with equal shares DeDLOC's averaging of ALBERT-large is among servers and

@@ -20,12 +20,12 @@ from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalSte
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.collaborative import Collaborative
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from net.averaging.speeds import Speeds
-from net.errors import NetError
-from net.identity import Address
-from net.transport.sim.events import HostDown, HostUp
-from net.transport.sim.links import HostOptions
-from net.transport.sim.network import SimNetwork
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim.events import HostDown, HostUp
+from dmoe_net.transport.sim.links import HostOptions
+from dmoe_net.transport.sim.network import SimNetwork
 
 ROOT = "root"
 """The host through which everybody joins; it trains nothing and never fails."""
@@ -205,14 +205,12 @@ class World:
                         ),
                     ) as place,
                     open_collaboration(
-                        place.rpc,
-                        place.dht,
+                        replace(place, rng=rng),
                         self.problem.params,
                         together=self.problem.together,
                         name="run",
                         config=replace(self.config, speeds=spec.speeds),
                         device=InlineDevice(),
-                        rng=rng,
                         on_step=partial(self._on_step, life),
                     ) as peer,
                 ):

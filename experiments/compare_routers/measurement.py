@@ -14,7 +14,7 @@ from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.runs.endings import mistakes_in_one_line, one_line
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.trainer import first_leaf
-from dmoe_jax.training.saving import finished_headline
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.compare_routers.budget import BudgetPlan, Cost, plan_runs
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, pairs_table, ranking_table, sentences

@@ -25,9 +25,9 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_st
 from dmoe_jax.mixture.expert_calls import BACKWARD as BACKWARD_CALL
 from dmoe_jax.mixture.expert_calls import FORWARD as FORWARD_CALL
 from dmoe_jax.trainer import StepRecord
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Body, Caller, Handler, Reply, Request
-from net.wire.tensors import Outgoing
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
+from dmoe_net.wire.tensors import Outgoing
 
 _METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
 

@@ -24,15 +24,15 @@ from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import PeerConfig, open_peer
-from dmoe_jax.swarm.swarm import swarm_of
+from dmoe_jax.swarm.opening import swarm_of
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.emulation.problems import Problem, keys_of
 from experiments.emulation.recording import OrderRecorder
 from experiments.simulated_swarm import start_simulated_nodes
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
 
 _NODES = 4
 _TIMEOUT_DELAYS = 30.0

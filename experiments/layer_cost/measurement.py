@@ -24,10 +24,10 @@ from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.base import gather_logits, score
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
+from dmoe_net.errors import NetError
 from experiments.bench import Experiment, Run
 from experiments.layer_cost.settings import LayerCostSettings
 from experiments.results import Result
-from net.errors import NetError
 
 GRID, K_BEST = (2, 2), 2
 ROUTER = product_key(GRID)

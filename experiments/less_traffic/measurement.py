@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from dmoe_jax.data import DataError
 from dmoe_jax.runs.report import ReportTable
+from dmoe_net.wire.sparse import HEADER_BYTES, SparseCoding, sparse_nbytes
 from experiments.bench import Experiment, Run
 from experiments.less_traffic.figure import TITLES, Record, traffic_figure
 from experiments.less_traffic.methods import Method, make_method
@@ -24,7 +25,6 @@ from experiments.less_traffic.settings import (
 from experiments.less_traffic.training import Lane, all_batches, train
 from experiments.moshpit_sgd.tasks import Task, make_task
 from experiments.results import Bar, Result
-from net.wire.sparse import HEADER_BYTES, SparseCoding, sparse_nbytes
 
 BLOCK_RATIO = 4 * 4096 / (sparse_nbytes(SparseCoding(), [4096]) - HEADER_BYTES)
 """Bytes of a whole block in float32 over its bytes compressed, 195.05: of models whose arrays are large."""

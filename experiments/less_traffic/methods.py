@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, streaming_diloco
+from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, sparse_nbytes
 from experiments.less_traffic.settings import MethodName
 from experiments.less_traffic.sparta import sparta
 from experiments.moshpit_averaging.methods import random_groups_round
-from net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, sparse_nbytes
 
 AXIS = "peers"
 FLOAT32 = 4

@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.optim import Sent, apply_average, sparse_vector, what_to_send, with_average
 from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_net.wire.sparse import all_reduce_nbytes, encode_sparse, mean_of_sparse, parse_sparse_untrusted
 from experiments.less_traffic.methods import AXIS, FLOAT32, Method
 from experiments.moshpit_sgd.tasks import Task
-from net.wire.sparse import all_reduce_nbytes, encode_sparse, mean_of_sparse, parse_sparse_untrusted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

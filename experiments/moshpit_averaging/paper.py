@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 
 MethodName = Literal["all_reduce", "gossip", "push_sum", "push_sum_weighted", "random_groups", "moshpit"]
 

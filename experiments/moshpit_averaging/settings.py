@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from experiments.bench import Settings
 from experiments.moshpit_averaging.paper import SQUARE, TABLE, Setting
-from net.averaging.grouping.group_key import MoshpitGrid
 
 _QUICK_PEERS = (512, 1024)
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from dmoe_jax.optim.peer_axis import FailureRule, distortion, moshpit_round, random_cells
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from experiments.moshpit_averaging.methods import (
     all_reduce_round,
     gossip_round,
@@ -25,7 +26,6 @@ from experiments.moshpit_averaging.methods import (
     random_groups_round,
 )
 from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
-from net.averaging.grouping.group_key import MoshpitGrid
 
 _MAX_ABSENCES = 2**26
 """Entries of the mask of absences at once: a quarter of a gigabyte while it is drawn."""

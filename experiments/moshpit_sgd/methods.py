@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, assign_slots
 from experiments.moshpit_sgd.settings import MethodName
 from experiments.moshpit_sgd.simulation import Method, Simulation, Ticket
-from net.averaging.grouping.group_key import MoshpitGrid, assign_slots
 
 
 def make_method(name: MethodName, simulation: Simulation) -> Method:

@@ -16,17 +16,17 @@ import jax
 import numpy as np
 import trio
 
+from dmoe_jax import Swarm, open_swarm
 from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.mixture.expert_calls import ExpertCall
 from dmoe_jax.mixture.remote import Choice, RemoteMixture
 from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Contact
 from experiments.node_speed.cases import Case
 from experiments.node_speed.expert import PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say
-from net.errors import NetError
-from net.identity import Contact
 
 _TIMEOUT_S = 120.0
 """Of a call: nobody is given up while a large expert is saved."""

@@ -19,8 +19,8 @@ from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import expert_programs
 from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import open_swarm
 from experiments.node_speed.cases import Case
 from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
 from experiments.processes import memory_bytes, orders, run_helper, say

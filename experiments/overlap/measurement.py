@@ -11,6 +11,7 @@ import optax
 import trio
 from matplotlib.figure import Figure
 
+from dmoe_jax import Swarm, open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -20,17 +21,16 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
 from dmoe_jax.trainer import Trainer
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
 from experiments.bench import Experiment, Run
 from experiments.overlap.settings import OverlapSettings
 from experiments.panels import draw_rounds
 from experiments.results import Bar, Result
-from net.errors import NetError
-from net.identity import Address, PeerId
-from net.rpc.faults import Fault, FaultInjector, FaultPlan
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
 
 GRID = (2, 2)
 BAR = Bar(name="overlap_ratio", bound=1.5)

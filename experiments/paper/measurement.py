@@ -10,7 +10,7 @@ from rich.table import Table
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED
 from dmoe_jax.runs.report import format_value
 from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.training.saving import prepare_run
+from dmoe_jax.training.prepared_run import prepare_run
 from experiments.bench import Experiment, Run
 from experiments.children import prepare_folder, run_child
 from experiments.paper.report import Child, Outcome, write_paper_report

@@ -12,7 +12,7 @@ from dmoe_jax.runs.figure import Metrics
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.runs.style import FAINT, GREY, dress, end_labels
-from dmoe_jax.training.saving import finished_headline
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Run
 from experiments.intervals import Interval, t_interval
 from experiments.panels import series_style

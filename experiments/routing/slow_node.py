@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import trio
 
+from dmoe_jax import open_swarm
 from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.model import Model
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.routing.base import Router
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.emulation.problems import keys_of, mnist
 from experiments.simulated_swarm import start_simulated_nodes
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
 
 SLOW = "node1"
 """The host that becomes slow; of each layer it serves the experts 1, 1 + nodes, and so on."""

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.runs.style import FAINT, GREY, INK, KILLED, VALID, dress
+from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
 from experiments.bench import Run
 from experiments.panels import draw_rounds
 from experiments.sim_scale.scenario import SCHEDULE
 from experiments.sim_scale.settings import ScaleSettings
-from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
 
 
 def scale_figure(run: Run[ScaleSettings], *, ratio_bar: float, rate_bar: float) -> Figure:

@@ -5,12 +5,12 @@ import time
 
 import trio
 
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import run, simulate
-from net.transport.sim.links import LogNormal
-from net.transport.sim.network import SimNetwork
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import LogNormal
+from dmoe_net.transport.sim.network import SimNetwork
 
 METHOD = "gossip"
 

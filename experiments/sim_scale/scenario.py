@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax import open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.layer_config import LayerConfig
@@ -29,16 +30,15 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail
 from dmoe_jax.runs.run_folder import append_metric
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, Partition, SetHost
+from dmoe_net.transport.sim.links import HostOptions, LogNormal
+from dmoe_net.wire.compression import Compression
 from experiments.sim_scale.trainers import make_experts
 from experiments.simulated_swarm import start_simulated_nodes
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.events import Heal, HostDown, HostUp, Partition, SetHost
-from net.transport.sim.links import HostOptions, LogNormal
-from net.wire.compression import Compression
 
 NUM_NODES = 6
 NUM_TRAINERS = 8

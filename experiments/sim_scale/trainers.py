@@ -20,7 +20,7 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax import autodiff
+from dmoe_jax import autodiff, open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import key_prefix, layer_prefix
@@ -33,15 +33,14 @@ from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.identity import Address
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.simulated_swarm import start_simulated_nodes
-from net.identity import Address
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-from net.transport.sim.network import SimNetwork
 
 NUM_NODES, BATCH_SIZE = 8, 4
 _MODEL = TransformerXLConfig(

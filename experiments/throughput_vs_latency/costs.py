@@ -20,8 +20,8 @@ from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.machine.device import DeviceTime, ThreadDevice, work_of
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import buckets_up_to
+from dmoe_net.types import Array
 from experiments.throughput_vs_latency.settings import Block
-from net.types import Array
 
 T = TypeVar("T")
 

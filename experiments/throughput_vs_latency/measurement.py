@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from dmoe_jax.runs.report import ReportTable
+from dmoe_net.errors import NetError
 from experiments.bench import Experiment, Run
 from experiments.results import Bar, Result
 from experiments.throughput_vs_latency.analysis import (
@@ -38,7 +39,6 @@ from experiments.throughput_vs_latency.settings import (
     Method,
 )
 from experiments.throughput_vs_latency.stack import Throughput, measure_real, measure_round_trips, measure_virtual
-from net.errors import NetError
 
 KEPT = Bar(name="kept", bound=0.9, comparison=">=")
 """Least share of the zero-delay throughput at short delays."""

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax import Swarm, open_swarm
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
@@ -28,7 +29,13 @@ from dmoe_jax.peers.peer import SIM_PORT, Seams
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim import Constant, run, simulate
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.types import Array
 from experiments.throughput_vs_latency.costs import (
     OPTIMIZER,
     STAND_IN,
@@ -40,13 +47,6 @@ from experiments.throughput_vs_latency.costs import (
     warm_backend,
 )
 from experiments.throughput_vs_latency.settings import Block, Delay, Load, Method, Passes
-from net.identity import Address, PeerId
-from net.rpc.faults import Fault, FaultInjector, FaultPlan
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim import Constant, run, simulate
-from net.transport.sim.network import SimNetwork
-from net.transport.tcp import TcpTransport
-from net.types import Array
 
 _ROUTER = product_key((1,))
 _TIMEOUT_S = 600.0

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.training.saving import finished_headline
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table
 from experiments.results import Result

@@ -8,7 +8,7 @@ from pathlib import Path
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.training.saving import finished_headline
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.transformer_xl.presets import chosen_preset
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.trainings import INGREDIENTS, SEARCHED, labels, search_trainings

@@ -21,10 +21,10 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
 from dmoe_jax.routing.base import Router
 from dmoe_jax.training.engine import OnBatch
+from dmoe_net.rpc.faults import Fault, FaultPlan
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.presets import Preset, model_config
 from experiments.transformer_xl.settings import Place
-from net.rpc.faults import Fault, FaultPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

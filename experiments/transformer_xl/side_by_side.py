@@ -26,7 +26,7 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.training.saving import finished_headline
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Run
 from experiments.exits import one_line_errors, run_until_signal
 from experiments.transformer_xl.settings import NAME, TransformerXLSettings

@@ -25,9 +25,9 @@ from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord, all_finite
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.errors import NoQuorum
+from dmoe_net.transport.sim import run
 from experiments.transformer_xl.setup import Setting, Setup, SetupEngine, dense_loss
-from net.errors import NoQuorum
-from net.transport.sim import run
 
 _MAX_LOST_IN_A_ROW = 200
 """Steps lost one after the other, all trainers together, after which a run cannot be helped."""

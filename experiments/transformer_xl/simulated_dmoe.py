@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import trio
 
+from dmoe_jax import open_swarm
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.directory.grid import parse_uid
@@ -24,15 +25,14 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.peers.peer import Seams
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainer
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.simulated_swarm import start_simulated_nodes
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.simulated import SimulatedEngine
-from net.transport.sim import simulate
-from net.transport.sim.links import Constant
 
 # Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
 _NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)

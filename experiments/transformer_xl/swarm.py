@@ -29,7 +29,7 @@ from dmoe_jax.runs.processes import (
     open_local_swarm,
 )
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER
 from experiments.bench import Experiment, Run
 from experiments.results import Result
 from experiments.transformer_xl.measurement import HEADLINE, check

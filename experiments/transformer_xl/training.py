@@ -20,10 +20,11 @@ from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import Plan, train, train_without_waiting
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER, finished_headline, prepare_run
 from dmoe_jax.training.task import language_task
+from dmoe_net.errors import NetError
 from experiments.bench import Run
 from experiments.transformer_xl.emulated import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
@@ -33,7 +34,6 @@ from experiments.transformer_xl.setup import Setting, Setup
 from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
 from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
 from experiments.transformer_xl.trainings import Training
-from net.errors import NetError
 
 FAILURES = (FloatingPointError, RouterError, NetError)
 """What may go wrong with a run."""

@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+from dmoe_net.identity import Address
 from experiments.blocking_sockets import Listener, dial, receive_into
 from experiments.transport_speed.slices import ECHO, GIVE, TAKE, SliceTimer
-from net.identity import Address
 
 _NUMBER_BYTES = 8
 

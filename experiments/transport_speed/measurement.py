@@ -10,6 +10,8 @@ from pathlib import Path
 import trio
 from matplotlib.figure import Figure
 
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address
 from experiments.bench import Experiment, Run
 from experiments.blocking_sockets import temporary_certificate
 from experiments.panels import ratio_figure
@@ -19,8 +21,6 @@ from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_
 from experiments.transport_speed import baseline, ours
 from experiments.transport_speed.settings import SpeedSettings
 from experiments.transport_speed.slices import ECHO, GIVE, TAKE, SliceTimer
-from net.errors import NetError
-from net.identity import Address
 
 _LOADED_CALLS = 400
 """Small calls under load, at least: one takes milliseconds there."""

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 import numpy as np
 import trio
 
+from dmoe_net.identity import Address
+from dmoe_net.keys import Identity
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.wire.tensors import plain
 from experiments.transport_speed.slices import ECHO, GIVE, TAKE, SliceTimer
-from net.identity import Address
-from net.keys import Identity
-from net.rpc.base import Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
-from net.wire.tensors import plain
 
 _ANY_PORT = Address("127.0.0.1", 0)
 _MAX_CONCURRENT = 256

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
+from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.bulk import MemoryBudget
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim import Constant, HostOptions, run, simulate
+from dmoe_net.types import Array
 from experiments.wan.settings import Line
-from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig
-from net.identity import Address, PeerId
-from net.rpc.bulk import MemoryBudget
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim import Constant, HostOptions, run, simulate
-from net.types import Array
 
 TICK_S = 0.0002
 """Deliveries are rounded up to multiples of it: a fraction of what a part of half a MiB takes on the fastest line."""

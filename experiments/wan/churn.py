@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
+from dmoe_net.transport.sim import HostOptions
 from experiments.bench import Run
 from experiments.collaborative.scenes import churn_figures, play_churn
 from experiments.results import Bar
 from experiments.wan.problem import vector_of
 from experiments.wan.settings import WanSettings
-from net.transport.sim import HostOptions
 
 RATES = (0, 1, 2, 4, 8)
 """Failures a minute among sixteen peers."""

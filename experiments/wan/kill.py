@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
+from dmoe_net.transport.sim import HostOptions
 from experiments.bench import Run
 from experiments.collaborative.scenes import Played, play, unequal
 from experiments.collaborative.world import World
@@ -16,7 +17,6 @@ from experiments.results import Bar
 from experiments.wan.churn import LINE_BPS, NUM_PARAMS
 from experiments.wan.problem import vector_of
 from experiments.wan.settings import WanSettings
-from net.transport.sim import HostOptions
 
 ROUND_TRIPS_MS = (20.0, 100.0, 200.0, 400.0)
 

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import optax
 import trio
 from matplotlib.axes import Axes
 
+from dmoe_jax import open_swarm
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import Round
 from dmoe_jax.model import Model, Outcome
@@ -26,7 +28,6 @@ from dmoe_jax.optim import moshpit_average
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, INK, VALID, dress
-from dmoe_jax.swarm.swarm import open_swarm
 from dmoe_jax.trainer import Trainers
 from dmoe_jax.trunk import open_trunk_averaging
 from experiments.bench import Run
@@ -137,13 +138,11 @@ async def _averaged(settings: WanSettings, swarm: Any, every: int, on_round: Any
     optimizer = moshpit_average(optax.adam(1e-4), every=every)
     trainers = swarm.trainer(Dense(settings.loop_params), optimizer, _batches())
     async with open_trunk_averaging(
-        swarm.rpc,
-        swarm.dht,
+        replace(swarm.peer, rng=random.Random(0)),
         trainers.trunk,
         name=NAME,
         config=CONFIG,
         device=swarm.device,
-        rng=random.Random(0),
         on_round=on_round,
     ):
         yield trainers

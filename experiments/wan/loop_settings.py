@@ -6,7 +6,7 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAveragerConfig
 
 NAME = "loop"
-CONFIG = TreeAveragerConfig(side=2, window_s=10.0, timeout_s=30.0, measures_line=False)
+CONFIG = TreeAveragerConfig(side=2, window_s=10.0, timeout_s=30.0)
 WIDTH = 1024
 
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 import trio
 
+from dmoe_jax import open_swarm
 from dmoe_jax.averaging import Round
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.peers.security import Plain
-from dmoe_jax.swarm.swarm import open_swarm
 from experiments.processes import orders, run_helper, say
 from experiments.wan.loop_settings import CONFIG, NAME, params_of
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
+from dmoe_net.averaging.state.download import download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.bulk import MemoryBudget
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import Constant, HostOptions, SimNetwork, run, simulate
 from experiments.wan.averaging import TICK_S
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.clock import SwarmClock
-from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, PeerId
-from net.rpc.bulk import MemoryBudget
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import Constant, HostOptions, SimNetwork, run, simulate
 
 _ROOT = Address("donor0", 1)
 _ARRAYS = 16

@@ -8,7 +8,7 @@ pseudo-gradients* (SparseLoCo, `dmoe train --average-compression top-k`) only th
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -23,6 +23,9 @@ from dmoe_jax.optim import ErrorFeedback, moshpit_average
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim import Constant, HostOptions, run, simulate
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.bench import Run
 from experiments.collaborative.scenes import Played, play
 from experiments.collaborative.world import PeerSpec, World
@@ -30,9 +33,6 @@ from experiments.panels import series_style
 from experiments.results import Bar
 from experiments.wan.problem import vector_of
 from experiments.wan.settings import WanSettings
-from net.identity import Address
-from net.transport.sim import Constant, HostOptions, run, simulate
-from net.transport.sim.network import SimNetwork
 
 Method = Literal["gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients"]
 METHODS: tuple[Method, ...] = ("gradients", "pseudo-gradients", "parameters", "sparse pseudo-gradients")
@@ -190,20 +190,17 @@ async def _moshpit_peer(
     params = {"w": jnp.zeros(num_params)}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     grads = {"w": jnp.full(num_params, 1e-3)}
-    # Peers do not measure their lines here, which takes up to 44 MB in five minutes; see `TreeAveragerConfig`.
-    config = TreeAveragerConfig(side=NUM_PEERS, measures_line=False)
+    config = TreeAveragerConfig(side=NUM_PEERS)
     joins = [Address("peer0", SIM_PORT)] if index else []
     async with (
         open_peer(joins, PeerConfig(network=network, host=f"peer{index}", seed=index)) as place,
         open_tree_averager(
-            place.rpc,
-            place.dht,
+            replace(place, rng=random.Random(index)),
             params,
             optimizer=optimizer,
             name="run",
             config=config,
             device=InlineDevice(),
-            rng=random.Random(index),
             on_round=lambda done: counter.add_round(done.received),
         ) as averager,
     ):

@@ -14,8 +14,9 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import apply_average
-from net.rpc.peer import RpcPeer
-from tests.net.averaging_swarm import Swarm, open_place
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.rpc.peer import RpcPeer
+from tests.net.averaging_swarm import Place, Swarm, open_place
 
 CONFIG = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0)
 
@@ -72,6 +73,11 @@ class Loop:
         self.params, self.opt_state = self._apply(self.opt_state, self.params)
 
 
+def peer_at(place: Place, wrap: Callable[[RpcPeer], Any] = lambda rpc: rpc) -> SwarmPeer:
+    """The peer of a place, with its caller wrapped."""
+    return SwarmPeer(rpc=wrap(place.rpc), dht=place.dht, rng=place.rng, is_simulated=True)
+
+
 async def swarm_lived(swarm: Swarm, *names: str) -> None:
     """Wait until these peers have lived."""
     with trio.fail_after(1000):
@@ -104,12 +110,10 @@ def start(
         async with (
             open_place(swarm, name) as place,
             open_tree_averager(
-                wrap(place.rpc),
-                place.dht,
+                peer_at(place, wrap),
                 loop.params,
                 optimizer=loop.optimizer,
                 device=InlineDevice(),
-                rng=place.rng,
                 **settings,
             ) as averager,
         ):

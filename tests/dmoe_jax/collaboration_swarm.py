@@ -12,13 +12,13 @@ import trio
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
+from dmoe_net.averaging.collaboration.assisting import assist_collaboration
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant, HostOptions
 from experiments.collaborative.regression import regression
 from experiments.collaborative.world import ROOT, Life, PeerSpec, Problem, World, compare_with_one_machine
-from net.averaging.collaboration.assisting import assist_collaboration
-from net.averaging.collaboration.rounds import Averaged
-from net.identity import Address
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant, HostOptions
 
 CONFIG = CollaborationConfig(target_batch_size=256, lead_s=2.0)
 PROBLEM = regression()

@@ -5,6 +5,7 @@ import gc
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, node_devices
 from dmoe_jax.peers.security import Plain
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from tests.dmoe_jax.node_rig import Rig, open_rig, rows
 
 EXPERT = feedforward(d_model=16)
@@ -245,8 +247,12 @@ def refused() -> None:
             print(error)
 
 
+def _mesh_by(rule: ShardingRule) -> MeshShape:
+    return replace(MeshShape.parse(MESH), rule=rule)
+
+
 def _laid_out_by(rule: ShardingRule) -> dict[str, ExpertBackend]:
-    return on(node_devices(ThreadDevice(), None, MESH, rule), "ffn.0", feedforward(d_model=6, expansion=1))
+    return on(node_devices(ThreadDevice(), None, _mesh_by(rule)), "ffn.0", feedforward(d_model=6, expansion=1))
 
 
 def a_rule_of_ones_own() -> None:
@@ -255,7 +261,7 @@ def a_rule_of_ones_own() -> None:
     def rule(name: str, array: jax.ShapeDtypeStruct, mesh: MeshShape) -> PartitionSpec:
         return PartitionSpec(("data", "model")) if name == "params/Dense_0/kernel" else PartitionSpec()
 
-    (backend,) = on(node_devices(ThreadDevice(), None, MESH, rule), "ffn.0").values()
+    (backend,) = on(node_devices(ThreadDevice(), None, _mesh_by(rule)), "ffn.0").values()
     (alone,) = make_backends({"ffn.0": EXPERT}, ADAM, seed=0).values()
     five_updates(backend)
     five_updates(alone)

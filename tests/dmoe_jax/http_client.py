@@ -6,7 +6,7 @@ import trio
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from net.identity import Address
+from dmoe_net.identity import Address
 
 Figures = dict[str, dict[tuple[tuple[str, str], ...], float]]
 """Sample name -> labels -> value."""

@@ -19,11 +19,11 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.node.sharding import PlacedDevice
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Caller, Reply
-from net.wire.tensors import plain
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Caller, Reply
+from dmoe_net.wire.tensors import plain
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 HOST = Address("node", 1)

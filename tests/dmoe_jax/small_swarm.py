@@ -22,12 +22,13 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import ExpertNode
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing.base import Router
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from net.clock import SwarmClock
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Caller
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.clock import SwarmClock
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
 from tests.net.direct_network import DirectCaller, DirectNetwork
 
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from dmoe_jax.arrays import PyTree, all_finite, as_params, bytes_of, kept_like, sent, wide
-from dmoe_jax.averaging.settings import DEFAULTS
+from dmoe_jax.averaging.settings import TreeAveragerConfig
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.collaboration.peer_state import PeerState
@@ -25,7 +25,7 @@ from dmoe_jax.optim.recipe import clip_and_decay
 from dmoe_jax.trainer import all_finite as are_finite
 from dmoe_jax.trainer import iterators_of
 from dmoe_jax.trunk import SharedTrunk
-from net.averaging.collaboration.progress import CHAIN_BYTES
+from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 
 NOISY = optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.1))
 # Their states hold the initial parameters, or one array twice.
@@ -190,7 +190,7 @@ def test_a_part_of_a_model_is_averaged(what: Any, around: str) -> None:
         _, state = update({"a_head": jnp.zeros(2), "body": jnp.ones(3)}, state, params)
         offered = what_to_send(state, params)
         assert [leaf.shape for leaf in jax.tree.leaves(offered.tree)] in ([(3,)], [(3,), (3,)])
-        _, (form,) = wire_forms(optimizer, params, DEFAULTS)
+        _, (form,) = wire_forms(optimizer, params, TreeAveragerConfig())
         form.layout.check(offered.tree)
         state = with_average(state, offered, offered.tree)
     updates, _ = update({"a_head": jnp.zeros(2), "body": jnp.zeros(3)}, state, params)

@@ -22,16 +22,18 @@ from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
-from net.averaging.averager import Averager, AveragingStep
-from net.averaging.speeds import Speeds
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.errors import NetError
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim.events import HostDown
-from net.transport.tcp import TcpTransport
-from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
+from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_net.averaging.assisting import assist
+from dmoe_net.averaging.averager import Averager, AveragingStep
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import NetError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.tcp import TcpTransport
+from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 RNG = np.random.default_rng(0)
@@ -259,30 +261,27 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
 def test_an_auxiliary_peer_reduces_for_others() -> None:
     """Two clients, who cannot be called, average with its help."""
     optimizer = moshpit_average(optax.sgd(1.0))
-    loops = {"ann": Loop(optimizer, 1.0), "bob": Loop(optimizer, 5.0), "aux": Loop(optimizer, 100.0)}
+    loops = {"ann": Loop(optimizer, 1.0), "bob": Loop(optimizer, 5.0)}
+    config = TreeAveragerConfig(side=3, window_s=2.0, timeout_s=6.0, role="client", speeds=Speeds(up=1e6))
 
     async def averages(averager: TreeAverager, loop: Loop) -> None:
-        await trio.sleep_until(5.0)
+        await trio.sleep_until(15.0)
         await loop.step(averager, 0.0, wait=True)
         loop.apply()
-        with pytest.raises(ValueError, match="role is client"):
-            await averager.assist()
-
-    async def assists(averager: TreeAverager, loop: Loop) -> None:
-        with pytest.raises(ValueError, match="call assist"):
-            await averager.step(loop.opt_state, loop.params)
-        await averager.assist()
 
     async def body(swarm: Swarm) -> None:
+        async def assists() -> None:
+            async with open_place(swarm, "aux") as place:
+                await assist(place.rpc, place.dht, prefix="run", rng=place.rng, config=config.averager())
+
+        swarm.network.start("aux", assists)
         for name, loop in loops.items():
-            role: Any = "auxiliary" if name == "aux" else "client"
-            config = TreeAveragerConfig(side=3, window_s=2.0, timeout_s=6.0, role=role, speeds=Speeds(up=1e6))
-            start(swarm, name, loop, assists if name == "aux" else averages, config=config)
+            start(swarm, name, loop, averages, config=config)
         await swarm_lived(swarm, "ann", "bob")
 
     in_swarm(body)
-    for name in ("ann", "bob"):
-        np.testing.assert_allclose(loops[name].values, 3.0, rtol=1e-6)
+    for loop in loops.values():
+        np.testing.assert_allclose(loop.values, 3.0, rtol=1e-6)
 
 
 async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
@@ -315,8 +314,7 @@ async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
             assert rpc.address is not None
             contacts.append(rpc.address)
             opened = open_tree_averager(
-                rpc,
-                dht,
+                SwarmPeer(rpc=rpc, dht=dht, rng=random.Random(number), is_simulated=False),
                 loop.params,
                 optimizer=optimizer,
                 name="run",
@@ -354,7 +352,7 @@ def test_what_cannot_work_is_refused() -> None:
     async def opened(loop: Loop, place: Any, optimizer: Any, share: float = 1.0) -> TreeAverager:
         config = TreeAveragerConfig(share=share)
         async with open_tree_averager(
-            place.rpc, place.dht, loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
+            peer_at(place), loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
         ) as averager:
             await loop.step(averager, 0.0)
             return averager
@@ -375,7 +373,7 @@ def test_what_cannot_work_is_refused() -> None:
     for wrong, message in (
         ({"side": 1}, "side must be at least 2, got 1"),
         ({"dims": 0}, "dims"),
-        ({"role": "leader"}, "role is one of auto, node, client, auxiliary, got 'leader'|parameter 'role'"),
+        ({"role": "leader"}, "role is one of auto, node, client, got 'leader'|parameter 'role'"),
         ({"window_s": 0.0}, "window_s"),
         ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
         ({"timeout_s": 0.0}, "timeout_s must be a positive number of seconds, got 0.0"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.optim.peer_axis import moshpit_rounds, random_cells
-from net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from tests.net.averaging_peers import Peers
 from tests.net.averaging_swarm import Swarm, in_swarm
 

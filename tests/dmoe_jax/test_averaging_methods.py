@@ -12,7 +12,7 @@ import trio
 
 from dmoe_jax.averaging import Round, TreeAverager
 from dmoe_jax.optim import noloco, streaming_diloco
-from net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.events import HostDown
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm
 

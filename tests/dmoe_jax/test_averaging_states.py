@@ -14,7 +14,7 @@ from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
 from dmoe_jax.optim.host_state import host_state, is_going_over, taken_over, without_taken
-from net.errors import NetError
+from dmoe_net.errors import NetError
 from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
 from tests.net.averaging_swarm import Swarm, in_swarm
 

@@ -15,7 +15,7 @@ from dmoe_jax.routing import (
     Traffic,
     add_noise,
     balanced,
-    chain,
+    chain_routers,
     check_router,
     combine_weights,
     drop_experts,
@@ -214,9 +214,9 @@ def test_large_grids_have_a_bias_for_each_coordinate():
 def test_combinators_around_it_keep_the_bias():
     x = jax.random.normal(jax.random.key(1), (3, D))
     for router in (
-        chain(product_key(GRID), balanced, partial(add_noise, stddev=1.0)),
-        chain(product_key(GRID), balanced, partial(drop_experts, rate=0.2)),
-        chain(product_key(GRID), partial(add_noise, stddev=1.0), balanced),
+        chain_routers(product_key(GRID), balanced, partial(add_noise, stddev=1.0)),
+        chain_routers(product_key(GRID), balanced, partial(drop_experts, rate=0.2)),
+        chain_routers(product_key(GRID), partial(add_noise, stddev=1.0), balanced),
     ):
         check_router(router, GRID, D)
         params = router.init(jax.random.key(0), D)

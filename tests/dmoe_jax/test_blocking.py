@@ -15,7 +15,7 @@ import optax
 import pytest
 import trio
 
-import dmoe_jax.swarm.swarm
+import dmoe_jax.swarm.serving
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.collaboration import CollaborationConfig
 from dmoe_jax.experts.feedforward import feedforward
@@ -24,8 +24,9 @@ from dmoe_jax.optim.moshpit import moshpit_average
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing import product_key
 from dmoe_jax.swarm.blocking import BlockingSwarm, Closed, connect
-from dmoe_jax.swarm.swarm import Swarm, told_when_slow
-from net.errors import DialFailed
+from dmoe_jax.swarm.serving import told_when_slow
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.errors import DialFailed
 
 
 def distance(weight: Any, place: Any) -> Any:
@@ -181,7 +182,7 @@ def test_whoever_serves_is_told_what_takes_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From Python, unless they asked to be told themselves."""
-    monkeypatch.setattr(dmoe_jax.swarm.swarm, "_SLOW_S", 0.001)
+    monkeypatch.setattr(dmoe_jax.swarm.serving, "_SLOW_S", 0.001)
     with told_when_slow(None) as note:
         note("compiling 1 of 2")
         while not caplog.messages:

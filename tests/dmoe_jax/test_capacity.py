@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.mixture.capacity import LEAST_CAPACITY, MAX_HOSTS, MEMORY_S, CallTimes, grid_capacity, relative_to_median
-from net.identity import Address, Contact, PeerId
+from dmoe_net.identity import Address, Contact, PeerId
 
 HOSTS = [PeerId(bytes([number]) * 32) for number in range(5)]
 

@@ -22,12 +22,13 @@ from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.routing import product_key
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from net.errors import CallRefused
-from net.transport.sim import run, simulate
-from net.transport.sim.events import Heal, HostDown, Partition
-from net.transport.sim.network import SimNetwork
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.errors import CallRefused
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import Heal, HostDown, Partition
+from dmoe_net.transport.sim.network import SimNetwork
 
 EXPERT = feedforward(d_model=4)
 SGD = optax.sgd(0.01)

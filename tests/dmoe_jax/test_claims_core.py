@@ -15,10 +15,10 @@ from dmoe_jax.claims.records import check_claimable, claim_item, claims_key, rea
 from dmoe_jax.claims.sharing import MAX_PAIRS, Claimant, dealt_out, own_order, those_who_share, weight
 from dmoe_jax.claims.watch import to_watch
 from dmoe_jax.directory.grid import expand_grid_pattern, parse_uid
-from net.dht.messages import contact_to_wire
-from net.dht.records import Dictionary, Entry, make_entry
-from net.errors import RemoteProtocolError
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht.messages import contact_to_wire
+from dmoe_net.dht.records import Dictionary, Entry, make_entry
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Address, Contact, PeerId
 
 PEERS = [PeerId.draw(random.Random(number)) for number in range(6)]
 CONTACTS = [Contact(peer_id, Address(f"node{number}", 1)) for number, peer_id in enumerate(PEERS)]

@@ -14,14 +14,14 @@ from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.status import read_members
 from dmoe_jax.runs.endings import UsageError
-from net.averaging.averager import AveragingStep
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import Speeds
-from net.wire.compression import Compression
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.test_cli_swarm import running
 from tests.dmoe_jax.training_rig import parsed
 
@@ -45,7 +45,7 @@ def test_flags_that_cannot_be_meant_are_refused() -> None:
     speeds = Speeds(up=1e6, down=1e7)
     assert command.meeting.speeds() == speeds
     assert command.averager() == AveragerConfig.of(
-        window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds, measures_line=True
+        window_s=5.0, timeout_s=12.0, compression=Compression.BFLOAT16, speeds=speeds
     )
     assert command.rounds().all_reduce == AllReduceConfig(timeout_s=12.0, compression=Compression.BFLOAT16)
 

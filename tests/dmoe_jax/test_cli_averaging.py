@@ -8,13 +8,13 @@ import optax
 import pytest
 import tyro
 
-from dmoe_jax.cli.averaging import AveragingOptions, OuterOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions, OuterOptions
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.optim import apply_average, host_state, what_to_send, with_average
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import flags_of
-from net.averaging.speeds import Speeds
-from net.wire.compression import Compression
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import parsed
 
 

@@ -14,7 +14,7 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import flags_of, words_of
-from dmoe_jax.training.saving import check_code
+from dmoe_jax.training.prepared_run import check_code
 
 
 def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from net.wire.sparse import SparseCoding, sparse_nbytes
+from dmoe_net.wire.sparse import SparseCoding, sparse_nbytes
 from tests.dmoe_jax.training_rig import text_of_few_words
 
 

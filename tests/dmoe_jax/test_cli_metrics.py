@@ -21,8 +21,9 @@ from dmoe_jax.cli.watching import watching
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.processes import open_local_swarm
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from net.identity import Address
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.identity import Address
 from tests.dmoe_jax.http_client import fetch, figures_of, scrape
 from tests.dmoe_jax.training_rig import command, outcome, parsed, served_swarm, text_of_few_words
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dmoe_jax.cli.status import Statuses, status_tables
 from dmoe_jax.directory.members import Member
-from net.identity import Address, Contact, PeerId
+from dmoe_net.identity import Address, Contact, PeerId
 
 
 def member(index: int, role: str, *, listens: bool = True, **facts: Any) -> Member:

@@ -19,8 +19,8 @@ from dmoe_jax.cli import main
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions, join_line, join_swarm
 from dmoe_jax.cli.status import read_members
 from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
-from net.errors import CallRefused
-from net.identity import Address, Contact
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address, Contact
 from tests.dmoe_jax.own_file import OWN_FILE
 from tests.dmoe_jax.training_rig import outcome
 

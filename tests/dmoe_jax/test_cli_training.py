@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
@@ -22,10 +22,11 @@ from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.training import progress
 from dmoe_jax.training.progress import TrainingProgress
-from net.wire.compression import Compression
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
 

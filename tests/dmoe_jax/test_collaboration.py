@@ -1,6 +1,5 @@
 """One large batch by many peers, in virtual time: the result is one machine's, whoever joins, leaves or is slow."""
 
-import random
 from dataclasses import replace
 
 import optax
@@ -11,14 +10,14 @@ from dmoe_jax.collaboration import Collaboration, open_collaboration
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, SwarmPeer, open_peer
+from dmoe_net.averaging.collaboration.progress import next_chain, report_to_wire
+from dmoe_net.averaging.plan import wait_for_plan
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Reply, Request, handlers
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.types import Array
 from experiments.collaborative.world import ROOT, World, relative_difference
-from net.averaging.collaboration.progress import next_chain, report_to_wire
-from net.averaging.plan import wait_for_plan
-from net.identity import Address, Contact
-from net.rpc.base import Reply, Request, handlers
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-from net.types import Array
 from tests.dmoe_jax.collaboration_swarm import (
     CONFIG,
     PROBLEM,
@@ -230,14 +229,12 @@ def test_who_follows_with_delayed_updates_applies_first_what_it_had_averaged() -
             simulate(latency=Constant(0.02)) as network,
             open_peer((), PeerConfig(network=network, host=ROOT, seed=0)) as place,
             open_collaboration(
-                place.rpc,
-                place.dht,
+                place,
                 PROBLEM.params,
                 together=PROBLEM.together,
                 name="run",
                 config=replace(CONFIG, target_batch_size=8, delayed=True),
                 device=InlineDevice(),
-                rng=random.Random(0),
             ) as peer,
         ):
             brought = [PROBLEM.gradient(PROBLEM.params, "x", number, 8) for number in range(3)]

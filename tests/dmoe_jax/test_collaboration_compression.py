@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from dmoe_jax.averaging.settings import CompressionName
+from dmoe_net.averaging.collaboration.rounds import Averaged
 from experiments.collaborative.world import Life, PeerSpec, World
-from net.averaging.collaboration.rounds import Averaged
 from tests.dmoe_jax.collaboration_swarm import (
     CONFIG,
     check_one_machine,

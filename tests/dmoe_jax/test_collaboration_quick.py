@@ -46,7 +46,7 @@ def test_who_comes_a_little_later_takes_part_in_steps_of_a_fraction_of_a_second(
         await world.wait_for_step(STEPS)
         await trio.sleep(1)
 
-    config = CollaborationConfig(target_batch_size=TARGET, lead_s=lead_s, measures_line=False)
+    config = CollaborationConfig(target_batch_size=TARGET, lead_s=lead_s)
     lives = in_world(body, latency_s=0.005, config=config)
     check(lives)
     assert share_made(lives, 15) == 1
@@ -63,7 +63,7 @@ def test_a_third_takes_the_place_of_one_that_was_killed(latency_s: float) -> Non
         await world.wait_for_step(STEPS)
         await trio.sleep(1)
 
-    config = CollaborationConfig(target_batch_size=TARGET, lead_s=0.3, measures_line=False)
+    config = CollaborationConfig(target_batch_size=TARGET, lead_s=0.3)
     lives = in_world(body, latency_s=latency_s, config=config)
     assert share_made(lives, 15) >= 0.8
     check(lives)
@@ -89,7 +89,7 @@ def test_a_lone_peer_makes_a_step_of_the_micro_batches_that_are_nearest_to_the_t
         # Half a micro-batch is waited for at most, beside what was computed.
         assert trio.current_time() - began <= steps * (batches + 0.5) * sample_s * micro_batch + 10
 
-    lives = in_world(body, config=CollaborationConfig(target_batch_size=target, measures_line=False))
+    lives = in_world(body, config=CollaborationConfig(target_batch_size=target))
     assert [each.samples for each in lives[0].steps[:steps]] == [batches * micro_batch] * steps
 
 
@@ -107,7 +107,7 @@ def test_who_is_left_by_the_other_goes_on() -> None:
         with trio.fail_after(600):
             await world.wait_for_step(left + 2)
 
-    in_world(body, config=CollaborationConfig(target_batch_size=100, measures_line=False))
+    in_world(body, config=CollaborationConfig(target_batch_size=100))
 
 
 def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
@@ -131,7 +131,7 @@ def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
         # Alone it fills a batch in 96 s; it may lose two of them to finding out.
         assert world.step >= before + 4
 
-    in_world(body, config=CollaborationConfig(target_batch_size=100, measures_line=False))
+    in_world(body, config=CollaborationConfig(target_batch_size=100))
 
 
 def test_what_goes_wrong_is_said_once_with_counts(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from dmoe_jax.optim import (
     zero_residual,
 )
 from dmoe_jax.optim.host_state import without_gathered
-from net.wire.sparse import SparseCoding, encode_sparse, parse_sparse_untrusted, to_dense
+from dmoe_net.wire.sparse import SparseCoding, encode_sparse, parse_sparse_untrusted, to_dense
 
 RNG = np.random.default_rng(0)
 # Blocks of 16 with two kept.

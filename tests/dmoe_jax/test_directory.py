@@ -17,10 +17,10 @@ from dmoe_jax.directory.directory import (
     withdraw_experts,
 )
 from dmoe_jax.directory.grid import ExpertUid, all_uids, parse_uid
-from net.dht.node import DhtNode
-from net.dht.records import Dictionary
-from net.dht.routing_table import key_id
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.dht.records import Dictionary
+from dmoe_net.dht.routing_table import key_id
+from dmoe_net.identity import Address, Contact, PeerId
 from tests.dmoe_jax.small_swarm import avoided, find_experts
 from tests.net.direct_network import DirectNetwork, open_swarm
 

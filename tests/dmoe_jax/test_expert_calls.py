@@ -13,10 +13,10 @@ from dmoe_jax.mixture.expert_calls import (
     outcomes_of_untrusted,
     parts_of_untrusted,
 )
-from net.errors import CallRefused, PeerBusy, RemoteFailure, RemoteProtocolError
-from net.identity import PeerId
-from net.rpc.base import Reply, Request
-from net.wire.compression import Compression
+from dmoe_net.errors import CallRefused, PeerBusy, RemoteFailure, RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.wire.compression import Compression
 
 
 def request_of(parts: Any, *tensors: np.ndarray) -> Request:

@@ -31,7 +31,7 @@ from dmoe_jax.mixture.flax_layers import AuxiliaryLoss, BlockingMixture
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import flat_top_k, hash_router, noisy_top_k, product_key, with_balancing_loss
 from dmoe_jax.routing.base import Router, score
-from net.rpc.base import Reply, Request
+from dmoe_net.rpc.base import Reply, Request
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, open_small_swarm, tcp_callers
 
 GRID = (2, 2)

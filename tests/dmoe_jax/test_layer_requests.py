@@ -17,11 +17,11 @@ from dmoe_jax.mixture.fan_out import REQUEST_BYTES, grouped
 from dmoe_jax.mixture.remote import Choice, RemoteMixture, _add_rows
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from net.errors import CallRefused, ConnectionLost, PeerBusy
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
-from net.wire.codec import encode
-from net.wire.compression import Compression
+from dmoe_net.errors import CallRefused, ConnectionLost, PeerBusy
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.small_swarm import SmallSwarm, direct_callers, open_small_swarm
 from tests.dmoe_jax.test_node_turns import TurnDevice
 from tests.net.direct_network import DirectCaller, DirectNetwork

@@ -23,8 +23,8 @@ from dmoe_jax.optim import moshpit_average
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import UsageError
-from net.meaning import check_meaning, differing
-from tests.dmoe_jax.averaging_peers import CONFIG, Loop, start, swarm_lived
+from dmoe_net.meaning import check_meaning, differing
+from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
 from tests.dmoe_jax.training_rig import SIZES, command, served_swarm
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
@@ -108,14 +108,12 @@ def test_collaborations_of_another_meaning_are_two(caplog: pytest.LogCaptureFixt
         async with (
             open_place(swarm, name) as place,
             open_collaboration(
-                place.rpc,
-                place.dht,
+                peer_at(place),
                 {"w": jnp.full(3, value)},
                 together=together,
                 name="run",
                 config=config,
                 device=InlineDevice(),
-                rng=place.rng,
             ) as peer,
         ):
             found[name] = peer

@@ -17,8 +17,8 @@ from dmoe_jax.directory.members import (
     list_members,
     withdraw_member,
 )
-from net.identity import Address, Contact, PeerId
-from net.wire.versions import CALLS
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.wire.versions import CALLS
 from tests.net.direct_network import DirectNetwork, open_swarm
 
 RNG = random.Random(0)

@@ -14,12 +14,13 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
-from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig
-from net.rpc.bulk import DEFAULT_BUDGET_BYTES, MemoryBudget
-from net.transport.sim import Constant, HostOptions, run, simulate
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
+from dmoe_net.averaging.reduction.all_reduce import AllReduce
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.rpc.bulk import DEFAULT_BUDGET_BYTES, MemoryBudget
+from dmoe_net.transport.sim import Constant, HostOptions, run, simulate
 from tests.dmoe_jax.training_rig import parsed
 
 MIB = 2**20

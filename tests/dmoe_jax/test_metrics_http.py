@@ -21,9 +21,9 @@ from dmoe_jax.metrics.monitor import (
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.peers.security import Plain
-from net.errors import ListenFailed
-from net.identity import Address
-from net.rpc.base import Reply, Request
+from dmoe_net.errors import ListenFailed
+from dmoe_net.identity import Address
+from dmoe_net.rpc.base import Reply, Request
 from tests.dmoe_jax.http_client import ask, fetch, figures_of, parsed
 
 ANY_PORT = Address("127.0.0.1", 0)

@@ -12,7 +12,7 @@ from dmoe_jax.machine.device import CostModel, DeviceTime, ThreadDevice
 from dmoe_jax.metrics.families import Histogram
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
-from net.errors import CallFailed, CallRefused, PeerTimeout
+from dmoe_net.errors import CallFailed, CallRefused, PeerTimeout
 from tests.dmoe_jax.node_rig import EXPERT, SGD, open_rig, rows
 
 

@@ -11,15 +11,15 @@ import optax
 import pytest
 import trio
 
-import net
+import dmoe_net
 from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.metrics.trace import Trace
 from dmoe_jax.mixture.statistics import CallRecord
 from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import open_swarm
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.trainer import StepSpan
-from net.identity import Address, Contact, PeerId
+from dmoe_net.identity import Address, Contact, PeerId
 
 FIRST, SECOND = (Contact(PeerId(bytes([index]) * 32), Address(f"10.0.0.{index}", 1)) for index in (1, 2))
 
@@ -86,7 +86,7 @@ async def simulated() -> tuple[Trace, int]:
     x, labels = jnp.asarray(rng.normal(size=(6, 4)), jnp.float32), jnp.asarray(rng.integers(0, 2, 6), jnp.int32)
     device = InlineDevice(CostModel(call_s=0.5))
     async with (
-        net.simulate(latency=net.Constant(0.05)) as network,
+        dmoe_net.simulate(latency=dmoe_net.Constant(0.05)) as network,
         open_swarm(network=network, host="node", seed=0, device=device) as first,
     ):
         await first.serve({"layer0.[0:2]": config.expert()}, optimizer=optax.sgd(0.1))
@@ -102,7 +102,7 @@ async def simulated() -> tuple[Trace, int]:
 
 def test_a_simulated_run_is_traced_in_virtual_time(tmp_path: Path) -> None:
     """Each step asks two experts forward and backward of one device: 0.5 s for each batch and 0.1 s for the way."""
-    trace, answered = net.run(simulated)
+    trace, answered = dmoe_net.run(simulated)
     events = happened(written(trace, tmp_path))
     calls, steps = ([each for each in events if (each["name"] == "step") == wanted] for wanted in (False, True))
     assert len(calls) == answered == 12

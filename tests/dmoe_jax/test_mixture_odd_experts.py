@@ -21,7 +21,7 @@ from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.statistics import REASONS, WINDOW_CALLS, CallStatistics, Coverage, TooFewExperts, reason_of
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
-from net.errors import (
+from dmoe_net.errors import (
     CallRefused,
     ConnectionLost,
     DialFailed,
@@ -33,8 +33,8 @@ from net.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from net.rpc.base import Reply, Request
-from net.wire.versions import CALLS
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.wire.versions import CALLS
 from tests.dmoe_jax.small_swarm import close, direct_callers, open_small_swarm
 from tests.net.direct_network import DirectNetwork
 

@@ -19,9 +19,9 @@ from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
-from net.errors import CallRefused, NoQuorum
-from net.rpc.base import Reply, Request
-from net.wire.compression import Compression
+from dmoe_net.errors import CallRefused, NoQuorum
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.small_swarm import SmallSwarm, avoided, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectCaller, DirectNetwork
 

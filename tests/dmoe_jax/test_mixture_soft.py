@@ -120,7 +120,7 @@ async def test_the_classifier_is_alike_over_a_network(autojump_clock: trio.testi
         model = mlp.MLP(CONFIG, router, [swarm.mixture(expert, router, layer, k_best=1) for layer in layers])
 
         async def forward(tape: Any, params: Any) -> Any:
-            return (await model.forward(tape, params, batch, None, None)).loss
+            return (await model.forward(tape, params, batch, (), None)).loss
 
         loss, found = await value_and_grad(forward)(trunk)
         np.testing.assert_allclose(loss, expected, atol=1e-5)

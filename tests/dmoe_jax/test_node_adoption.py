@@ -10,8 +10,8 @@ from dmoe_jax.directory import directory
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.backend import ExpertBackend
-from net.errors import CallRefused, PeerTimeout
-from net.identity import Address, Contact, PeerId
+from dmoe_net.errors import CallRefused, PeerTimeout
+from dmoe_net.identity import Address, Contact, PeerId
 from tests.dmoe_jax.node_rig import EXPERT, HOST, open_rig, rows
 from tests.dmoe_jax.small_swarm import find_experts
 

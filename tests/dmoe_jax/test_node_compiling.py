@@ -20,10 +20,10 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import EachCompiledAlone, copied, key_data_with
 from dmoe_jax.node.server import open_expert_node
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.errors import CallRefused, RemoteFailure
-from net.identity import Address, PeerId
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import CallRefused, RemoteFailure
+from dmoe_net.identity import Address, PeerId
 from tests.dmoe_jax.node_rig import HOST, SGD, AsideDevice, open_rig, rows
 from tests.dmoe_jax.small_swarm import find_experts
 from tests.net.direct_network import DirectNetwork

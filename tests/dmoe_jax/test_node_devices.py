@@ -32,8 +32,8 @@ from dmoe_jax.node.sharding import (
     shard_largest_dimension,
     spread,
 )
-from dmoe_jax.swarm.swarm import open_swarm
-from net.transport.sim import run, simulate
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_net.transport.sim import run, simulate
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
 ROOT = Path(__file__).parents[2]

@@ -28,11 +28,10 @@ from dmoe_jax.node.lockstep import (
     parse_header_untrusted,
     with_arrays,
 )
-from dmoe_jax.node.sharding import shard_largest_dimension
-from net.errors import RemoteProtocolError
-from net.identity import Contact
-from net.wire import codec
-from net.wire.tensors import plain
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Contact
+from dmoe_net.wire import codec
+from dmoe_net.wire.tensors import plain
 from tests.dmoe_jax.node_rig import rows
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +118,7 @@ async def test_whichever_is_stopped_all_leave_in_order(tmp_path: Path, stopped: 
 
 async def test_several_processes_never_compute_in_the_loop() -> None:
     """However short the work: the loop tells the other processes of it, for whom XLA waits."""
-    (placed,) = _devices(None, shard_largest_dimension, None)
+    (placed,) = _devices(None, None)
     for device in (placed.device, placed.device.another()):
         assert await device.run(threading.get_ident, expected_s=0.0) != threading.get_ident()
 

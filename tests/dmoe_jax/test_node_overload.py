@@ -5,7 +5,7 @@ import trio
 
 from dmoe_jax.machine.device import CostModel
 from dmoe_jax.node.config import NodeConfig
-from net.errors import PeerBusy
+from dmoe_net.errors import PeerBusy
 from tests.dmoe_jax.node_rig import open_rig, rows
 
 CONFIG = NodeConfig(max_batch_rows=4, max_wait_s=2.0)

@@ -24,7 +24,7 @@ from dmoe_jax.node import saving
 from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
 from dmoe_jax.node.programs import Batch, Result, Work
 from dmoe_jax.node.saving import ExpertSaver
-from net.errors import CallRefused
+from dmoe_net.errors import CallRefused
 from tests.dmoe_jax.node_rig import open_rig
 
 kind_of, touch = saving._kind_of, saving._touch

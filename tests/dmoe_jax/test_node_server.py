@@ -23,13 +23,13 @@ from dmoe_jax.machine.device import CostModel, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node
-from net.clock import SwarmClock
-from net.dht.node import open_dht_node
-from net.errors import CallRefused, NetError, PeerBusy, PeerTimeout, RemoteFailure
-from net.identity import Address, PeerId
-from net.rpc.base import Reply
-from net.wire.compression import Compressed, Compression
-from net.wire.tensors import as_received
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import CallRefused, NetError, PeerBusy, PeerTimeout, RemoteFailure
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Reply
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.tensors import as_received
 from tests.dmoe_jax.node_rig import EXPERT, HOST, SGD, XL, open_rig, rows
 from tests.dmoe_jax.small_swarm import find_experts
 from tests.net.direct_network import DirectNetwork

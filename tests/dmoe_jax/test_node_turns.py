@@ -16,7 +16,7 @@ from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
 from dmoe_jax.node.programs import expert_programs
 from dmoe_jax.node.queue import Job
 from dmoe_jax.node.runner import BatchTimes, run_turn, sharing_programs
-from net.errors import CallRefused
+from dmoe_net.errors import CallRefused
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 
 UIDS = tuple(f"ffn.{index}" for index in range(4))

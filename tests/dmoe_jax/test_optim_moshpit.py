@@ -22,7 +22,7 @@ from dmoe_jax.optim import (
     what_to_send,
     with_average,
 )
-from net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 
 RNG = np.random.default_rng(0)
 EVERYTHING = ("parameters", "gradients", "pseudo_gradients")

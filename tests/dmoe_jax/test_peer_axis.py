@@ -13,7 +13,7 @@ import pytest
 from jax.test_util import check_grads
 
 from dmoe_jax.optim import distortion, group_mean, moshpit_round, moshpit_rounds, random_cells
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
 
 ROOT = Path(__file__).parents[2]
 GRID = MoshpitGrid(side=4, dims=2)
@@ -25,7 +25,7 @@ EIGHT_DEVICES = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from dmoe_jax.optim import moshpit_rounds, random_cells
-from net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 
 key = jax.random.key(0)
 grid = MoshpitGrid(side=5, dims=2)

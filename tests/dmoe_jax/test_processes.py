@@ -14,8 +14,8 @@ from dmoe_jax.directory.grid import all_uids, expand_grid_pattern
 from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
-from net.errors import DialFailed
-from net.identity import Contact
+from dmoe_net.errors import DialFailed
+from dmoe_net.identity import Contact
 
 NUM_LAYERS, GRID = 2, (4, 4)
 

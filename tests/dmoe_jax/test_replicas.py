@@ -17,9 +17,10 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.replicas import ReplicaConfig, Replicas
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.serving import Served
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
-from net.transport.sim import Constant, HostDown, HostUp, SimNetwork, run, simulate
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.transport.sim import Constant, HostDown, HostUp, SimNetwork, run, simulate
 
 NUM_EXPERTS = 8
 EXPERT = expert_from_functions(

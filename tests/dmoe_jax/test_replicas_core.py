@@ -28,15 +28,15 @@ from dmoe_jax.directory.slots import (
 )
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.replicas.averaging import add_average
 from dmoe_jax.replicas.config import ReplicaConfig
 from dmoe_jax.replicas.copies import LEAST_WEIGHT, CopyLayout, Progress
 from dmoe_jax.replicas.listing import SlotListing
+from dmoe_jax.replicas.replica_averager import add_average
 from dmoe_jax.replicas.rounds import bundles_of, group_of, next_round, unweighted, weighted
 from dmoe_jax.replicas.slot_claims import SlotClaims
-from net.dht.messages import contact_to_wire
-from net.dht.records import Dictionary, make_entry
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht.messages import contact_to_wire
+from dmoe_net.dht.records import Dictionary, make_entry
+from dmoe_net.identity import Address, Contact, PeerId
 from tests.net.direct_network import DirectNetwork, open_swarm
 
 RNG = random.Random(0)

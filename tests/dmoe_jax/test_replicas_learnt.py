@@ -15,10 +15,10 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.queue import name_of
 from dmoe_jax.replicas import ReplicaConfig, learnt
 from dmoe_jax.replicas.learnt import LEARNT, LearntNames, packed, unpacked
-from net.errors import CallRefused
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
-from net.transport.sim import run
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.transport.sim import run
 from tests.dmoe_jax.node_rig import ask_expert, open_rig, rows
 from tests.dmoe_jax.test_replicas import NUM_EXPERTS, REPLICAS, Node, Scene, check_agree, replicas_of, scene
 from tests.net.direct_network import DirectNetwork

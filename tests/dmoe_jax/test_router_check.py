@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from dmoe_jax.routing.base import Router, RouterError, Scores, as_scores, score
 from dmoe_jax.routing.check import check_finite, check_router
-from dmoe_jax.routing.flax_modules import from_linen
+from dmoe_jax.routing.flax_modules import router_from_linen
 from dmoe_jax.routing.product_key import product_key
 
 GRID = (2, 3)
@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[Router, str]] = {
         "gradient of its weights and aux_loss is NaN or infinite",
     ),
     "a Linen module's scores in one piece": (
-        from_linen(lambda: OnePiece(), (2, 3), name="mine"),
+        router_from_linen(lambda: OnePiece(), (2, 3), name="mine"),
         r"grid \(2, 3\) must return these widths, got \(6,\)",
     ),
     "functions that cannot be told apart": (broken(combine=UNHASHABLE), "must be hashable"),

@@ -15,7 +15,7 @@ from dmoe_jax.routing import (
     RouterError,
     Scores,
     add_noise,
-    chain,
+    chain_routers,
     check_router,
     combine_weights,
     drop_experts,
@@ -34,18 +34,18 @@ from dmoe_jax.routing import (
 )
 
 STACKS = {
-    "noise_and_losses": lambda grid: chain(
+    "noise_and_losses": lambda grid: chain_routers(
         product_key(grid), partial(add_noise, stddev=1.0), with_balancing_loss, with_z_loss
     ),
-    "failing_noisy": lambda grid: chain(noisy_top_k(grid), partial(drop_experts, rate=0.4), freeze),
-    "disturbed_switch": lambda grid: chain(
+    "failing_noisy": lambda grid: chain_routers(noisy_top_k(grid), partial(drop_experts, rate=0.4), freeze),
+    "disturbed_switch": lambda grid: chain_routers(
         switch(grid),
         partial(add_noise, stddev=2.0),
         partial(temperature, value=3.0),
         partial(drop_experts, rate=0.3),
     ),
     "failing_expert_choice": lambda grid: drop_experts(expert_choice(grid), 0.5),
-    "hash_with_losses": lambda grid: chain(hash_router(grid), with_balancing_loss, with_z_loss),
+    "hash_with_losses": lambda grid: chain_routers(hash_router(grid), with_balancing_loss, with_z_loss),
 }
 RANDOM = {
     "noisy_top_k",

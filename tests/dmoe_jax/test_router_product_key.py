@@ -11,7 +11,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from dmoe_jax.routing import Router, Scores, from_linen, from_nnx, gather_logits, masked_softmax, product_key
+from dmoe_jax.routing import (
+    Router,
+    Scores,
+    gather_logits,
+    masked_softmax,
+    product_key,
+    router_from_linen,
+    router_from_nnx,
+)
 from dmoe_jax.routing.base import select_top_k
 
 
@@ -148,7 +156,7 @@ class NnxGate(nnx.Module):
 
 def test_an_nnx_module_swaps_in():
     """With the same weights an NNX gate gives the scores and gradients of the Linen gate."""
-    linen, adapted = product_key((2, 3)), from_nnx(NnxGate, (2, 3))
+    linen, adapted = product_key((2, 3)), router_from_nnx(NnxGate, (2, 3))
     params = adapted.init(jax.random.key(0), 6)
     assert set(params) == {"norm", "keys"}  # a plain dictionary with the same names as the Linen gate's
     x = jax.random.normal(jax.random.key(1), (4, 6))
@@ -167,21 +175,21 @@ def test_an_nnx_module_swaps_in():
 
 def test_an_nnx_module_with_other_state_is_refused():
     """Batch statistics are not parameters: nobody would carry them from step to step."""
-    router = from_nnx(lambda d_model, rngs: nnx.BatchNorm(d_model, rngs=rngs), (6,))
+    router = router_from_nnx(lambda d_model, rngs: nnx.BatchNorm(d_model, rngs=rngs), (6,))
     with pytest.raises(ValueError, match="BatchStat"):
         router.init(jax.random.key(0), 6)
 
 
 def test_a_linen_module_with_other_state_is_refused():
     """The same for Linen."""
-    router = from_linen(lambda: nn.BatchNorm(use_running_average=False), (6,))
+    router = router_from_linen(lambda: nn.BatchNorm(use_running_average=False), (6,))
     with pytest.raises(ValueError, match="batch_stats"):
         router.init(jax.random.key(0), 6)
 
 
 def test_a_scoring_module_of_the_wrong_width_is_refused():
     """A module that does not fit the grid is named with both widths."""
-    router = from_linen(lambda: nn.Dense(6), (2, 3))
+    router = router_from_linen(lambda: nn.Dense(6), (2, 3))
     with pytest.raises(ValueError, match="must return 5 scores a sample, got 6"):
         router.scores(router.init(jax.random.key(0), 4), jnp.ones((1, 4)))
 
@@ -199,7 +207,7 @@ class NoisyPair(nn.Module):
 
 def test_a_linen_module_may_return_a_tuple_and_use_noise():
     """The key reaches the module: same key, same scores; another key, others; no key, no noise."""
-    router = from_linen(NoisyPair, (2, 2))
+    router = router_from_linen(NoisyPair, (2, 2))
     params = router.init(jax.random.key(0), 3)
     x = jnp.ones((1, 3))
     once, again = (router.scores(params, x, key=jax.random.key(5)).logits for _ in range(2))

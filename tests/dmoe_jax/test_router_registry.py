@@ -168,10 +168,10 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path):
 def test_own_routers_without_a_name_are_named_after_their_file(tmp_path):
     """Two of them must not share a line in a figure; a name that the author gave stays."""
     (tmp_path / "gates.py").write_text(
-        "from flax import linen as nn\nfrom dmoe_jax.routing import from_linen\n"
-        "def one(grid):\n    return from_linen(lambda: nn.Dense(sum(grid)), grid)\n"
-        "def two(grid):\n    return from_linen(lambda: nn.Dense(sum(grid)), grid)\n"
-        "def three(grid):\n    return from_linen(lambda: nn.Dense(sum(grid)), grid, name='mine')\n"
+        "from flax import linen as nn\nfrom dmoe_jax.routing import router_from_linen\n"
+        "def one(grid):\n    return router_from_linen(lambda: nn.Dense(sum(grid)), grid)\n"
+        "def two(grid):\n    return router_from_linen(lambda: nn.Dense(sum(grid)), grid)\n"
+        "def three(grid):\n    return router_from_linen(lambda: nn.Dense(sum(grid)), grid, name='mine')\n"
     )
     names = [make_router(f"{tmp_path}/gates.py:{which}", (2, 3)).name for which in ("one", "two", "three")]
     assert names == ["gates.py:one", "gates.py:two", "mine"]

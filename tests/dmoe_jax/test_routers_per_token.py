@@ -15,7 +15,7 @@ from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.local_update import init_opt_states, update_experts
 from dmoe_jax.routing.base import Router, gather_logits, score
-from dmoe_jax.routing.combinators import add_noise, chain, drop_experts, with_balancing_loss
+from dmoe_jax.routing.combinators import add_noise, chain_routers, drop_experts, with_balancing_loss
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
 from tests.dmoe_jax.small_swarm import close, direct_callers, open_small_swarm
@@ -32,7 +32,7 @@ IDS = jnp.arange(BATCH * SEQ, dtype=jnp.int32) * 7
 
 CASES: dict[str, Any] = {
     **ROUTERS,
-    "a stack": lambda grid: chain(
+    "a stack": lambda grid: chain_routers(
         product_key(grid), partial(add_noise, stddev=1.0), partial(drop_experts, rate=0.3), with_balancing_loss
     ),
 }

@@ -11,7 +11,7 @@ from dmoe_jax.routing import (
     RouterError,
     Scores,
     add_noise,
-    chain,
+    chain_routers,
     drop_experts,
     flat_top_k,
     freeze,
@@ -130,7 +130,7 @@ def test_frozen_parameters_get_no_gradient_but_x_does():
 def test_losses_add_up():
     """The wrapped router's own loss, plus each of the others times its weight, on the scores over the whole grid."""
     router = noisy_top_k(GRID)
-    stack = chain(router, partial(with_balancing_loss, weight=0.5), partial(with_z_loss, weight=0.25))
+    stack = chain_routers(router, partial(with_balancing_loss, weight=0.5), partial(with_z_loss, weight=0.25))
     params = jax.tree.map(
         lambda leaf: leaf + 0.3 * jnp.sin(jnp.arange(36.0)).reshape(6, 6), router.init(jax.random.key(0), 6)
     )
@@ -151,7 +151,7 @@ def test_a_balancing_loss_sees_the_changes_that_came_before_it():
     base = product_key(GRID, init_scale=1.0)
     params = base.init(jax.random.key(0), 6)
     noise = partial(add_noise, stddev=3.0)
-    outside, inside = chain(base, noise, with_balancing_loss), chain(base, with_balancing_loss, noise)
+    outside, inside = chain_routers(base, noise, with_balancing_loss), chain_routers(base, with_balancing_loss, noise)
     clean = score(base, params, X)
     for router in (outside, inside):
         scores = score(router, params, X, key=jax.random.key(5))
@@ -202,9 +202,9 @@ def test_ids_reach_the_router_inside():
 
 def test_names_tell_what_was_done():
     """In the order in which it was done."""
-    router = chain(product_key(GRID), partial(add_noise, stddev=1.0), with_balancing_loss, freeze)
+    router = chain_routers(product_key(GRID), partial(add_noise, stddev=1.0), with_balancing_loss, freeze)
     assert router.name == "product_key+noise+balance+frozen"
-    assert chain(router) is router
+    assert chain_routers(router) is router
 
 
 def test_equal_combinations_are_one_object():
@@ -218,10 +218,10 @@ def test_equal_combinations_are_one_object():
 
 def test_a_chain_takes_any_function_from_router_to_router():
     """A user's own, and it says which one returned something else."""
-    renamed = chain(product_key(GRID), lambda router: router._replace(name="mine"))
+    renamed = chain_routers(product_key(GRID), lambda router: router._replace(name="mine"))
     assert renamed.name == "mine"
     with pytest.raises(RouterError, match=r"must return a router, .*str.* made str of 'product_key'"):
-        chain(product_key(GRID), str)
+        chain_routers(product_key(GRID), str)
 
 
 @pytest.mark.parametrize(

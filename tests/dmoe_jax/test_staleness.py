@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from dmoe_jax.autodiff import Recording
-from dmoe_jax.cli.node import ExpertRecipe
+from dmoe_jax.cli.node_options import ExpertRecipe
 from dmoe_jax.cli.train_options import TrunkRecipe
 from dmoe_jax.layer_config import Recipe
 from dmoe_jax.machine.device import CostModel, InlineDevice
@@ -31,8 +31,8 @@ from dmoe_jax.optim import (
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
-from net.errors import CallRefused, ConnectionLost
-from net.rpc.base import Reply, Request
+from dmoe_net.errors import CallRefused, ConnectionLost
+from dmoe_net.rpc.base import Reply, Request
 from tests.dmoe_jax.node_rig import EXPERT, Rig, open_rig, rows
 from tests.dmoe_jax.small_swarm import direct_callers, open_small_swarm
 from tests.net.direct_network import DirectCaller, DirectNetwork

@@ -27,7 +27,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
 from dmoe_jax.trainer import StepRecord, Trainer, all_finite, loss_and_grads
 from dmoe_jax.trunk import SharedTrunk
-from net.errors import NetError
+from dmoe_net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
 from tests.net.direct_network import DirectNetwork
 

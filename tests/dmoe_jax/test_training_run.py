@@ -22,9 +22,9 @@ from dmoe_jax.runs import run_folder
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
 from dmoe_jax.training.run import Plan, train, train_without_waiting
-from dmoe_jax.training.saving import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
 from dmoe_jax.training.task import Task, language_task
 from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
 

@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, Round, TreeAverager
-from dmoe_jax.cli.averaging import AveragingOptions
+from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.trunk import SharedTrunk, open_trunk_averaging
-from net.transport.sim.events import HostDown
-from tests.dmoe_jax.averaging_peers import CONFIG
+from dmoe_net.transport.sim.events import HostDown
+from tests.dmoe_jax.averaging_peers import CONFIG, peer_at
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 GRADS = {"w": jnp.ones((2, 3))}
@@ -51,13 +51,11 @@ def start(swarm: Swarm, name: str, trunk: SharedTrunk, live: Live, **settings: A
         async with (
             open_place(swarm, name) as place,
             open_trunk_averaging(
-                place.rpc,
-                place.dht,
+                peer_at(place),
                 trunk,
                 name="trunk",
                 config=CONFIG,
                 device=InlineDevice(),
-                rng=place.rng,
                 **settings,
             ) as averager,
         ):

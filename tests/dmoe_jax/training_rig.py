@@ -16,7 +16,9 @@ from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.flags import as_flags, flags_of
-from dmoe_jax.swarm.swarm import Served, Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.serving import Served
+from dmoe_jax.swarm.swarm import Swarm
 
 SIZES = LayerConfig(d_model=8, num_heads=2, d_ff=8, seq_len=4, mem_len=4)
 OPTIMIZER = optax.sgd(0.1)

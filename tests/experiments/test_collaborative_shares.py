@@ -2,14 +2,14 @@
 
 import pytest
 
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import Speeds
 from experiments.collaborative.shares import (
     Members,
     share_figures,
     simulated_seconds,
 )
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import Speeds
 
 
 def test_the_bar() -> None:

@@ -10,8 +10,8 @@ import pytest
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
+from dmoe_jax.training.prepared_run import finished_headline, prepare_run
 from dmoe_jax.training.run import Plan
-from dmoe_jax.training.saving import finished_headline, prepare_run
 from experiments.compare_routers import measurement
 from experiments.compare_routers.__main__ import main
 from experiments.compare_routers.budget import Cost, plan_runs
@@ -28,7 +28,7 @@ GRID = PRESETS["dmoe", "tiny"].config.grid_size
 MY_ROUTERS = f"""
 from functools import partial
 
-from dmoe_jax.routing.combinators import add_noise, chain
+from dmoe_jax.routing.combinators import add_noise, chain_routers
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.switch import switch
 
@@ -45,7 +45,7 @@ def broken(grid_size):
     return switch(grid_size)._replace(name="broken", combine=lambda logits, mask: -1.0 * mask)
 
 
-noisy = partial(chain, product_key({GRID}))(partial(add_noise, stddev=0.1))
+noisy = partial(chain_routers, product_key({GRID}))(partial(add_noise, stddev=0.1))
 """
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_net.wire.sparse import sparse_nbytes
 from experiments.less_traffic import measurement, training
 from experiments.less_traffic.__main__ import main
 from experiments.less_traffic.methods import make_method
 from experiments.less_traffic.settings import MethodName
 from experiments.less_traffic.training import Lane, all_batches, train
 from experiments.moshpit_sgd.tasks import Task
-from net.wire.sparse import sparse_nbytes
 
 PEERS, SIZE = 4, 100
 NAMES = get_args(MethodName)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from experiments.moshpit_sgd import tasks
 from experiments.moshpit_sgd.__main__ import main
 from experiments.moshpit_sgd.learning import PeerLearner, Programs
@@ -20,7 +21,6 @@ from experiments.moshpit_sgd.methods import Moshpit, make_method
 from experiments.moshpit_sgd.simulation import Simulation
 from experiments.moshpit_sgd.tasks import Task
 from experiments.moshpit_sgd.time_model import TimeModel
-from net.averaging.grouping.group_key import MoshpitGrid
 
 # A stretch takes 1 s, a vector 1 s from peer to peer.
 STEADY = TimeModel(

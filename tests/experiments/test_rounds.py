@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_net.averaging.reduction.reducer import mean_into
 from experiments.allreduce_speed import measurement as allreduce
 from experiments.allreduce_speed.member import digest_of, vector_of
 from experiments.allreduce_speed.settings import SpeedSettings
 from experiments.bench import Run
 from experiments.rounds import SLICE, Ratio, measure_rounds, round_figures
 from experiments.transport_speed.slices import percentile, slice_record
-from net.averaging.reduction.reducer import mean_into
 
 RATIO = Ratio("speed_ratio", "speed", "ours", "theirs", ">=", 0.5)
 

@@ -22,14 +22,15 @@ from dmoe_jax.machine.device import CostModel, Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.swarm import Swarm, open_swarm
+from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_net.identity import Address
+from dmoe_net.rpc.faults import Fault, FaultPlan
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import HostDown, HostUp
+from dmoe_net.transport.sim.links import Constant, LogNormal
+from dmoe_net.transport.sim.network import SimNetwork
 from experiments.simulated_swarm import start_simulated_nodes
-from net.identity import Address
-from net.rpc.faults import Fault, FaultPlan
-from net.transport.sim import run, simulate
-from net.transport.sim.events import HostDown, HostUp
-from net.transport.sim.links import Constant, LogNormal
-from net.transport.sim.network import SimNetwork
 
 ROOT = Path(__file__).parents[2]
 GRID = (2, 3)
@@ -175,13 +176,13 @@ def test_the_example_of_the_readme(tmp_path: Path) -> None:
     running = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
             stdout=subprocess.PIPE,
             text=True,
         )
         for hash_seed in ("1", "2")
     ]
-    outputs = [process.communicate(timeout=110)[0] for process in running]
+    outputs = [process.communicate(timeout=280)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
     assert outputs[0] == outputs[1]
     steps = eval(outputs[0].splitlines()[-1])

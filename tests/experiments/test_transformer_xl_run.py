@@ -12,9 +12,9 @@ import pytest
 from dmoe_jax.routing.noisy_top_k import noisy_top_k
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.engine import Engine
+from dmoe_jax.training.prepared_run import finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import train, train_without_waiting
-from dmoe_jax.training.saving import finished_headline, prepare_run
 from dmoe_jax.training.task import language_task
 from experiments.intervals import t_interval
 from experiments.transformer_xl.__main__ import main

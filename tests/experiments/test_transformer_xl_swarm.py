@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dmoe_jax.cli.language_training import trunk_config
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
-from dmoe_jax.cli.trained_models import trunk_config, trunk_recipe
+from dmoe_jax.cli.trained_models import trunk_recipe
 from dmoe_jax.layer_config import Recipe, Route
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.run_folder import read_metrics

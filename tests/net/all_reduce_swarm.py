@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig, parts_of
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Body, Caller, Handler, Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import simulate
-from net.transport.sim.links import Constant, HostOptions
-from net.transport.sim.network import SimNetwork
-from net.types import Array
-from net.wire.tensors import Outgoing
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
+from dmoe_net.averaging.reduction.partition import AllReduceConfig, parts_of
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.links import Constant, HostOptions
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.types import Array
+from dmoe_net.wire.tensors import Outgoing
 from tests.net.sim_hosts import peer
 
 T = 2.0

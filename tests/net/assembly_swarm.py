@@ -10,22 +10,22 @@ from typing import Any
 
 import trio
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import Candidate, declaration_of
-from net.averaging.grouping.matchmaker import Matchmaker
-from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.lookup import LookupConfig
-from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Handler, Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import run, simulate
-from net.transport.sim.events import HostDown
-from net.transport.sim.links import Constant, Latency
-from net.transport.sim.network import SimNetwork
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
+from dmoe_net.averaging.grouping.join_messages import Candidate, declaration_of
+from dmoe_net.averaging.grouping.matchmaker import Matchmaker
+from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.lookup import LookupConfig
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Handler, Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.links import Constant, Latency
+from dmoe_net.transport.sim.network import SimNetwork
 
 LATENCY = Constant(0.02)
 LINE = MoshpitGrid(side=8, dims=1)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import trio
 
-from net.averaging.averager import AveragingStep
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.grouping.matchmaking import AssemblyConfig
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = AveragerConfig(

@@ -8,13 +8,13 @@ from typing import Any
 
 import trio
 
-from net.clock import SwarmClock
-from net.dht.node import DhtNode, open_dht_node
-from net.identity import Address, PeerId
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import run, simulate
-from net.transport.sim.links import Constant
-from net.transport.sim.network import SimNetwork
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.transport.sim.network import SimNetwork
 
 PORT = 1
 ROOT = Address("root", PORT)

@@ -13,18 +13,18 @@ from typing import Any
 
 import trio
 
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.node import DhtNode, open_dht_node
-from net.dht.records import Entry
-from net.dht.routing_table import key_id, node_id
-from net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
-from net.identity import Address, Contact, PeerId
-from net.peer_health import PeerHealth
-from net.rpc.base import Body, Handler, Reply, Request
-from net.rpc.bulk import BulkTraffic
-from net.wire.sinks import put_into
-from net.wire.tensors import Outgoing, Tensor, as_received, describe, layout_untrusted
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.dht.records import Entry
+from dmoe_net.dht.routing_table import key_id, node_id
+from dmoe_net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.peer_health import PeerHealth
+from dmoe_net.rpc.base import Body, Handler, Reply, Request
+from dmoe_net.rpc.bulk import BulkTraffic
+from dmoe_net.wire.sinks import put_into
+from dmoe_net.wire.tensors import Outgoing, Tensor, as_received, describe, layout_untrusted
 
 
 class DirectNetwork:
@@ -89,7 +89,7 @@ class DirectNetwork:
 
 
 class DirectCaller:
-    """One peer's end of a `DirectNetwork`; implements `net.rpc.base.Caller`."""
+    """One peer's end of a `DirectNetwork`; implements `dmoe_net.rpc.base.Caller`."""
 
     def __init__(self, network: DirectNetwork, address: Address | None, peer_id: PeerId) -> None:
         self._network = network

@@ -13,12 +13,12 @@ import pytest
 import trio
 import trio.testing
 
-from net.identity import Address, PeerId
-from net.keys import Identity
-from net.transport.base import Link, Transport
-from net.transport.sim import run, simulate
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.keys import Identity
+from dmoe_net.transport.base import Link, Transport
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import trio
 
-from net.averaging.gathering import AllGather, GatherConfig, Gathered
-from net.averaging.grouping.group import Group, Role
-from net.rpc.peer import RpcPeer
-from net.transport.sim import run
-from net.transport.sim.network import SimNetwork
-from net.types import Array
+from dmoe_net.averaging.gathering import AllGather, GatherConfig, Gathered
+from dmoe_net.averaging.grouping.group import Group, Role
+from dmoe_net.rpc.peer import RpcPeer
+from dmoe_net.transport.sim import run
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.types import Array
 from tests.net.all_reduce_swarm import open_members
 
 T = 2.0

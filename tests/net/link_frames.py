@@ -3,8 +3,8 @@
 import numpy as np
 import trio
 
-from net.transport.base import Link
-from net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, encode_frame, whole_part
+from dmoe_net.transport.base import Link
+from dmoe_net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, encode_frame, whole_part
 
 
 def numbered(index: int, *sizes: int) -> EncodedFrame:

@@ -6,13 +6,13 @@ from typing import Any
 
 import trio
 
-from net.identity import Address, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.wire.frame_reader import WINDOW_BYTES
-from net.wire.frames import Part, whole_part
-from net.wire.messages import Hello, Message, encode_message
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.frame_reader import WINDOW_BYTES
+from dmoe_net.wire.frames import Part, whole_part
+from dmoe_net.wire.messages import Hello, Message, encode_message
 
 ANY_PORT = Address("127.0.0.1", 0)
 SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)

@@ -7,14 +7,14 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost
-from net.identity import Address, PeerId
-from net.transport.sim import run
-from net.transport.sim.endpoints import SimLink
-from net.transport.sim.events import Partition
-from net.transport.sim.network import SimNetwork
-from net.transport.sim.transport import SimListener
-from net.wire.frames import Part, whole_part
+from dmoe_net.errors import ConnectionLost
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.transport.sim import run
+from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.events import Partition
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.transport.sim.transport import SimListener
+from dmoe_net.wire.frames import Part, whole_part
 from tests.net.link_frames import numbered
 
 CUT = Partition((frozenset({"a"}),))  # a from everybody else

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import trio
 
-from net.errors import PeerUnavailable
-from net.identity import Address, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import open_rpc_peer
-from net.transport.base import Link
-from net.transport.sim import run, simulate
-from net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
-from net.transport.sim.links import HostOptions, LogNormal
-from net.transport.sim.network import SimNetwork
-from net.transport.sim.transport import SimTransport
-from net.wire.frames import whole_part
+from dmoe_net.errors import PeerUnavailable
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.base import Link
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition, SetHost
+from dmoe_net.transport.sim.links import HostOptions, LogNormal
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.transport.sim.transport import SimTransport
+from dmoe_net.wire.frames import whole_part
 from tests.net.link_frames import numbered
 
 NUM_HOSTS = 12

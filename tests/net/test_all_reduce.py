@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.grouping.group import Member, Role
-from net.averaging.reduction.partition import AllReduceConfig
-from net.averaging.speeds import Speeds
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim.links import HostOptions
-from net.transport.tcp import TcpTransport
-from net.wire.compression import Compression
+from dmoe_net.averaging.grouping.group import Member, Role
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim.links import HostOptions
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.compression import Compression
 from tests.net.all_reduce_swarm import CONFIG, Swarm, Watched, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.reduction.all_reduce import AllReduceResult
-from net.averaging.reduction.partition import ChunkName
-from net.errors import CallRefused, DialFailed, PeerBusy
-from net.types import Array
+from dmoe_net.averaging.reduction.all_reduce import AllReduceResult
+from dmoe_net.averaging.reduction.partition import ChunkName
+from dmoe_net.errors import CallRefused, DialFailed, PeerBusy
+from dmoe_net.types import Array
 from tests.net.all_reduce_swarm import CONFIG, GROUP, METHOD, T, Watched, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation, peer
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.all_reduce import AllReduceResult
-from net.averaging.reduction.partition import MAX_WEIGHT, AllReduceConfig, Part
-from net.averaging.reduction.reducer import PartReduction
-from net.errors import RemoteProtocolError
-from net.rpc.base import Reply
-from net.types import Array
-from net.wire.compression import Compressed, Compression, compressed_in_place, encode
-from net.wire.tensors import plain
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.all_reduce import AllReduceResult
+from dmoe_net.averaging.reduction.partition import MAX_WEIGHT, AllReduceConfig, Part
+from dmoe_net.averaging.reduction.reducer import PartReduction
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.rpc.base import Reply
+from dmoe_net.types import Array
+from dmoe_net.wire.compression import Compressed, Compression, compressed_in_place, encode
+from dmoe_net.wire.tensors import plain
 from tests.net.all_reduce_swarm import CONFIG, Swarm, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 

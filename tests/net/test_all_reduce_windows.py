@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import trio
 
-from net.averaging.reduction.all_reduce import Exchange
-from net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig
-from net.rpc.bulk import MIN_BUDGET_BYTES
-from net.transport.sim.links import HostOptions
+from dmoe_net.averaging.reduction.all_reduce import Exchange
+from dmoe_net.averaging.reduction.partition import MAX_ROOM, MAX_WINDOW, AllReduceConfig
+from dmoe_net.rpc.bulk import MIN_BUDGET_BYTES
+from dmoe_net.transport.sim.links import HostOptions
 from tests.net.all_reduce_swarm import Swarm, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import trio
 
-from net.averaging.grouping.group import Role
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import (
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
+from dmoe_net.averaging.grouping.join_messages import (
     candidates_in_untrusted,
 )
-from net.transport.sim import run
+from dmoe_net.transport.sim import run
 from tests.net.assembly_swarm import CONFIG, LINE, SQUARE, check_disjoint, find_later, gather, ids, simulated, swarm
 
 

@@ -9,15 +9,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.averaging.grouping.group import Group
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import candidates_in_untrusted, request_body
-from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
-from net.errors import CallRefused
-from net.rpc.base import Reply, Request
-from net.transport.sim import run
-from net.transport.sim.events import HostDown
-from net.transport.sim.links import Constant, LogNormal
+from dmoe_net.averaging.grouping.group import Group
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
+from dmoe_net.averaging.grouping.join_messages import candidates_in_untrusted, request_body
+from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from dmoe_net.errors import CallRefused
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.transport.sim import run
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.links import Constant, LogNormal
 from tests.net.assembly_swarm import (
     CONFIG,
     LINE,

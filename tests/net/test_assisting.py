@@ -10,13 +10,16 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.assisting import assist
-from net.averaging.averager import AveragingStep
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.opening import open_averager
-from net.averaging.plan import MAX_ASSISTED_SIZE, AveragingPlan, find_plan, parse_plan_untrusted, plan_key
-from net.averaging.speeds import Speeds
-from net.errors import RemoteProtocolError
+from dmoe_net.averaging.assisting import assist
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.gathering import SparseLayout
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import MAX_ASSISTED_SIZE, AveragingPlan, find_plan, parse_plan_untrusted, plan_key
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.wire.sparse import SparseCoding
 from tests.net.averaging_peers import CONFIG, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
@@ -156,3 +159,18 @@ def test_garbage_is_only_ever_a_protocol_error(rubbish: Any, place: int) -> None
     for value in (rubbish, [*PLAN.to_value()[:place], rubbish, *PLAN.to_value()[place + 1 :]]):
         with suppress(RemoteProtocolError):
             assert isinstance(parse_plan_untrusted(value), AveragingPlan)
+
+
+def test_nobody_reduces_sparse_vectors() -> None:
+    """They are gathered: an auxiliary peer that would wait for ever is told so."""
+    layout = SparseLayout(coding=SparseCoding(), sizes=(64,))
+    plan = AveragingPlan.of(size=64, grid=GRID, sparse=layout)
+
+    async def body(swarm: Swarm) -> None:
+        config = replace(CONFIG, role=Role.AUXILIARY)
+        async with open_place(swarm, "aux") as place:
+            with pytest.raises(ValueError, match="an auxiliary peer has nothing to do for them"):
+                async with open_averager(place.rpc, place.dht, plan, prefix="x", rng=place.rng, config=config):
+                    raise AssertionError("opened")
+
+    in_swarm(body)

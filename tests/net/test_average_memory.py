@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.all_reduce import AllReduceResult
-from net.averaging.reduction.partition import AllReduceConfig
-from net.types import Array
-from net.wire.frames import EncodedFrame
-from net.wire.messages import CallReply, encode_message
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.averaging.reduction.all_reduce import AllReduceResult
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.types import Array
+from dmoe_net.wire.frames import EncodedFrame
+from dmoe_net.wire.messages import CallReply, encode_message
 from tests.net.all_reduce_swarm import Swarm, assert_complete, mean, swarm, vectors
 from tests.net.sim_hosts import in_simulation
 

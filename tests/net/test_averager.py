@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.averaging.state.sharing import SharedState, StateSource
-from net.errors import CallRefused
-from net.transport.sim.events import HostDown
+from dmoe_net.averaging.averager import Averager
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.state.sharing import SharedState, StateSource
+from dmoe_net.errors import CallRefused
+from dmoe_net.transport.sim.events import HostDown
 from tests.net.averaging_peers import CONFIG, ROUND_S, SIZE, Peers, vector_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

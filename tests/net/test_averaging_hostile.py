@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import Averager
-from net.averaging.config import AveragerConfig
-from net.averaging.grouping.group import Group, Member
-from net.averaging.grouping.group_key import MoshpitGrid, group_key
-from net.averaging.grouping.join_messages import (
+from dmoe_net.averaging.averager import Averager
+from dmoe_net.averaging.config import AveragerConfig
+from dmoe_net.averaging.grouping.group import Group, Member
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
+from dmoe_net.averaging.grouping.join_messages import (
     Candidate,
     declaration_of,
     group_body,
     parse_request_untrusted,
 )
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
-from net.errors import CallRefused
-from net.identity import Contact
-from net.rpc.base import Handler, Reply, Request
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Contact
+from dmoe_net.rpc.base import Handler, Reply, Request
 from tests.net.averaging_peers import CONFIG, SIZE, vector_of
 from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 

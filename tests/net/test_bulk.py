@@ -3,9 +3,9 @@
 import pytest
 import trio
 
-from net.averaging.window import BulkWindow
-from net.identity import PeerId
-from net.rpc.bulk import GAIN, MIN_BUDGET_BYTES, BulkTraffic, MemoryBudget, Path, bytes_of
+from dmoe_net.averaging.window import BulkWindow
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.bulk import GAIN, MIN_BUDGET_BYTES, BulkTraffic, MemoryBudget, Path, bytes_of
 from tests.net.sim_hosts import in_simulation
 
 MIB = 2**20

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.errors import LocalProtocolError, RemoteProtocolError
-from net.wire.codec import MAX_DEPTH, MAX_ENCODED_BYTES, decode_untrusted, encode
+from dmoe_net.errors import LocalProtocolError, RemoteProtocolError
+from dmoe_net.wire.codec import MAX_DEPTH, MAX_ENCODED_BYTES, decode_untrusted, encode
 
 SCALARS = (
     st.none()

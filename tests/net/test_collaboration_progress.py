@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from net.averaging.collaboration.progress import (
+from dmoe_net.averaging.collaboration.progress import (
     NO_CHAIN,
     Pace,
     Report,
@@ -15,10 +15,10 @@ from net.averaging.collaboration.progress import (
     report_to_wire,
     reports_in_untrusted,
 )
-from net.averaging.grouping.group import Role
-from net.dht.records import Dictionary, make_entry
-from net.errors import RemoteProtocolError
-from net.identity import Address, PeerId
+from dmoe_net.averaging.grouping.group import Role
+from dmoe_net.dht.records import Dictionary, make_entry
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Address, PeerId
 
 IDS = [PeerId(bytes([number]) * 32) for number in range(1, 6)]
 

@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from net.averaging.collaboration.rounds import has_majority
-from net.averaging.collaboration.settlement import CLIENT_S, Case, Outcome, Settlement, Vote
-from net.averaging.grouping.group import Group, Member, Role
-from net.errors import CallRefused
-from net.identity import Address
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim import simulate
-from net.transport.sim.events import HostDown
-from net.transport.sim.links import Constant
-from net.transport.sim.network import SimNetwork
+from dmoe_net.averaging.collaboration.rounds import has_majority
+from dmoe_net.averaging.collaboration.settlement import CLIENT_S, Case, Outcome, Settlement, Vote
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.links import Constant
+from dmoe_net.transport.sim.network import SimNetwork
 from tests.net.sim_hosts import in_simulation, peer
 
 WHOLE, BROKEN = Vote(complete=True, digest=b"d" * 16), Vote(complete=False, digest=b"")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from net.errors import RemoteProtocolError
-from net.wire.compression import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.wire.compression import (
     BLOCK_SIZE,
     Compressed,
     Compression,
@@ -19,7 +19,7 @@ from net.wire.compression import (
     encoded_nbytes,
     is_compressible,
 )
-from net.wire.tensors import Tensor
+from dmoe_net.wire.tensors import Tensor
 
 KINDS = [kind for kind in Compression if kind is not Compression.NONE]
 CASTS = [Compression.FLOAT16, Compression.BFLOAT16]

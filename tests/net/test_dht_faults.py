@@ -8,12 +8,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.node import open_dht_node
-from net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.node import open_dht_node
+from dmoe_net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.dht.config import DhtConfig
-from net.dht.lookup import Lookup, LookupConfig
-from net.dht.peer_book import MAX_LOST, PeerBook
-from net.dht.records import make_entry
-from net.dht.routing_table import NodeId, node_id
-from net.identity import Address, Contact, PeerId
-from net.peer_health import PeerHealth
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.lookup import Lookup, LookupConfig
+from dmoe_net.dht.peer_book import MAX_LOST, PeerBook
+from dmoe_net.dht.records import make_entry
+from dmoe_net.dht.routing_table import NodeId, node_id
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.peer_health import PeerHealth
 
 CONFIG = LookupConfig(parallelism=3, beam_size=5, slow_after_s=1.0)
 

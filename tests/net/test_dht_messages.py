@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.dht import messages
-from net.dht.messages import PAGE_BYTES, FindReply
-from net.dht.records import MAX_VALUE_BYTES, Dictionary, SubkeyEntry, make_entry
-from net.errors import RemoteProtocolError
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht import messages
+from dmoe_net.dht.messages import PAGE_BYTES, FindReply
+from dmoe_net.dht.records import MAX_VALUE_BYTES, Dictionary, SubkeyEntry, make_entry
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Address, Contact, PeerId
 from tests.net.test_dht_records import values
 
 RNG = random.Random(0)

@@ -11,14 +11,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from net.clock import SwarmClock
-from net.dht.config import DhtConfig
-from net.dht.lookup import LookupConfig
-from net.dht.node import DhtNode, StoreItem, open_dht_node
-from net.dht.records import Dictionary, Entry, make_entry
-from net.dht.routing_table import key_id
-from net.errors import DialFailed
-from net.identity import Address, PeerId
+from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.lookup import LookupConfig
+from dmoe_net.dht.node import DhtNode, StoreItem, open_dht_node
+from dmoe_net.dht.records import Dictionary, Entry, make_entry
+from dmoe_net.dht.routing_table import key_id
+from dmoe_net.errors import DialFailed
+from dmoe_net.identity import Address, PeerId
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,
@@ -313,7 +313,7 @@ def _open_with_clock(network: DirectNetwork, index: int, start_s: float, initial
 async def test_a_machine_that_slept_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a machine is suspended trio's clock stands still, and the swarm's time goes on."""
     uptime = trio.current_time()
-    monkeypatch.setattr("net.clock.time.clock_gettime", lambda _: uptime)
+    monkeypatch.setattr("dmoe_net.clock.time.clock_gettime", lambda _: uptime)
     clock = SwarmClock.wall()
     before = clock.now()
     assert before == pytest.approx(time.time(), abs=60)

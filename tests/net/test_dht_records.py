@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.dht.records import (
+from dmoe_net.dht.records import (
     MAX_DICTIONARY_BYTES,
     MAX_SUBKEYS,
     MAX_VALUE_BYTES,

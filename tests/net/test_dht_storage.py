@@ -2,8 +2,8 @@
 
 import random
 
-from net.dht.records import Dictionary, Entry, make_entry
-from net.dht.storage import RecordStorage
+from dmoe_net.dht.records import Dictionary, Entry, make_entry
+from dmoe_net.dht.storage import RecordStorage
 
 
 def storage(max_keys: int = 100, max_bytes: int = 10**6) -> RecordStorage:

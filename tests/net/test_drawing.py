@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.averager import AveragingStep
-from net.averaging.drawing import drawn_places, drawn_size, put_back
-from net.averaging.grouping.group_key import MoshpitGrid
-from net.averaging.opening import open_averager
-from net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.drawing import drawn_places, drawn_size, put_back
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.averaging.opening import open_averager
+from dmoe_net.averaging.plan import AveragingPlan
 from tests.net.averaging_peers import CONFIG
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import CallRefused, ConnectionLost, NetError, PeerTimeout, RemoteProtocolError
-from net.identity import PeerId
-from net.rpc.faults import MAX_CALLERS, Fault, FaultInjector, FaultPlan
+from dmoe_net.errors import CallRefused, ConnectionLost, NetError, PeerTimeout, RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.faults import MAX_CALLERS, Fault, FaultInjector, FaultPlan
 from tests.net.rpc_peers import LONG_S, echo, peers
 
 TENSOR = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
-from net.wire.fields import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.wire.fields import (
     FLAG,
     HOST,
     MAPPING,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from net.errors import RemoteProtocolError
-from net.wire.codec import encode
-from net.wire.frame_reader import FrameReader
-from net.wire.frames import MAX_BODY_BYTES, MAX_HEADER_BYTES
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.frame_reader import FrameReader
+from dmoe_net.wire.frames import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from tests.net.wire_parts import KIB, OPEN, WHOLE, bytes_header, chunk, opening, preamble, read
 
 

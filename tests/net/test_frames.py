@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.errors import LocalProtocolError, RemoteProtocolError
-from net.wire.codec import encode
-from net.wire.frame_reader import FrameReader, window_cost
-from net.wire.frames import (
+from dmoe_net.errors import LocalProtocolError, RemoteProtocolError
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.frame_reader import FrameReader, window_cost
+from dmoe_net.wire.frames import (
     CHUNK_BYTES,
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
@@ -22,7 +22,7 @@ from net.wire.frames import (
     OutgoingStream,
     encode_frame,
 )
-from net.wire.tensors import ALIGNMENT
+from dmoe_net.wire.tensors import ALIGNMENT
 from tests.net.wire_parts import (
     CHUNK,
     MIB,

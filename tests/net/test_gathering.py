@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.gathering import (
+from dmoe_net.averaging.gathering import (
     BROKE_RULES,
     SILENT,
     UNREACHABLE,
@@ -18,11 +18,11 @@ from net.averaging.gathering import (
     inline,
     mean_untrusted,
 )
-from net.errors import CallRefused, RemoteProtocolError
-from net.identity import PeerId
-from net.transport.sim.events import Partition
-from net.types import Array
-from net.wire.sparse import (
+from dmoe_net.errors import CallRefused, RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.transport.sim.events import Partition
+from dmoe_net.types import Array
+from dmoe_net.wire.sparse import (
     SparseBlocks,
     SparseCoding,
     SparseVector,

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.partition import parts_of
-from net.averaging.speeds import Speeds
-from net.identity import Address, PeerId
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.reduction.partition import parts_of
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.identity import Address, PeerId
 
 RNG = random.Random(0)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group_key import MoshpitGrid, assign_slots, group_key
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid, assign_slots, group_key
 
 GRIDS = [MoshpitGrid(side=3, dims=2), MoshpitGrid(side=4, dims=3), MoshpitGrid(side=5, dims=1)]
 

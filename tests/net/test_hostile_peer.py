@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import PeerUnavailable, RemoteProtocolError
-from net.identity import Address, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.wire.codec import encode
-from net.wire.frames import MAX_BODY_BYTES
-from net.wire.messages import CallCancel, CallReply, CallStart, Credit, Goodbye, Hello, encode_message
+from dmoe_net.errors import PeerUnavailable, RemoteProtocolError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.frames import MAX_BODY_BYTES
+from dmoe_net.wire.messages import CallCancel, CallReply, CallStart, Credit, Goodbye, Hello, encode_message
 from tests.net.rpc_peers import ANY_PORT, LONG_S, echo, peers
 from tests.net.wire_parts import CHUNK, MIB, OPEN, RESET, WHOLE, chunk, opening, preamble, wire
 

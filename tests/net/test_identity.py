@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.identity import Address, Contact, PeerId
+from dmoe_net.identity import Address, Contact, PeerId
 
 ID = "0123456789abcdef" * 4
 

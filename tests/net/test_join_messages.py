@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.join_messages import (
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.grouping.join_messages import (
     MAX_MEMBER_BYTES,
     Reason,
     Refusal,
@@ -24,12 +24,12 @@ from net.averaging.grouping.join_messages import (
     refusal_body,
     request_body,
 )
-from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
-from net.averaging.speeds import BANDWIDTHS_BPS, Speeds
-from net.dht.records import Dictionary, Entry, make_entry
-from net.errors import RemoteProtocolError
-from net.identity import Address, PeerId
-from net.wire.codec import decode_untrusted, encode
+from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, Speeds
+from dmoe_net.dht.records import Dictionary, Entry, make_entry
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.wire.codec import decode_untrusted, encode
 from tests.net.test_matchmaking import candidate, member, peer, request
 
 FULL = Speeds(up=1.1e6, down=2.3e7, reducing=3.1e9)

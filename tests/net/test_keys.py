@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
-from net.key_files import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.key_files import (
     create_identity,
     hold_identity,
     load_allow_list,
@@ -25,7 +25,7 @@ from net.key_files import (
     load_or_create_identity,
     load_swarm_secret,
 )
-from net.keys import (
+from dmoe_net.keys import (
     Identity,
     IdentityError,
     Membership,

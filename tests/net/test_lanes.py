@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import CallRefused
-from net.identity import Address
-from net.rpc.base import Reply, Request
-from net.rpc.connections import LANE_IDLE_S
-from net.rpc.lanes import _State
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.rpc.service import LANES, MAX_LANES
-from net.transport.sim import Constant, HostOptions, simulate
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
-from net.wire.messages import Hello, encode_message, parse_untrusted
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.connections import LANE_IDLE_S
+from dmoe_net.rpc.lanes import _State
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.rpc.service import LANES, MAX_LANES
+from dmoe_net.transport.sim import Constant, HostOptions, simulate
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.wire.messages import Hello, encode_message, parse_untrusted
 from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER
 from tests.net.sim_hosts import in_simulation, peer
 from tests.net.tls_peers import ALICE, BOB, OPEN

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import PeerTimeout, PeerUnavailable
-from net.identity import Address, Contact
-from net.rpc.base import Reply, Request, handlers
-from net.rpc.liveness import call_living, ping
-from net.rpc.peer import open_rpc_peer
-from net.transport.sim import simulate
-from net.transport.sim.events import HostDown
-from net.transport.sim.links import HostOptions
+from dmoe_net.errors import PeerTimeout, PeerUnavailable
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Reply, Request, handlers
+from dmoe_net.rpc.liveness import call_living, ping
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.links import HostOptions
 from tests.net.sim_hosts import in_simulation, peer
 
 

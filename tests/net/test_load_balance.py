@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from net.averaging.grouping.group import Role
-from net.averaging.reduction.load_balance import (
+from dmoe_net.averaging.collaboration.rounds import cautious
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.reduction.load_balance import (
     bytes_each_way,
     peer_fractions,
     split_by_shares,
 )
-from net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
+from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
+from dmoe_net.identity import Address
+from tests.net.sim_hosts import peer
 
 N, C, A = Role.NODE, Role.CLIENT, Role.AUXILIARY
 
@@ -252,3 +255,23 @@ def test_whole_numbers_add_up(size: int, shares: list[float]) -> None:
     for count, share in zip(counts, shares, strict=True):
         assert abs(count - size * share / sum(shares)) < 1 + 1e-6
         assert share > 0 or count == 0
+
+
+def test_an_unknown_line_never_gets_more_than_an_equal_share() -> None:
+    """Whoever is known: the slowest of a group has no more than anybody else. With the mean of the known it would be
+    more: of one fast and one slow member known, four unknown ones would count as fairly fast."""
+    rng = random.Random(0)
+    for _ in range(200):
+        num_members = rng.randint(2, 9)
+        known = [rng.choice([None, rng.uniform(1e4, 1e8)]) for _ in range(num_members)]
+        members = tuple(
+            Member(peer_id=peer(str(place)), address=Address("host", 1 + place), speeds=Speeds(up=up, down=up))
+            for place, up in enumerate(known)
+        )
+        group = cautious(Group(group_id=b"g" * 16, members=members, side=num_members))
+        shares = peer_fractions([each.role for each in group.members], [each.speeds for each in group.members])
+        for up, share, member, before in zip(known, shares, group.members, members, strict=True):
+            if up is None:
+                assert share <= 1 / num_members + 1e-9
+            else:
+                assert member == before

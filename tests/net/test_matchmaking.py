@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.grouping.join_messages import Candidate, JoinRequest, Reason, Refusal
-from net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
-from net.identity import Address, Contact, PeerId
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.grouping.join_messages import Candidate, JoinRequest, Reason, Refusal
+from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from dmoe_net.identity import Address, Contact, PeerId
 
 CONFIG = AssemblyConfig(window_s=5.0, poll_s=1.0, margin_s=0.5)
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
-from net.wire.frames import Frame
-from net.wire.messages import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.wire.frames import Frame
+from dmoe_net.wire.messages import (
     MAX_CALL_ID,
     MAX_COMPRESSION_CHARACTERS,
     MAX_COMPRESSIONS,
@@ -32,7 +32,7 @@ from net.wire.messages import (
     encode_message,
     parse_untrusted,
 )
-from net.wire.tensors import plain
+from dmoe_net.wire.tensors import plain
 from tests.net.wire_parts import read, wire
 
 HELLO = Hello(peer_id=PeerId(bytes(range(32))), instance=b"instance", port=4001, window_bytes=2**26)

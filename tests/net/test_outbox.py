@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from net.errors import RemoteProtocolError
-from net.rpc.outbox import MAX_STREAMS, Outbox
-from net.rpc.session import RpcSession
-from net.wire.frame_reader import FrameReader, window_cost
-from net.wire.frames import CHUNK_BYTES, EncodedFrame, Frame, Part, encode_frame
-from net.wire.messages import CallCancel, CallError, CallReply, CallStart
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.rpc.outbox import MAX_STREAMS, Outbox
+from dmoe_net.rpc.session import RpcSession
+from dmoe_net.wire.frame_reader import FrameReader, window_cost
+from dmoe_net.wire.frames import CHUNK_BYTES, EncodedFrame, Frame, Part, encode_frame
+from dmoe_net.wire.messages import CallCancel, CallError, CallReply, CallStart
 from tests.net.test_session import ALICE, BOB, session_of
 from tests.net.wire_parts import KIB, MIB, part_bytes
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.partition import MAX_WEIGHT, ChunkName, Part, parse_name_untrusted, parts_of
-from net.errors import RemoteProtocolError
-from net.identity import Address, PeerId
-from net.wire.codec import decode_untrusted, encode
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.reduction.partition import MAX_WEIGHT, ChunkName, Part, parse_name_untrusted, parts_of
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.wire.codec import decode_untrusted, encode
 
 NAME = ChunkName(group_id=b"g" * 16, size=100, start=8, wish=3, weight=2.5)
 

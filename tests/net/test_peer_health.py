@@ -2,8 +2,8 @@
 
 import pytest
 
-from net import peer_health
-from net.peer_health import LATE_LIMIT, Pause, PeerHealth
+from dmoe_net import peer_health
+from dmoe_net.peer_health import LATE_LIMIT, Pause, PeerHealth
 
 PAUSE = Pause(first_s=5.0, longest_s=60.0)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part
-from net.averaging.reduction.reducer import PartReduction, is_finite, mean_into, values_untrusted
-from net.errors import RemoteProtocolError
-from net.types import Array
-from net.wire.compression import Compression
+from dmoe_net.averaging.reduction.partition import MAX_WINDOW, AllReduceConfig, Part
+from dmoe_net.averaging.reduction.reducer import PartReduction, is_finite, mean_into, values_untrusted
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.types import Array
+from dmoe_net.wire.compression import Compression
 
 T = 5.0
 CONFIG = AllReduceConfig(sender_timeout_s=T)

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id
-from net.identity import Address, Contact, PeerId
+from dmoe_net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id
+from dmoe_net.identity import Address, Contact, PeerId
 
 
 def contact_at(node: NodeId) -> Contact:

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import ConnectionLost, DialFailed, LocalProtocolError, PeerTimeout
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.base import Link
-from net.transport.sim import run, simulate
-from net.transport.sim.events import Heal, Partition
-from net.transport.sim.links import HostOptions
-from net.transport.tcp import TcpTransport
-from net.wire.messages import CallCancel, CallStart, Ping
-from net.wire.tensors import Tensor
+from dmoe_net.errors import ConnectionLost, DialFailed, LocalProtocolError, PeerTimeout
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.base import Link
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import Heal, Partition
+from dmoe_net.transport.sim.links import HostOptions
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.messages import CallCancel, CallStart, Ping
+from dmoe_net.wire.tensors import Tensor
 from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
 from tests.net.link_frames import assert_same, parts_of
 from tests.net.rpc_peers import CLIENT, LONG_S, SERVER, Stuck, echo, hello, part

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import (
+from dmoe_net.errors import (
     ConnectionLost,
     DialFailed,
     ListenFailed,
@@ -20,14 +20,14 @@ from net.errors import (
     PeerUnavailable,
     RemoteProtocolError,
 )
-from net.identity import Address, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.connection import HELLO_TIMEOUT_S
-from net.rpc.peer import open_rpc_peer
-from net.transport.base import Link, Listener
-from net.transport.tcp import TcpTransport
-from net.wire.frames import Frame, Part
-from net.wire.messages import CallReply, CallStart, encode_message
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.connection import HELLO_TIMEOUT_S
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.base import Link, Listener
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.frames import Frame, Part
+from dmoe_net.wire.messages import CallReply, CallStart, encode_message
 from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, hello, part, peers
 
 

@@ -7,15 +7,15 @@ from contextlib import suppress
 import pytest
 import trio
 
-from net.errors import ConnectionLost, DialFailed
-from net.identity import Address, Contact, PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.connection import HELLO_TIMEOUT_S, LEAVE_S
-from net.rpc.connections import CHECK_PERIOD_S
-from net.rpc.peer import open_rpc_peer
-from net.transport.base import Link, Transport
-from net.transport.sim import simulate
-from net.wire.messages import CallReply, Goodbye
+from dmoe_net.errors import ConnectionLost, DialFailed
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.connection import HELLO_TIMEOUT_S, LEAVE_S
+from dmoe_net.rpc.connections import CHECK_PERIOD_S
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.base import Link, Transport
+from dmoe_net.transport.sim import simulate
+from dmoe_net.wire.messages import CallReply, Goodbye
 from tests.net.rpc_peers import LONG_S, hello, part
 from tests.net.sim_hosts import in_simulation
 from tests.net.test_rpc_simulated import ALICE, EVE, contact, pair, ping

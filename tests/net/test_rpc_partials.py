@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import CallRefused, ConnectionLost, PeerTimeout, RemoteProtocolError
-from net.identity import Address
-from net.rpc.base import Caller, Reply, Request
-from net.rpc.faults import Fault, FaultInjector, FaultPlan
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
+from dmoe_net.errors import CallRefused, ConnectionLost, PeerTimeout, RemoteProtocolError
+from dmoe_net.identity import Address
+from dmoe_net.rpc.base import Caller, Reply, Request
+from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
 from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, peers
 
 

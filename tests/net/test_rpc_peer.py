@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import (
+from dmoe_net.errors import (
     CallRefused,
     ConnectionLost,
     DialFailed,
@@ -21,11 +21,11 @@ from net.errors import (
     PeerTimeout,
     RemoteFailure,
 )
-from net.identity import Address, PeerId
-from net.rpc.base import Caller, Reply, Request, handlers
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.wire.messages import CallStart
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.base import Caller, Reply, Request, handlers
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.messages import CallStart
 from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, Stuck, echo, hello, part, peers
 
 

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import trio
 
-from net.errors import CallRefused, ConnectionLost, DialFailed, PeerTimeout
-from net.identity import Address, Contact, PeerId
-from net.peer_health import Pause
-from net.rpc.base import Reply, Request
-from net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
-from net.rpc.connections import CHECK_PERIOD_S
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import simulate
-from net.transport.sim.events import HostDown, HostUp, Partition
-from net.transport.sim.links import Constant, HostOptions
-from net.transport.sim.network import SimNetwork
-from net.wire.messages import CallStart
+from dmoe_net.errors import CallRefused, ConnectionLost, DialFailed, PeerTimeout
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.peer_health import Pause
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
+from dmoe_net.rpc.connections import CHECK_PERIOD_S
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.events import HostDown, HostUp, Partition
+from dmoe_net.transport.sim.links import Constant, HostOptions
+from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net.wire.messages import CallStart
 from tests.net.rpc_peers import Stuck, echo, hello, part
 from tests.net.sim_hosts import in_simulation
 

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from net.errors import LocalProtocolError, PeerBusy, RemoteProtocolError
-from net.identity import PeerId
-from net.rpc.session import Action, RpcSession
-from net.wire.compression import Compressed, Compression
-from net.wire.frame_reader import WINDOW_BYTES
-from net.wire.frames import Frame
-from net.wire.messages import (
+from dmoe_net.errors import LocalProtocolError, PeerBusy, RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.session import Action, RpcSession
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.frame_reader import WINDOW_BYTES
+from dmoe_net.wire.frames import Frame
+from dmoe_net.wire.messages import (
     CallCancel,
     CallError,
     CallPartial,

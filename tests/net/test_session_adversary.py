@@ -5,11 +5,11 @@ import weakref
 import numpy as np
 import pytest
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
-from net.rpc.session import RpcSession
-from net.wire.frame_reader import FREE_BYTES
-from net.wire.messages import CallCancel, CallError, CallReply, CallStart, Credit, ErrorKind
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.session import RpcSession
+from dmoe_net.wire.frame_reader import FREE_BYTES
+from dmoe_net.wire.messages import CallCancel, CallError, CallReply, CallStart, Credit, ErrorKind
 from tests.net.test_session import ALICE, BOB, deliver, hello_of, place, queued, receive, session_of
 from tests.net.wire_parts import KIB, MIB
 

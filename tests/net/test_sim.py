@@ -4,13 +4,13 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost, DialFailed
-from net.identity import Address
-from net.transport.sim import simulate
-from net.transport.sim.endpoints import SimLink
-from net.transport.sim.flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
-from net.transport.sim.links import Constant, Exponential, HostOptions, LogNormal, Loss
-from net.transport.sim.transport import BACKLOG
+from dmoe_net.errors import ConnectionLost, DialFailed
+from dmoe_net.identity import Address
+from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
+from dmoe_net.transport.sim.links import Constant, Exponential, HostOptions, LogNormal, Loss
+from dmoe_net.transport.sim.transport import BACKLOG
 from tests.net.link_frames import exchange, numbered, parts_of
 from tests.net.sim_hosts import arrival_s, connect, expect_duration, expect_lost, in_simulation, listen, part, peer
 

@@ -6,12 +6,12 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost, DialFailed, ListenFailed
-from net.transport.sim import run, simulate
-from net.transport.sim.endpoints import SimLink
-from net.transport.sim.events import Heal, HostDown, HostUp, SetHost, SetLatency
-from net.transport.sim.links import Constant, HostOptions, Loss
-from net.transport.sim.network import SimNetwork
+from dmoe_net.errors import ConnectionLost, DialFailed, ListenFailed
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, SetHost, SetLatency
+from dmoe_net.transport.sim.links import Constant, HostOptions, Loss
+from dmoe_net.transport.sim.network import SimNetwork
 from tests.net.link_frames import assert_same, exchange, numbered, parts_of
 from tests.net.sim_hosts import CUT, connect, expect_duration, expect_lost, in_simulation, listen, part, peer
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from net.transport.sim.events import Partition, Reachability
-from net.transport.sim.links import (
+from dmoe_net.transport.sim.events import Partition, Reachability
+from dmoe_net.transport.sim.links import (
     Constant,
     Exponential,
     HostOptions,

@@ -14,12 +14,12 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost, DialFailed, ListenFailed
-from net.identity import Address
-from net.transport import sim
-from net.transport.sim import run, simulate
-from net.transport.sim.events import Heal, Partition
-from net.transport.sim.links import Constant
+from dmoe_net.errors import ConnectionLost, DialFailed, ListenFailed
+from dmoe_net.identity import Address
+from dmoe_net.transport import sim
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.events import Heal, Partition
+from dmoe_net.transport.sim.links import Constant
 from tests.net.link_frames import exchange, numbered, parts_of
 from tests.net.sim_hosts import connect, in_simulation, listen, peer
 from tests.net.sim_scenario import calls_trace, links_trace

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.grouping.group import Group, Member, Role
-from net.averaging.reduction.all_reduce import AllReduce
-from net.averaging.reduction.partition import AllReduceConfig
-from net.errors import PeerUnavailable, RemoteProtocolError
-from net.identity import PeerId
-from net.rpc.base import Reply, Request
-from net.rpc.peer import open_rpc_peer
-from net.rpc.service import LANES
-from net.transport.base import Link, Listener
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
-from net.wire.codec import encode
-from net.wire.compression import Compressed, Compression
-from net.wire.frame_reader import FrameReader
-from net.wire.frames import Part, encode_frame
-from net.wire.messages import CallPartial, CallReply, CallStart, encode_message, parse_untrusted
-from net.wire.sinks import Sinks, check_sink, put_into
-from net.wire.tensors import Outgoing, Tensor
+from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.reduction.all_reduce import AllReduce
+from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.errors import PeerUnavailable, RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.rpc.service import LANES
+from dmoe_net.transport.base import Link, Listener
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.frame_reader import FrameReader
+from dmoe_net.wire.frames import Part, encode_frame
+from dmoe_net.wire.messages import CallPartial, CallReply, CallStart, encode_message, parse_untrusted
+from dmoe_net.wire.sinks import Sinks, check_sink, put_into
+from dmoe_net.wire.tensors import Outgoing, Tensor
 from tests.net.each_network import NETWORKS, Ends, Network, on_every_network
 from tests.net.link_frames import parts_of as link_parts
 from tests.net.rpc_peers import CLIENT, SERVER, hello, part

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from net.errors import RemoteProtocolError
-from net.wire.sparse import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.wire.sparse import (
     HEADER_BYTES,
     SparseBlocks,
     SparseCoding,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state.buffer import StateBuffer, pack, piece_hash
-from net.averaging.state.download import StateUnavailable
-from net.averaging.state.sharing import StateSharingConfig
-from net.errors import CallRefused
-from net.rpc.base import Handler, Reply, Request
+from dmoe_net.averaging.state.buffer import StateBuffer, pack, piece_hash
+from dmoe_net.averaging.state.download import StateUnavailable
+from dmoe_net.averaging.state.sharing import StateSharingConfig
+from dmoe_net.errors import CallRefused
+from dmoe_net.rpc.base import Handler, Reply, Request
 from tests.net.averaging_swarm import Swarm
 from tests.net.test_state_download import start_liar
 from tests.net.test_state_sharing import CONFIG, Donor, Download, assert_same, start_donor, state_of, with_newcomer

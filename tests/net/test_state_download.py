@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state.buffer import pack
-from net.averaging.state.download import StateUnavailable
-from net.averaging.state.sharing import SharedState, StateSharingConfig
-from net.dht.messages import contact_to_wire
-from net.errors import CallRefused, NetError
-from net.identity import Address, Contact
-from net.rpc.base import Handler, Reply, Request
-from net.transport.sim.events import HostDown
+from dmoe_net.averaging.state.buffer import pack
+from dmoe_net.averaging.state.download import StateUnavailable
+from dmoe_net.averaging.state.sharing import SharedState, StateSharingConfig
+from dmoe_net.dht.messages import contact_to_wire
+from dmoe_net.errors import CallRefused, NetError
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Handler, Reply, Request
+from dmoe_net.transport.sim.events import HostDown
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 from tests.net.test_state_sharing import (
     CONFIG,

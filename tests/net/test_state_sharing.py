@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import trio
 
-from net.averaging.state.buffer import check_table_untrusted, pack, receive_untrusted
-from net.averaging.state.download import download_state
-from net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from net.errors import RemoteProtocolError
-from net.rpc.base import Caller, Handler, Reply, Request
+from dmoe_net.averaging.state.buffer import check_table_untrusted, pack, receive_untrusted
+from dmoe_net.averaging.state.download import download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.rpc.base import Caller, Handler, Reply, Request
 from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 
 CONFIG = StateSharingConfig(chunk_bytes=1000, call_timeout_s=5.0)

@@ -8,12 +8,12 @@ import pytest
 import trio
 import trio.lowlevel
 
-from net.averaging.collaboration.rounds import Averaged
-from net.averaging.collaboration.step_log import KEEP_S, MAX_KEPT, StepFollower, StepLog
-from net.identity import Address, Contact
-from net.rpc.base import Reply, Request, handlers
-from net.rpc.peer import RpcPeer, open_rpc_peer
-from net.transport.sim import simulate
+from dmoe_net.averaging.collaboration.rounds import Averaged
+from dmoe_net.averaging.collaboration.step_log import KEEP_S, MAX_KEPT, StepFollower, StepLog
+from dmoe_net.identity import Address, Contact
+from dmoe_net.rpc.base import Reply, Request, handlers
+from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
+from dmoe_net.transport.sim import simulate
 from tests.net.sim_hosts import in_simulation, peer
 
 SIZE = 300_000  # two pieces

@@ -11,12 +11,12 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import DialFailed, ListenFailed, RemoteProtocolError
-from net.identity import Address
-from net.keys import Identity
-from net.transport.sockets import BATCH_BYTES, SocketListener, batches
-from net.transport.tcp import TcpLink, TcpTransport
-from net.wire.frames import Frame, Part
+from dmoe_net.errors import DialFailed, ListenFailed, RemoteProtocolError
+from dmoe_net.identity import Address
+from dmoe_net.keys import Identity
+from dmoe_net.transport.sockets import BATCH_BYTES, SocketListener, batches
+from dmoe_net.transport.tcp import TcpLink, TcpTransport
+from dmoe_net.wire.frames import Frame, Part
 from tests.net.link_frames import numbered, parts_of
 
 ANY_PORT = Address("127.0.0.1", 0)

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from net.errors import LocalProtocolError, RemoteProtocolError
-from net.wire.compression import Compressed, Compression, encode, encoded_nbytes
-from net.wire.tensors import (
+from dmoe_net.errors import LocalProtocolError, RemoteProtocolError
+from dmoe_net.wire.compression import Compressed, Compression, encode, encoded_nbytes
+from dmoe_net.wire.tensors import (
     ALIGNMENT,
     DTYPES,
     MAX_DECODED_BYTES,

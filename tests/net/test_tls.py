@@ -9,12 +9,12 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost, RemoteProtocolError
-from net.identity import Address
-from net.keys import CertificateChain, Membership, certificate_chain
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
-from net.transport.tls_engine import client_context, server_context
+from dmoe_net.errors import ConnectionLost, RemoteProtocolError
+from dmoe_net.identity import Address
+from dmoe_net.keys import CertificateChain, Membership, certificate_chain
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.transport.tls_engine import client_context, server_context
 from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
 from tests.net.tls_peers import (
     ALICE,

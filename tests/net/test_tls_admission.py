@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import trio
 
-from net.errors import ConnectionLost, DialFailed, HandshakeFailed
-from net.identity import Address
-from net.keys import Membership, certificate_chain
-from net.transport.tls import TlsLink, TlsTransport
-from net.transport.tls_engine import client_context, server_context
+from dmoe_net.errors import ConnectionLost, DialFailed, HandshakeFailed
+from dmoe_net.identity import Address
+from dmoe_net.keys import Membership, certificate_chain
+from dmoe_net.transport.tls import TlsLink, TlsTransport
+from dmoe_net.transport.tls_engine import client_context, server_context
 from tests.net.link_frames import numbered, parts_of
 from tests.net.tls_peers import (
     ALICE,

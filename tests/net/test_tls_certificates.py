@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from net.errors import DialFailed, HandshakeFailed, NetError
-from net.identity import Address
-from net.keys import certificate_chain
-from net.transport.tls import TlsTransport
+from dmoe_net.errors import DialFailed, HandshakeFailed, NetError
+from dmoe_net.identity import Address
+from dmoe_net.keys import certificate_chain
+from dmoe_net.transport.tls import TlsTransport
 from tests.net.tls_peers import ALICE, EVE, OPEN, RawPeer, hostile_context, rejection, trusting
 
 

@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from net.errors import ConnectionLost, DialFailed, HandshakeFailed, LocalProtocolError, RemoteProtocolError
-from net.keys import certificate_chain
-from net.transport.tcp import TcpTransport
-from net.transport.tls import TlsTransport
-from net.transport.tls_engine import client_context
+from dmoe_net.errors import ConnectionLost, DialFailed, HandshakeFailed, LocalProtocolError, RemoteProtocolError
+from dmoe_net.keys import certificate_chain
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.transport.tls_engine import client_context
 from tests.net.link_frames import assert_same, bytes_of, numbered, parts_of
 from tests.net.tls_peers import (
     ALICE,

@@ -1,4 +1,4 @@
-"""Links keep the promises of `net.transport.base`: one suite for plain TCP, TLS and the simulated network."""
+"""Links keep the promises of `dmoe_net.transport.base`: one suite for plain TCP, TLS and the simulated network."""
 
 import functools
 from contextlib import suppress
@@ -9,11 +9,11 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import ConnectionLost
-from net.transport.base import Link
-from net.wire.compression import Compressed, Compression
-from net.wire.frames import CHUNK_BYTES, EncodedFrame, OutgoingStream, encode_frame, whole_part
-from net.wire.tensors import as_received
+from dmoe_net.errors import ConnectionLost
+from dmoe_net.transport.base import Link
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.frames import CHUNK_BYTES, EncodedFrame, OutgoingStream, encode_frame, whole_part
+from dmoe_net.wire.tensors import as_received
 from tests.net.each_network import Ends, drop, on_every_network
 from tests.net.link_frames import assert_same, exchange, numbered, parts_of
 

@@ -1,4 +1,4 @@
-"""Transports and listeners keep the promises of `net.transport.base`, on every network."""
+"""Transports and listeners keep the promises of `dmoe_net.transport.base`, on every network."""
 
 import os
 import re
@@ -7,9 +7,9 @@ import pytest
 import trio
 import trio.testing
 
-from net.errors import DialFailed, ListenFailed, PeerUnavailable
-from net.identity import Address, PeerId
-from net.transport.base import Link, Listener
+from dmoe_net.errors import DialFailed, ListenFailed, PeerUnavailable
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.transport.base import Link, Listener
 from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
 from tests.net.link_frames import exchange, numbered
 

@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 import trio
 
-from net.errors import ConnectionLost, DialFailed
-from net.identity import Address, PeerId
-from net.rpc.peer import open_rpc_peer
-from net.transport.tcp import TcpTransport
-from net.wire.codec import encode
-from net.wire.frame_reader import WINDOW_BYTES
-from net.wire.messages import Hello, encode_message
-from net.wire.versions import CALLS
+from dmoe_net.errors import ConnectionLost, DialFailed
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_net.transport.tcp import TcpTransport
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.frame_reader import WINDOW_BYTES
+from dmoe_net.wire.messages import Hello, encode_message
+from dmoe_net.wire.versions import CALLS
 from tests.net.rpc_peers import ANY_PORT, LONG_S
 from tests.net.wire_parts import WHOLE, preamble, wire
 

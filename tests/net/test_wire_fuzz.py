@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from net.errors import RemoteProtocolError, VersionMismatch
-from net.identity import PeerId
-from net.rpc.session import RpcSession
-from net.wire import codec, frame_reader, messages, tensors
-from net.wire.frame_reader import FrameReader
+from dmoe_net.errors import RemoteProtocolError, VersionMismatch
+from dmoe_net.identity import PeerId
+from dmoe_net.rpc.session import RpcSession
+from dmoe_net.wire import codec, frame_reader, messages, tensors
+from dmoe_net.wire.frame_reader import FrameReader
 from tests.net.wire_damage import FLOATS, damaged_stream
 
 NUM_INPUTS = 20_000

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from net.identity import PeerId
-from net.keys import Identity, Membership, certificate_chain
-from net.wire.compression import Compressed, Compression
-from net.wire.frames import VERSION, OutgoingStream, encode_frame
-from net.wire.messages import (
+from dmoe_net.identity import PeerId
+from dmoe_net.keys import Identity, Membership, certificate_chain
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.frames import VERSION, OutgoingStream, encode_frame
+from dmoe_net.wire.messages import (
     CallCancel,
     CallError,
     CallPartial,
@@ -39,13 +39,15 @@ from net.wire.messages import (
 from tests.net import wire_reference
 from tests.net.wire_parts import part_bytes, parts_of, read
 
-BREAKS = "these bytes changed: that breaks the wire format. If it is meant, raise VERSION in net/wire/frames.py"
+BREAKS = (
+    "these bytes changed: that breaks the wire format. If it is meant, raise VERSION in net/dmoe_net/wire/frames.py"
+)
 DIGESTS = {
     2: "f19b6d030fdb90d80f8ae2f6b4fa0506ea6531690ef915e961924d4dcf4fdd8b",
     3: "6ed51fa6739459d366f0ab28b37b5966906561dd0cefba66b6a4450339ffa492",
 }
 """Version of the wire format -> SHA-256 of all its vectors. Whoever changes a vector adds a line, and changes none."""
-README = Path(__file__).parents[2] / "net" / "wire" / "README.md"
+README = Path(__file__).parents[2] / "net" / "dmoe_net" / "wire" / "README.md"
 
 
 def parse_hex(text: str) -> bytes:
@@ -272,7 +274,9 @@ def test_the_example_in_the_readme() -> None:
 
 def test_the_limits_in_the_readme() -> None:
     """Each row of its table of limits names a constant and its value."""
-    rows = re.findall(r"^\| [^|]* \| ([\d,]+) [^|]*\| `(net\.[\w.]+)\.(\w+)` \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| [^|]* \| ([\d,]+) [^|]*\| `(dmoe_net\.[\w.]+)\.(\w+)` \|$", README.read_text(), re.MULTILINE
+    )
     assert len(rows) == 24
     for value, module, name in rows:
         assert int(value.replace(",", "")) == getattr(importlib.import_module(module), name), name

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import trio
 
-from net.errors import ConnectionLost, HandshakeFailed, NetError
-from net.identity import Address, PeerId
-from net.keys import CertificateChain, Identity, Membership, certificate_chain
-from net.transport.tls import TlsLink, TlsTransport
-from net.transport.tls_engine import TlsEngine, client_context
+from dmoe_net.errors import ConnectionLost, HandshakeFailed, NetError
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.keys import CertificateChain, Identity, Membership, certificate_chain
+from dmoe_net.transport.tls import TlsLink, TlsTransport
+from dmoe_net.transport.tls_engine import TlsEngine, client_context
 from tests.net.link_frames import numbered, parts_of
 
 ANY_PORT = Address("127.0.0.1", 0)

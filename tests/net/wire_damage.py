@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from net.errors import RemoteProtocolError
-from net.identity import PeerId
-from net.wire import codec, tensors
-from net.wire.codec import encode
-from net.wire.compression import Compressed, Compression
-from net.wire.messages import (
+from dmoe_net.errors import RemoteProtocolError
+from dmoe_net.identity import PeerId
+from dmoe_net.wire import codec, tensors
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.compression import Compressed, Compression
+from dmoe_net.wire.messages import (
     CallCancel,
     CallError,
     CallReply,

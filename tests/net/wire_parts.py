@@ -5,9 +5,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from net.wire.codec import encode
-from net.wire.frame_reader import FrameReader
-from net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, whole_part
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.frame_reader import FrameReader
+from dmoe_net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, whole_part
 
 PREAMBLE = struct.Struct("!2sBBIQ")
 WHOLE, OPEN, CHUNK, RESET = range(4)

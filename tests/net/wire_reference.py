@@ -1,4 +1,4 @@
-"""A decoder of the wire format written from net/wire/README.md alone: nothing of `net` is imported here.
+"""A decoder of the wire format written from net/dmoe_net/wire/README.md alone: nothing of `dmoe_net` is imported here.
 
 It is slow, small and strict. If it cannot read what the library writes, the specification is wrong.
 """

@@ -1,0 +1,211 @@
+"""Flags of `dmoe node`: its experts, their optimiser, their checkpoints and their serving."""
+
+import inspect
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from dmoe_jax.claims.claiming import ClaimConfig
+from dmoe_jax.claims.records import check_claimable
+from dmoe_jax.cli.checks import check_at_least, check_no_effect, check_positive
+from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.flags import by_flags, flags_of, named_flags
+
+if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
+    import optax
+
+    from dmoe_jax.experts import Expert
+    from dmoe_jax.replicas import ReplicaConfig
+
+_DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOptions:
+    """Experts of a node."""
+
+    experts: tuple[str, ...] = ()
+    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. A node that has claimed one of
+    them gives it up to this one, whatever it has learnt: with --checkpoint-dir it goes on from what was saved.
+    Default: layer0.[0:4].[0:4] layer1.[0:4].[0:4], and with --claim none."""
+    claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Also serve up to so many experts of --of that no other node serves, and take up more whenever the node of some
+    has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
+    their seeds."""
+    of: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
+    """Experts that may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
+
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of --experts, or its default, and of --of; raises UsageError if --claim and --of do not fit."""
+        if self.claim is None:
+            if self.of:
+                raise UsageError("--of would have no effect without --claim N")
+            return self.experts or _DEFAULT_EXPERTS
+        check_at_least(1, self, "claim")
+        if not self.of:
+            raise UsageError("--claim needs --of PATTERN: which experts may be claimed, such as 'ffn.[0:32].[0:32]'")
+        return self.experts + self.of
+
+    def count(self) -> int:
+        """Number of experts that the node serves from the start.
+
+        Raises:
+          UsageError: the patterns are malformed, name an expert twice, or too many to claim.
+        """
+        patterns: dict[ExpertUid, str] = {}
+        with mistakes_in_one_line():
+            for pattern in self.patterns():
+                for uid in expand_grid_pattern(pattern):
+                    if uid in patterns:
+                        flags = "--experts" if self.claim is None else "--experts and --of together"
+                        both = f"{patterns[uid]} and in {pattern}"
+                        raise UsageError(f"{flags} must name no expert twice, got {uid} in {both}")
+                    patterns[uid] = pattern
+            claimed = {str(uid): uid for uid, pattern in patterns.items() if pattern in self.of}
+            if self.claim is not None:
+                check_claimable(claimed)
+        return len(patterns) - len(claimed)
+
+    def uids(self) -> tuple[str, ...]:
+        """Uids of all patterns."""
+        return tuple(str(uid) for pattern in self.patterns() for uid in expand_grid_pattern(pattern))
+
+    def config(self) -> ClaimConfig | None:
+        """Settings of its claims; None: it claims nothing."""
+        return None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindOptions:
+    """Kind of an expert."""
+
+    kind: Annotated[str, tyro.conf.arg(name="expert", metavar="KIND")] = "transformer_xl"
+    """Kind of an expert: transformer_xl, feedforward (takes --d-model), or my_file.py:my_expert, an Expert or a
+    function without arguments that returns one (see dmoe_jax.experts.as_expert)."""
+    expert: Annotated[LayerConfig, tyro.conf.arg(name="")] = field(default_factory=LayerConfig)
+    route: Route = "sequence"
+    """Unit that a transformer_xl expert serves. sequence: it is a whole layer; token: it is the feed-forward network of
+    a layer, whose attention stays with the trainers. They need the same --route."""
+
+    def make(self) -> "Expert":
+        """Make the expert.
+
+        Raises:
+          UsageError: a flag is for another kind. ValueError: there is no such kind or file.
+        """
+        from dmoe_jax.experts import EXPERTS, make_expert
+        from dmoe_jax.experts.transformer_xl import layer_expert
+        from dmoe_jax.experts.user_file import load_from_file, user_expert
+
+        if self.kind == "transformer_xl":
+            return layer_expert(self.expert, self.route)
+        if self.route != "sequence":
+            raise UsageError(f"--route {self.route} would have no effect beside --expert {self.kind}")
+        taken: Collection[str] = ()
+        make = partial(user_expert, self.kind)
+        if self.kind in EXPERTS:
+            taken, make = inspect.signature(EXPERTS[self.kind]).parameters, partial(make_expert, self.kind)
+        else:
+            load_from_file(self.kind, kind="expert", choices=sorted(EXPERTS))
+        sizes = [*flags_of(self.expert)]
+        check_no_effect(f"--expert {self.kind}", (flag for flag in sizes if flag.field not in taken))
+        return make(**{flag.field: flag.value for flag in sizes if flag.field in taken})
+
+
+@named_flags("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power", "freeze_experts")
+@dataclass(frozen=True, kw_only=True)
+class ExpertRecipe(Recipe):
+    """Training of each expert, by itself."""
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    freeze_experts: bool = False
+    """Answer backward requests without learning from them: the control run that shows what experts contribute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions:
+    """Optimiser of the experts."""
+
+    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """Optimiser of the experts: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
+    returns one. Default: Adam, with the step size and so on given here."""
+    recipe: Annotated[ExpertRecipe, tyro.conf.arg(name="")] = field(default_factory=ExpertRecipe)
+
+    def make(self) -> "optax.GradientTransformation | None":
+        """Make the optimiser; None: nothing is learnt.
+
+        Raises:
+          UsageError: a flag would have no effect. ValueError: the user's file has no optimiser.
+        """
+        from dmoe_jax.experts.user_file import user_optimizer
+        from dmoe_jax.optim.recipe import make_optimizer
+
+        if self.optimizer is None:
+            return None if self.recipe.freeze_experts else make_optimizer(self.recipe)
+        check_no_effect("--optimizer", flags_of(self.recipe))
+        return user_optimizer(self.optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingOptions:
+    """Checkpoints of experts."""
+
+    checkpoint_dir: Path | None = None
+    """Folder for the experts, each saved by itself; those that are there already go on from where they were, whichever
+    node saved them. Nodes may share it."""
+    checkpoint_period_s: float = 60.0
+    """Seconds that an expert's newest checkpoint may be old, if it has learnt since; one more is made when the node is
+    stopped. Where saving takes over a third of it checkpoints become older, and a warning says how old."""
+
+    def check(self) -> None:
+        """Raise `UsageError` for a flag out of range."""
+        check_positive(self, "checkpoint_period_s")
+        if self.checkpoint_dir is not None and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
+            raise UsageError(f"--checkpoint-dir must be a folder, or a name for one; {self.checkpoint_dir} is a file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    """Experts that several nodes serve."""
+
+    replicate: bool = False
+    """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
+    there, share the load, and average with them. Without it a warning names the others. Not together with --claim."""
+    average_period_s: float | None = None
+    """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicate.
+    Default: 30."""
+
+    def config(self) -> "ReplicaConfig | None":
+        """Settings of the copies; None: this node serves its experts alone. Raises UsageError for a flag."""
+        from dmoe_jax.replicas import ReplicaConfig
+
+        if self.average_period_s is None:
+            return ReplicaConfig() if self.replicate else None
+        if not self.replicate:
+            raise UsageError("--average-period-s would have no effect without --replicate")
+        try:
+            return ReplicaConfig(average_period_s=self.average_period_s)
+        except ValueError as error:
+            raise UsageError(by_flags(one_line(error), flags_of(self))) from error
+
+
+@named_flags("warm_up_rows", "max_batch_rows", "strategy", "announce_period_s")
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(NodeConfig):
+    """Serving of requests. An announcement is valid for three periods, and the queue has room for 16 batches."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_waiting_rows", max(self.max_waiting_rows, 16 * self.max_batch_rows))
+        object.__setattr__(self, "record_lifetime_s", 3 * self.announce_period_s)
+        super().__post_init__()

@@ -1,0 +1,87 @@
+"""Trainers of `dmoe train`: alone, averaging with other processes, or gathering one large batch with them."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import jax
+import trio
+
+from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.cli.trained_models import Training, trunk_optimizer
+from dmoe_jax.cli.watching import Watching
+from dmoe_jax.collaboration import Collaboration
+from dmoe_jax.runs.endings import mistakes_in_one_line
+from dmoe_jax.swarm.swarm import Swarm
+from dmoe_jax.trainer import AnyTrainers
+from dmoe_jax.training.progress import TrainingProgress
+from dmoe_jax.training.swarm_engine import SwarmEngine
+from dmoe_jax.trunk import open_trunk_averaging
+from dmoe_net.nursery import background_nursery
+
+
+@asynccontextmanager
+async def opened_engine(
+    options: TrainOptions, swarm: Swarm, training: Training, progress: TrainingProgress, watch: Watching
+) -> AsyncIterator[SwarmEngine]:
+    """The engine of this process's trainers, caught up with others that are ahead."""
+    averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
+    model, batches = training.model, training.batches
+    figures: Callable[[], Mapping[str, float | int | None]] = dict
+    with mistakes_in_one_line():
+        optimizer = averaging.wrap(trunk_optimizer(options))
+        # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
+        params = model.init(jax.random.key(options.data.seed))
+    async with AsyncExitStack() as stack:
+        trainers: AnyTrainers
+        if averaging.target_batch_size:
+            assert averaging.kind != "noloco"  # refused by `check`
+            collaborating = swarm.collaborate(
+                model,
+                optimizer,
+                batches,
+                target_batch_size=averaging.target_batch_size,
+                average=averaging.kind,
+                outer=averaging.outer_optimizer(),
+                name=averaging.meeting.name,
+                params=params,
+                seed=seed,
+                config=averaging.collaboration(),
+                on_step=watch.averaged,
+            )
+            trainers = together = await stack.enter_async_context(collaborating)
+            if together.step:
+                progress.say(f"took the state of a process that was ahead: step {together.step}")
+            nursery = await stack.enter_async_context(background_nursery())
+            nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
+            watch.collaboration(together.peer)
+            figures = together.peer.totals.headline
+        else:
+            trainers = alone = swarm.trainer(model, optimizer, batches, params=params, seed=seed)
+            if averaging.average_every:
+                opened = open_trunk_averaging(
+                    swarm.peer,
+                    alone.trunk,
+                    name=averaging.meeting.name,
+                    config=replace(averaging.config(), meaning=model.meaning),
+                    max_step=max_step,
+                    device=swarm.device,
+                    on_round=watch.averaged,
+                )
+                averager = await stack.enter_async_context(opened)
+                if await alone.trunk.catch_up(min_lead=averaging.average_every, max_step=max_step):
+                    progress.say(f"took the state of a process that was ahead: step {alone.trunk.step}")
+                elif averager.why_not:
+                    progress.say(f"{averager.why_not}; training alone until then")
+                figures = averager.totals.headline
+        watch.steps_of(trainers)
+        yield SwarmEngine(trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures)
+
+
+async def _show_swarm(peer: Collaboration, target: int, progress: TrainingProgress) -> None:
+    """Show the whole swarm's progress, every second."""
+    while True:
+        facts = peer.facts()
+        text = f"swarm: {facts['gathered']:,} of {target:,} from {facts['peers']}, {facts['samples_per_s']:,.0f}/s"
+        progress.note(text + (f", last averaged in {facts['averaged_s']:.1f} s" if facts["averaged_s"] else ""))
+        await trio.sleep(1)

@@ -1,1 +1,0 @@
-"""What this peer's line carries, up and down, as the peer itself finds out."""

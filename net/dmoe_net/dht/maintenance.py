@@ -1,0 +1,142 @@
+"""The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
+
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+
+import trio
+
+from dmoe_net.dht.calls import PEER_ERRORS, DhtCalls
+from dmoe_net.dht.records import as_updates
+from dmoe_net.dht.routing_table import NodeId
+from dmoe_net.errors import DialFailed
+from dmoe_net.identity import Address, Contact, PeerId, address_of
+
+MAX_JOBS = 256
+"""Most jobs waiting. Further ones are dropped: a peer that is met again makes the same job again."""
+
+WORKERS = 4
+"""Jobs under way. With silent peers (3 s each) it is 80 checks a minute, far more than a swarm at rest needs."""
+
+MAX_STALE_BUCKETS = 16  # looked up in one refresh, the stalest first
+LOST_DRAWS = 8  # lost peers tried in one round
+
+
+class JobQueue:
+    """The bounded queue between the peer book and the workers. Never blocks, may drop."""
+
+    def __init__(self) -> None:
+        self._send, self.waiting = trio.open_memory_channel[tuple[Contact, bool]](MAX_JOBS)
+        """Contacts, each with True to ping it, or False to send it the records that it should hold."""
+        self.checking: set[PeerId] = set()
+        """Peers whose check waits or is under way: one at a time is enough."""
+        self.dropped = 0
+        """Jobs dropped because the queue was full."""
+
+    def check(self, contact: Contact) -> None:
+        """Have a contact pinged soon."""
+        if contact.peer_id not in self.checking and self._put(contact, True):
+            self.checking.add(contact.peer_id)
+
+    def hand_over(self, contact: Contact) -> None:
+        """Have a contact sent the records that it should hold."""
+        self._put(contact, False)
+
+    def _put(self, contact: Contact, is_check: bool) -> bool:
+        try:
+            self._send.send_nowait((contact, is_check))
+        except trio.WouldBlock:
+            self.dropped += 1
+            return False
+        return True
+
+
+class Maintenance:
+    """The background of one node. `lookup` walks towards an id and thereby fills the table."""
+
+    def __init__(
+        self,
+        *,
+        initial_peers: Sequence[Contact | Address],
+        jobs: JobQueue,
+        calls: DhtCalls,
+        lookup: Callable[[NodeId], Awaitable[object]],
+        rng: random.Random,
+    ) -> None:
+        others = (peer for peer in initial_peers if address_of(peer) != calls.caller.address)
+        self.initial_peers = tuple(dict.fromkeys(others))
+        self.jobs, self.calls, self.lookup = jobs, calls, lookup
+        self.book, self.storage, self.config = calls.book, calls.storage, calls.config
+        # A stream of its own for each task: the draws of one do not depend on when the others run.
+        streams = (random.Random(rng.getrandbits(64)) for _ in range(3))
+        self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
+
+    async def join(self) -> None:
+        """Meet the swarm through the initial peers; DialFailed if there are some, and none answered."""
+        if not self.initial_peers:
+            return
+        if not await self._ask(self.initial_peers, grace_s=self.config.bootstrap_grace_s):
+            raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
+        await self.lookup(self.book.table.local_id)
+
+    async def run(self) -> None:
+        """Do everything below until cancelled, whatever peers do."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(WORKERS):
+                nursery.start_soon(self._work)
+            nursery.start_soon(self._refresh)
+            nursery.start_soon(self._rejoin)
+            nursery.start_soon(self._sweep)
+
+    async def _work(self) -> None:
+        async for contact, is_check in self.jobs.waiting:
+            with suppress(*PEER_ERRORS):  # the peer book knows
+                await (self.calls.check(contact) if is_check else self._hand_over(contact))
+            if is_check:
+                self.jobs.checking.discard(contact.peer_id)
+
+    async def _hand_over(self, newcomer: Contact) -> None:
+        for key, record in list(self.storage.items(self.calls.clock.now())):
+            await trio.lowlevel.checkpoint()  # a full storage takes a while
+            if self.book.owes(newcomer, key, replicas=self.config.replicas):
+                await self.calls.store(newcomer, key, as_updates(record))
+
+    async def _refresh(self) -> None:
+        """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""
+        period_s = self.config.refresh_period_s
+        while True:
+            await trio.sleep(_jitter(period_s, self._refresh_rng))
+            stale = self.book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
+            for target in stale[:MAX_STALE_BUCKETS]:
+                await self.lookup(target)
+
+    async def _rejoin(self) -> None:
+        """Try the initial peers and some lost ones: a split swarm becomes one again, and clocks stay together."""
+        due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
+        while True:
+            await trio.sleep(_jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
+            if len(self.book.table) > 0 and trio.current_time() < due:
+                continue
+            due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
+            known = {contact.address for contact in self.book.table.contacts()}
+            lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
+            answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
+            if any(contact.address not in known for contact in answered):
+                await self.lookup(self.book.table.local_id)
+
+    async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
+        """Ping peers, follow the clocks of the initial ones among them, and return those that answered."""
+        answered = await self.calls.ping_all(targets, grace_s=grace_s)
+        guides = {address_of(peer) for peer in self.initial_peers}
+        self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
+        return answered
+
+    async def _sweep(self) -> None:
+        while True:
+            await trio.sleep(_jitter(self.config.sweep_period_s, self._sweep_rng))
+            self.storage.sweep(self.calls.clock.now())
+
+
+def _jitter(period_s: float, rng: random.Random) -> float:
+    """The period +-25 %."""
+    return period_s * rng.uniform(0.75, 1.25)

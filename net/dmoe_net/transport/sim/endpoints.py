@@ -1,0 +1,346 @@
+"""The ends of simulated links, and where they are kept."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from dmoe_net.errors import ConnectionLost
+from dmoe_net.identity import Address, PeerId
+from dmoe_net.transport.sim.agenda import Waiter
+from dmoe_net.transport.sim.flow import Fin, Flow, Medium, Payload, Reset, Syn, SynAck
+from dmoe_net.transport.sim.frames import CheckedPassage, FramePassage
+from dmoe_net.transport.sim.links import Latency, SimHost, model_between, stream_key
+from dmoe_net.wire.frames import Frame, Part
+from dmoe_net.wire.sinks import Sinks
+
+_TELLING_BYTES = 4096
+
+
+class Acceptor(Protocol):
+    """What a link needs of a listener."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Who listens."""
+        ...
+
+    def close(self) -> None:
+        """Accept no more."""
+        ...
+
+    def offer(self, link: "SimLink") -> bool:
+        """Queue a link to be accepted; False if the queue is full."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Topology:
+    """What there is in a simulation. Bounded by what its author starts.
+
+    Attributes:
+      medium: what all links run over.
+      seed: of all randomness of the network.
+      latency: see `simulate`.
+      check_frames: see `simulate`.
+      hosts: by name.
+      listeners: by address.
+      links: the dialled ends of all links that are open at either end, by number.
+      num_links: there have been so far.
+      is_closed: the simulation is over.
+    """
+
+    medium: Medium
+    seed: int
+    latency: Latency
+    check_frames: bool
+    hosts: dict[str, SimHost] = field(default_factory=dict)
+    listeners: dict[Address, Acceptor] = field(default_factory=dict)
+    links: dict[int, "SimLink"] = field(default_factory=dict)
+    num_links: int = 0
+    is_closed: bool = False
+
+
+class SimLink:
+    """One end of a simulated link as a `dmoe_net.transport.base.Link`.
+
+    Args:
+      topology: where it belongs.
+      number: of the link; its two ends share it.
+      host: where this end is.
+      own_id: who is at this end; of an accepted end it becomes known when the connection is made.
+      remote_address: see `Link.remote_address`.
+    """
+
+    __slots__ = (
+        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending",
+        "_num_moved", "_num_received", "_num_sent", "_number", "_own_id", "_passage", "_receiver", "_remote_address",
+        "_sender", "_topology", "cut_number", "flow", "host", "other", "sinks",
+    )  # fmt: skip
+
+    def __init__(
+        self, topology: Topology, number: int, host: SimHost, own_id: PeerId | None, remote_address: Address
+    ) -> None:
+        self.host = host
+        self.other: SimLink
+        self.flow: Flow  # both are set by `new_link`
+        self.cut_number = 0  # of the change of the network that cut this link; 0: it is not cut
+        self._topology = topology
+        self._number = number
+        self._own_id = own_id
+        self._remote_address = remote_address
+        self.sinks = Sinks()  # never taken up: frames are handed over, not their bytes
+        self._passage = CheckedPassage() if topology.check_frames else FramePassage()
+        self._sender = Waiter()
+        self._is_sending = False
+        self._num_moved = self._num_received = self._num_sent = 0
+        self._receiver = Waiter()
+        self._inbox: deque[tuple[int, Frame | None]] | None = None  # None instead of empty, see `Flow`
+        self._at_boundary: bool | None = None  # where the other end's frames ended; None: they have not
+        self._is_established = False
+        self._is_proved = own_id is not None
+        self._is_closed = False  # by this end's user
+        self._cause: str | None = None
+
+    @property
+    def remote_address(self) -> Address:
+        return self._remote_address
+
+    @property
+    def remote_peer_id(self) -> PeerId | None:
+        """Who is at the other end; the network itself knows it."""
+        return self.other._own_id if self._is_proved else None
+
+    @property
+    def cause(self) -> str | None:
+        """Why this end is of no more use; None while it is open."""
+        return self._cause
+
+    @property
+    def num_moved(self) -> int:
+        return self._num_moved
+
+    @property
+    def num_received(self) -> int:
+        return self._num_received
+
+    @property
+    def num_sent(self) -> int:
+        return self._num_sent
+
+    async def connect(self) -> None:
+        """Reach the other host: a round trip, or as long as the network is cut. If cancelled, `abort` the link.
+
+        Raises:
+          ConnectionLost: nobody accepts it, or this host went down.
+        """
+        self.flow.transmit(0, Syn())
+        while not self._is_established:
+            if self._cause is not None:
+                raise self._lost()
+            await self._receiver.wait()
+
+    async def handshake(self) -> None:
+        """Take no time: the network knows who is who."""
+        await trio.lowlevel.checkpoint()
+        if self._cause is not None:
+            raise self._lost()
+        self._is_proved = True
+
+    async def send(self, *parts: Part) -> None:
+        """Take the parts over. No checkpoint unless it has to wait: a turn of the event loop would cost more than all
+        the rest. After a cancelled send every later one raises `trio.BusyResourceError`.
+
+        Raises:
+          trio.BusyResourceError: another task is sending.
+        """
+        if self._is_sending:
+            raise trio.BusyResourceError("another task sends on this link, or was cancelled while it did")
+        self._is_sending = True  # stays so if cancelled
+        for part in parts:
+            while self._cause is None and not self.flow.has_room():
+                self.flow.when_passed(self._sender.wake)
+                await self._sender.wait()
+            if self._cause is None:
+                self.flow.put(part.nbytes, self._passage.take(part))
+                self._num_sent += part.nbytes
+        self._is_sending = False
+        if self._cause is not None:
+            raise self._lost()
+
+    async def receive(self) -> Frame | None:
+        """The next frame, or None at the end.
+
+        Raises:
+          trio.BusyResourceError: another task is receiving.
+        """
+        while not self._is_closed:
+            frame = self._next_frame()
+            if frame is not None:
+                return frame
+            if self._at_boundary is None and self._cause is None:
+                await self._receiver.wait()
+                continue
+            await trio.lowlevel.checkpoint()
+            if self._at_boundary:
+                return None
+            if self._at_boundary is not None:
+                raise ConnectionLost(f"connection to {self._remote_address} ended inside a frame")
+            raise self._lost()
+        await trio.lowlevel.checkpoint()
+        raise self._lost()
+
+    async def aclose(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            if self._cause is None:
+                self.flow.finish(Fin(self._passage.at_boundary))
+            self._end("closed at this end")
+        await trio.lowlevel.checkpoint()
+
+    def abort(self) -> None:
+        """Close at once; what the uplink has taken counts as having left."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.flow.drop()
+        if not self._is_established and not self.other._is_established:
+            # Still dialling: nothing may be left of it, however long the network stays cut.
+            self.other._end("the dial was given up")
+        elif self._cause is None:
+            self.flow.transmit(0, Reset("reset by the other end"))
+        self._end("aborted at this end")
+
+    def crash(self, *, silent: bool) -> None:
+        """This end's host went down; `silent`: without a word to the other end."""
+        if self._is_established and not silent and self._cause is None:
+            self.flow.drop()
+            self.flow.transmit(0, Reset(f"{self.host.name} went down"))
+        elif self._is_established:
+            self.flow.die()
+        elif self._cause is None and self._own_id is not None:
+            self.abort()
+        else:
+            return  # somebody's dial is under way to this host, which does not know of it yet
+        self._is_closed = True
+        self._end(f"{self.host.name} went down")
+
+    def break_off(self, reason: str) -> None:
+        """End the link at both ends at once, as when both give up."""
+        for end in (self, self.other):
+            end.flow.drop()
+            end._end(reason)
+
+    def deliver(self, nbytes: int, payload: Payload) -> None:
+        """Take what arrived; called by the other end's flow."""
+        if not (payload is None or isinstance(payload, Frame)):
+            self._take_signal(payload)
+            return
+        if self._cause is not None:
+            self._free(nbytes)
+            # The system's answer to data that nobody will read; but first this end's own data have to leave.
+            if self._is_closed and self.flow.is_finished and self.other._cause is None:
+                self.flow.transmit(0, Reset("closed by the other end"))
+            return
+        host = self.host
+        self._num_moved += nbytes
+        self._num_received += nbytes
+        if nbytes >= _TELLING_BYTES:  # the sender sees the system's buffer empty itself, but not of a ping
+            self.other._num_moved += nbytes
+        host.num_parts += 1
+        host.num_bytes += nbytes
+        if payload is None and self._receiver.is_waiting:  # it waits for frames, but reads what comes meanwhile
+            self._free(nbytes)
+            return
+        if self._inbox is None:
+            self._inbox = deque()
+        self._inbox.append((nbytes, payload))
+        if payload is not None:
+            host.num_frames += 1
+            self._receiver.wake()
+
+    def _take_signal(self, signal: Syn | SynAck | Fin | Reset) -> None:
+        match signal:
+            case Syn():
+                self._take_syn(0)
+            case SynAck():
+                self._is_established = True
+                self._receiver.wake()
+            case Fin(at_boundary=at_boundary):
+                self._at_boundary = at_boundary
+                self._receiver.wake()
+            case Reset(reason=reason):
+                self.flow.drop()
+                self._end(reason)
+
+    def _take_syn(self, attempt: int) -> None:
+        """Be offered to the listener; while its queue is full, the connection is asked for again and again."""
+        if self._cause is not None:  # the dial was given up
+            return
+        listener, loss = self._topology.listeners.get(self.other._remote_address), self._topology.medium.loss
+        if listener is None:
+            self.flow.transmit(0, Reset("connection refused"))
+            self._end("connection refused")
+        elif listener.offer(self):
+            self._own_id = listener.peer_id
+            self._is_established = True
+            self.flow.transmit(0, SynAck())
+        elif attempt < loss.max_retransmits:
+            again = trio.current_time() + loss.retransmit_s * 2**attempt
+            self._topology.medium.agenda.at(again, self._take_syn, attempt + 1)
+        else:
+            self.break_off("connection timed out: too many wait to be accepted there")
+
+    def _next_frame(self) -> Frame | None:
+        """Read up to the next frame, which opens the window."""
+        inbox = self._inbox
+        if inbox is None:
+            return None
+        frame, num_read = None, 0
+        while inbox and frame is None:
+            nbytes, frame = inbox.popleft()
+            num_read += nbytes
+        if not inbox:
+            self._inbox = None
+        self._free(num_read)
+        return frame
+
+    def _free(self, nbytes: int) -> None:
+        other = self.other
+        other.flow.free(nbytes)
+        if other._sender.is_waiting and other.flow.has_room():
+            other._sender.wake()
+
+    def _end(self, cause: str) -> None:
+        if self._cause is None:
+            self._cause = cause
+            self._sender.wake()
+            self._receiver.wake()
+        if self._is_closed:
+            self._inbox = None
+        if self.other._cause is not None:
+            self._topology.links.pop(self._number, None)
+
+    def _lost(self) -> ConnectionLost:
+        return ConnectionLost(f"connection to {self._remote_address} lost: {self._cause}")
+
+
+def new_link(topology: Topology, source: SimHost, destination: SimHost, own_id: PeerId, address: Address) -> SimLink:
+    """The dialled end of a new link, its other end at `destination`; not connected yet."""
+    number = topology.num_links = topology.num_links + 1
+    pair_number = source.num_links_to[destination.name] = source.num_links_to.get(destination.name, 0) + 1
+    dialled = SimLink(topology, number, source, own_id, address)
+    accepted = SimLink(topology, number, destination, None, Address(source.name, next(source.dial_ports)))
+    for end, other in ((dialled, accepted), (accepted, dialled)):
+        end.other = other
+        end.flow = Flow(
+            topology.medium,
+            source=end.host,
+            destination=other.host,
+            key=stream_key(topology.seed, source.name, destination.name, pair_number, is_answer=end is accepted),
+            model=model_between(topology.latency, end.host.name, other.host.name),
+            target=other,
+        )
+    topology.links[number] = dialled
+    return dialled
