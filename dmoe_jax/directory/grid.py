@@ -1,7 +1,6 @@
 """Expert names and their places on a grid: `ffn.3.17` is row 3, column 17 of the grid `ffn`.
 
-A uid is a prefix without dots and one coordinate a grid dimension. Its *key prefixes* (`ffn.`, `ffn.3.`) name the
-partial paths that lead to it: beam search asks, prefix by prefix, which coordinates may follow.
+A uid is a prefix without dots and one coordinate a grid dimension.
 """
 
 import itertools
@@ -70,11 +69,6 @@ def parse_uid(text: str) -> ExpertUid:
 def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:
     """The name of a partial path: `ffn.` for no coordinates, `ffn.3.` for (3,). It always ends with a dot."""
     return ".".join((prefix, *map(str, coordinates), ""))
-
-
-def steps(uid: ExpertUid) -> tuple[tuple[str, str], ...]:
-    """Key prefix and coordinate of each step that leads to an expert: `ffn.3.17` -> (`ffn.`, `3`), (`ffn.3.`, `17`)."""
-    return tuple((key_prefix(uid.prefix, uid.coordinates[:i]), str(u)) for i, u in enumerate(uid.coordinates))
 
 
 def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:

@@ -123,7 +123,7 @@ HOST: Field[str] = Field(
 )
 
 
-def row_untrusted(value: Any, what: str, **fields: Field[Any]) -> tuple[Any, ...]:
+def row_untrusted(value: Any, what: str, /, **fields: Field[Any]) -> tuple[Any, ...]:
     """Read a list with one value for each field, in their order; `what` names the whole in errors.
 
     Raises:
