@@ -242,7 +242,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_204,
+    "dmoe_jax": 34_220,
     "dmoe_net": 15_831,
     "experiments": 21_572,
 }
