@@ -143,6 +143,7 @@ def test_clients_bring_and_auxiliaries_only_reduce() -> None:
     assert len(assisted) >= 6
 
 
+@pytest.mark.slow
 def test_delayed_steps_overlap_with_the_next_batch_and_are_one_machines_too() -> None:
     """Nobody waits for an averaging. A newcomer, whose first gradients are of fresher parameters, is in step."""
     specs, joined_at = machines((0.05, 0.05, 0.1, 0.1)), 0
@@ -169,7 +170,8 @@ def test_delayed_steps_overlap_with_the_next_batch_and_are_one_machines_too() ->
     assert max(life.idle_share(now) for life in lives[:3]) < 0.03
 
 
-@pytest.mark.parametrize(("delayed", "target"), [(False, 512), pytest.param(True, 1024, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("delayed", "target"), [(False, 512), (True, 1024)])
 def test_a_newcomer_is_in_step_though_its_state_takes_longer_than_a_step(delayed: bool, target: int) -> None:
     """The state has 12 MB, for which a line takes 10 s, or twice as long beside averaging; steps are shorter."""
     problem, specs, joined_at = padded(1_000_000), machines((0.05, 0.05, 0.1, 0.1)), 0

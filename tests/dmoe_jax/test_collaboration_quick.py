@@ -110,6 +110,7 @@ def test_who_is_left_by_the_other_goes_on() -> None:
     in_world(body, config=CollaborationConfig(target_batch_size=100))
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
     """Its loop is over, and it stays as a donor: its samples were expected in every batch, and its part in every
     group."""

@@ -142,6 +142,7 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_with_its_own_words_alone(text: Path, tmp_path: Path) -> None:
     """As many words, of which two have changed places: neither resumed nor inspected, and nothing is lost."""
     out, write = tmp_path / "run", text.write_text

@@ -100,6 +100,7 @@ async def simulated() -> tuple[Trace, int]:
             return trace, swarm.statistics.ok
 
 
+@pytest.mark.slow
 def test_a_simulated_run_is_traced_in_virtual_time(tmp_path: Path) -> None:
     """Each step asks two experts forward and backward of one device: 0.5 s for each batch and 0.1 s for the way."""
     trace, answered = dmoe_net.run(simulated)

@@ -445,7 +445,8 @@ SCALE = expert_from_functions(
 """Exactly linear: a gradient of the output that is 1 at i, for an input of ones, has SGD take 1 off weight i."""
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_is_learnt_twice_through_fifty_kills(tmp_path: Path, seed: int) -> None:
     """Each request has a weight of its own; after fifty lives that end between two calls, most of them with updates
     that are not saved, and retries of what was answered or not, weight i is 0 or -1, and -1 if the expert was saved

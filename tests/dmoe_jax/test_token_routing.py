@@ -168,7 +168,13 @@ def local_step(config: Any, router: Any, trunk: Any, experts: Any, batch: Any, m
 @pytest.mark.parametrize(
     ("config", "max_rows", "learning_rate"),
     [
-        pytest.param(CONFIG.replace(dropout=0.2, position_dropout=0.2, input_dropout=0.2), 8, 0.5, id="learning"),
+        pytest.param(
+            CONFIG.replace(dropout=0.2, position_dropout=0.2, input_dropout=0.2),
+            8,
+            0.5,
+            id="learning",
+            marks=pytest.mark.slow,
+        ),
         # Several calls of an expert are several updates of it: equal are loss and gradients.
         pytest.param(CONFIG.replace(num_layers=1), 3, 0.0, id="split"),
     ],

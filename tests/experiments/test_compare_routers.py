@@ -95,6 +95,7 @@ def arguments(out: Path, *more: str) -> list[str]:
     return ["--data", "embedded", "--out", str(out), *own, *more]
 
 
+@pytest.mark.slow
 def test_all_runs_are_made_and_compared(
     tmp_path: Path, trainings: Trainings, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,11 +73,12 @@ def step_of(swarm: Swarm) -> Step:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "silent"),
     [
-        pytest.param(("node0",), False, id="the one to join", marks=pytest.mark.slow),
-        pytest.param(("node2",), True, id="an unplugged one", marks=pytest.mark.slow),
+        pytest.param(("node0",), False, id="the one to join"),
+        pytest.param(("node2",), True, id="an unplugged one"),
         pytest.param(("node0", "node1", "node2"), False, id="all of them"),
     ],
 )

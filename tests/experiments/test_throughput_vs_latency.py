@@ -113,6 +113,7 @@ def test_trainers_reach_the_compute_ceiling_where_delays_are_short() -> None:
     assert virtual(shared).samples_per_s == pytest.approx(found.samples_per_s / 2, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_throughput() -> None:
     """To the last bit; another seed draws other delays."""
     load = replace(LOAD, trainers=3, delay=Delay(0.05), passes="training", calls=48)

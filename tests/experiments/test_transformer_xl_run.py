@@ -58,7 +58,8 @@ def _interrupt_at(step: int) -> Callable[..., None]:
     return update
 
 
-@pytest.mark.parametrize("model", [pytest.param("dmoe", marks=pytest.mark.slow), "small"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dmoe", "small"])
 def test_resumed_training_is_bit_for_bit_the_uninterrupted(model: Any, tmp_path: Path) -> None:
     """With dropout everywhere and a noisy router: every array of the state, and every evaluation. A run of the same
     seed is the same, one of another seed is not."""
