@@ -67,9 +67,8 @@ def trained(
 LOST = [("none", 1e-5), ("float16", 5e-3), ("bfloat16", 5e-2), ("blockwise8", 5e-2)]
 
 
-@pytest.mark.parametrize(
-    ("compression", "most"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in LOST[:-1]), LOST[-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("compression", "most"), LOST)
 def test_five_peers_end_with_the_same_bits(compression: CompressionName, most: float) -> None:
     lives = trained(compression, 10)
     check_same_bits(lives, 10)
@@ -95,7 +94,7 @@ def test_also_when_one_dies_in_an_averaging(compression: CompressionName, victim
 
 
 @pytest.mark.parametrize("compression", ["none", "blockwise8"])
-@pytest.mark.parametrize("count", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 5))])
 def test_an_assistant_knows_how_many_samples_a_step_has(count: int, compression: CompressionName) -> None:
     """Also where two peers have all parts between them, and it has none."""
     helped: list[Averaged] = []

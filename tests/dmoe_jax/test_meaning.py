@@ -98,6 +98,7 @@ def test_averagers_of_another_meaning_do_not_meet_and_say_so(caplog: pytest.LogC
     assert (cats.values.tolist(), dogs.values.tolist()) == ([1.0] * 3, [7.0] * 3)
 
 
+@pytest.mark.slow
 def test_collaborations_of_another_meaning_are_two(caplog: pytest.LogCaptureFixture) -> None:
     """Each peer counts its own samples alone and takes no state; who has the same meaning is met as ever."""
     found: dict[str, Collaboration] = {}

@@ -36,7 +36,7 @@ async def served_swarm(sizes: LayerConfig = SIZES) -> AsyncIterator[tuple[Served
 
 
 _SMALL: dict[str, Any] = {"num_trainers": 2, "batch_size": 2, "layer": SIZES, "num_layers": 1, "grid_size": (2, 2)}
-_SMALL |= {"k_best": 2, "timeout_s": 120.0, "wait_s": 2.0, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+_SMALL |= {"k_best": 2, "timeout_s": 120.0, "wait_s": 60.0, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
 _SMALL |= {"eval_tokens": 64, "final_eval_tokens": 128, "insecure_loopback": True}
 
 
