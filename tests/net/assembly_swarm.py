@@ -175,12 +175,11 @@ def check_disjoint(peers: Sequence[Peer], found: Sequence[Group | None]) -> None
     assert set(counts.values()) <= {1}
 
 
-def declare(peer: Peer, *, grid: MoshpitGrid = LINE, lives_s: float = 1.0) -> Awaitable[bool]:
+def declare(peer: Peer, *, grid: MoshpitGrid = LINE, lives_s: float = 1.0) -> Awaitable[int]:
     """Leave a declaration in the DHT as if the peer looked for a group."""
     expiration = peer.dht.clock.now() + lives_s
     value = declaration_of(Candidate(contact=peer.member().contact, expiration=expiration))
-    key = group_key("model", grid, 0, 0)
-    return peer.dht.store(key, value, subkey=str(peer.rpc.peer_id), expiration=expiration)
+    return peer.dht.store(group_key("model", grid, 0, 0), value, life_s=lives_s)
 
 
 def willing_until(end_s: float) -> Handler:

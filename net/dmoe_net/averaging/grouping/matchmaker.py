@@ -335,7 +335,7 @@ class _Search:
         self.told()
         # Not until the leader's expiration: its clock may differ from ours, and it may be postponed. If we went just
         # before it begins, its group would wait for us. One that has died is noticed by `_watch`.
-        last = max(leader.expiration, self.core.search_ends_at if self.core.is_timed else leader.expiration)
+        last = self.core.search_ends_at + self._config.window_s if self.core.is_timed else leader.expiration
         window_s = max(self._config.window_s, last - self._dht.clock.now())
         timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
         answer: Answer | None = None
