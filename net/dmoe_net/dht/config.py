@@ -10,7 +10,7 @@ class DhtConfig:
     """Settings of a DHT node. Periods are jittered by +-25 % so that nodes started together do not act together."""
 
     bucket_size: int = 20
-    """k of the paper: contacts a bucket, and nearest peers that a newcomer asks."""
+    """k of the paper: contacts a bucket."""
     depth_modulo: int = 5
     """b of the paper, section 4.2: buckets away from the own id split down to multiples of this depth."""
     replicas: int = 5

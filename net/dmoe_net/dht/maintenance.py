@@ -91,8 +91,12 @@ class Maintenance:
             if not self.initial_peers:
                 return  # they are tried again by and by
             raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
-        await self.lookup(self.book.table.local_id, self.config.bucket_size)
+        await self._meet_neighbours()
         self.calls.clock.follow()
+
+    async def _meet_neighbours(self) -> None:
+        """Walk to the own id: those who keep what is near it, and as many again, learn of this node."""
+        await self.lookup(self.book.table.local_id, 2 * self.config.replicas)
 
     async def run(self) -> None:
         """Do everything below until cancelled, whatever peers do."""
@@ -139,7 +143,7 @@ class Maintenance:
             lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
             answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
             if any(contact.address not in known for contact in answered):
-                await self.lookup(self.book.table.local_id, self.config.bucket_size)
+                await self._meet_neighbours()
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
         """Ping peers, follow their clocks, and return those that answered."""

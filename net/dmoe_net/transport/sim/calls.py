@@ -49,11 +49,13 @@ _FRAME_BYTES = 32
 class _Link:
     """Two callers that have greeted each other."""
 
-    __slots__ = ("address", "arrivals", "used_at")
+    __slots__ = ("address", "arrivals", "ready_at", "used_at")
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, ready_at: float) -> None:
         self.address = address
-        self.used_at = 0.0
+        self.ready_at = ready_at
+        """Time from which frames may leave. To sleep until then would cost a task's turn for each dial."""
+        self.used_at = ready_at
         self.arrivals: dict[PeerId, float] = {}  # by sender: when its last frame arrives at the other end
 
 
@@ -173,8 +175,8 @@ class CallingPeer:
 
     def is_reached(self, contact: Contact) -> bool:
         """True if the peer answered at its address when that was dialled, see `Caller.is_reached`."""
-        link = self._link_with(contact.peer_id)
-        return link is not None and link[0].address == contact.address
+        found = self._link_to(contact.address)
+        return found is not None and found[1].peer_id == contact.peer_id and found[0].ready_at <= trio.current_time()
 
     async def reach(self, contact: Contact, *, timeout_s: float) -> None:
         """Dial a peer at its address unless it was reached there, see `Caller.reach`."""
@@ -182,7 +184,9 @@ class CallingPeer:
             await trio.lowlevel.checkpoint()
             return
         with trio.move_on_after(timeout_s):
-            await self._dial(contact)
+            found = self._link_to(contact.address)
+            link, _ = found if found is not None and found[1].peer_id == contact.peer_id else await self._dial(contact)
+            await trio.sleep_until(link.ready_at)
             return
         raise DialFailed(f"cannot connect to {contact} within {seconds_of(timeout_s)}")
 
@@ -204,7 +208,7 @@ class CallingPeer:
         self._network.num_calls[method] += 1
         self.num_placed += 1
         started, peer_id = trio.current_time(), peer_id_of(target)
-        is_dialled = False
+        found = None
         try:
             with trio.move_on_after(timeout_s):
                 found = self._link_to(target)
@@ -212,12 +216,11 @@ class CallingPeer:
                     if isinstance(target, PeerId):
                         raise DialFailed(f"there is no connection with {target}")
                     found = await self._dial(target)
-                is_dialled = True
                 peer_id = found[1].peer_id
                 reply = await self._exchange(*found, method, body)
                 self.health.succeeded((peer_id, method.partition(".")[0]))
                 return reply
-            if not is_dialled:
+            if found is None or found[0].ready_at > trio.current_time():
                 raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
             raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
         except (PeerUnavailable, RemoteProtocolError) as error:
@@ -253,7 +256,8 @@ class CallingPeer:
         """Sleep until a frame to the other end has arrived; for ever if it is lost."""
         if self._network.is_silent(self.host, other.host):
             await trio.sleep_forever()
-        arrives_at = trio.current_time() + self._network.delay_s(self.host, other.host)
+        leaves_at = max(trio.current_time(), link.ready_at)
+        arrives_at = leaves_at + self._network.delay_s(self.host, other.host)
         arrives_at = link.arrivals[self.peer_id] = max(arrives_at, link.arrivals.get(self.peer_id, 0.0))
         await trio.sleep_until(arrives_at)
 
@@ -327,30 +331,29 @@ class CallingPeer:
         return found
 
     async def _greet(self, target: Contact | Address, address: Address) -> "tuple[_Link, CallingPeer]":
-        network, other, link = self._network, self._network.at(address), _Link(address)
+        network, other, now = self._network, self._network.at(address), trio.current_time()
         network.num_dials += 1
         if other is None:
             raise DialFailed(f"nobody listens at {address}")
         if network.is_silent(self.host, other.host):
             await trio.sleep_forever()
-        await self._travel(link, other)
-        if network.refuses(self.host, other.host):
-            await trio.sleep(network.delay_s(other.host, self.host))
-            raise DialFailed(f"{address} refuses connections")
-        hello_at = trio.current_time() + network.delay_s(other.host, self.host)
-        await other._travel(link, self)  # it accepts; its hello follows
-        link.arrivals[self.peer_id] = trio.current_time() + network.delay_s(self.host, other.host)  # our own hello
-        if not self._has_greeted:  # as in `rpc.peer`: later calls leave when the network has proven who answers
-            await trio.sleep_until(hello_at)
-        self._has_greeted = True
+        accepted_at = now + network.delay_s(self.host, other.host)
+        proven_at = accepted_at + network.delay_s(other.host, self.host)
         expected = peer_id_of(target)
+        if network.refuses(self.host, other.host):
+            await trio.sleep_until(proven_at)
+            raise DialFailed(f"{address} refuses connections")
         if expected not in (None, other.peer_id) or other is self:
+            await trio.sleep_until(proven_at)
             raise DialFailed(f"{other.peer_id.short} answers at {address}, not {expected}")
-        link.used_at = trio.current_time()
+        hello_at = max(proven_at, accepted_at + network.delay_s(other.host, self.host))  # in the order of its frames
+        # As in `rpc.peer`: all calls but the first leave when the network has proven who answers.
+        link = _Link(address, proven_at if self._has_greeted else hello_at)
+        self._has_greeted = True
         self._links[other.peer_id] = link, other
         # The other end calls us over it too, if it has none of its own; that we listen at our address it does not show.
-        back = _Link(Address(self.host, 0))
+        link.arrivals[self.peer_id] = proven_at + network.delay_s(self.host, other.host)  # our own hello
+        back = _Link(Address(self.host, 0), link.arrivals[self.peer_id])
         back.arrivals = link.arrivals
-        back.used_at = link.used_at
         other._links.setdefault(self.peer_id, (back, self))
         return link, other
