@@ -33,7 +33,7 @@ MAX_NUMBERS = 3072
 A node with more has several entries."""
 
 _MAX_READ = 2**18
-"""Most coordinates that are read of one record: 100 x 100 experts of 8 rows at 160 nodes each, in a tenth of a second."""
+"""Most coordinates that are read of one record: 160 nodes that serve 8 rows of 100 experts, in a tenth of a second."""
 
 _ENTRY: dict[str, Field[Any]] = {
     "host": HOST,

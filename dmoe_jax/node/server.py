@@ -92,7 +92,7 @@ class ExpertNode:
         self.recorder = NodeRecorder()
         """Counts for its metrics."""
         self.claims: Callable[[], dict[str, Any]] | None = None
-        """Returns the status of its claims (`dmoe_jax.placement`), `room` and `scope` among it, if it claims experts."""
+        """Returns the status of its claims (`dmoe_jax.placement`), with `room` and `scope`; None: it claims nothing."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
         self.replicas: Replicating | None = None

@@ -3,8 +3,8 @@
 RPC method (body -> body):
   placement.keep   {uids} -> {kept}   "I am about to give these up to you: which of them do you keep?"
 
-A node gives an expert up only if as many others as are wanted have promised to keep it. Counts of updates move while
-nodes compare them; without the promise all might give up, each to another.
+A node gives an expert up only if as many others as are wanted have promised to keep it, and have answered a call for
+it. Counts of updates move while nodes compare them; without the promise all might give up, each to another.
 """
 
 import logging
@@ -33,6 +33,7 @@ MAX_UIDS = 64
 
 _UIDS = several(text(1, 256), MAX_UIDS)
 _CALL_TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 10.0
 _CHUNK = 8
 """Experts that are announced together: not one by one, and not only when the last of a thousand is restored."""
 
@@ -57,6 +58,10 @@ class Host(Protocol):
 
     def updates(self, uid: str) -> int:
         """Optimiser steps that an expert has taken."""
+        ...
+
+    async def answers_elsewhere(self, uid: str, contact: Contact, *, timeout_s: float) -> bool:
+        """Return True if another node computes an expert that this one serves, too."""
         ...
 
     async def take_up(self, uid: str) -> str:
@@ -115,7 +120,9 @@ class Claimer:
         self._now = dht.clock.ticks  # unlike `now` it is never set: claims settle by it
         self._core = Claiming(caller.peer_id, uids.keys(), config)
         self._survey = Survey(dht, swarm, uids)
-        self._watch = Watch(caller, config, nodes=self._survey.nodes, on_change=self._wake)
+        self._watch = Watch(
+            caller, config, nodes=self._survey.nodes, claimers=self._survey.claimers, on_change=self._wake
+        )
         self._news = trio.Event()
         self._scanned_at = float("-inf")
         self._won: list[str] = []
@@ -296,6 +303,7 @@ class Claimer:
             for uid, standings in keepers.items()
             if all(each.is_fixed or uid in promised.get(each.peer_id, ()) for each in standings)
         }
+        kept -= await self._unanswered({uid: [contacts[each.peer_id] for each in keepers[uid]] for uid in kept})
         self._leaving |= kept
         try:
             for uid in sorted(kept):
@@ -307,6 +315,21 @@ class Claimer:
                 await self._host.give_up(uid)
         finally:
             self._leaving -= kept
+
+    async def _unanswered(self, keepers: Mapping[str, Sequence[Contact]]) -> set[str]:
+        """The experts that some of their keepers do not compute: whoever only says that it serves keeps nothing."""
+        found: set[str] = set()
+
+        async def ask(uid: str, contact: Contact) -> None:
+            if not await self._host.answers_elsewhere(uid, contact, timeout_s=_ANSWER_TIMEOUT_S):
+                logger.warning("node %s says that it serves %s, and does not compute it", contact, uid)
+                found.add(uid)
+
+        async with trio.open_nursery() as nursery:
+            for uid, contacts in keepers.items():
+                for contact in contacts:
+                    nursery.start_soon(ask, uid, contact)
+        return found
 
     async def _promised(self, asked: Mapping[Contact, Collection[str]]) -> dict[PeerId, set[str]]:
         """What other nodes promise to keep, and we have not meanwhile promised to keep ourselves."""

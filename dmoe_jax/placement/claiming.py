@@ -178,7 +178,7 @@ class Claiming:
 
     def gave_up(self, uid: str, now: float) -> None:
         """An expert was left to others, who have promised to keep it; their announcements may not reach us yet."""
-        self._shunned[uid] = now + self._config.retry_s
+        self._shunned[uid] = now + self._config.claim_life_s
         self.totals.given_up += 1
 
     def _judge(self, uid: str, held: _Held, view: View, actions: Actions) -> None:

@@ -153,28 +153,36 @@ class Survey:
         self._records = await self._dht.get_many(self._keys)
 
     async def look(self, uids: Iterable[str]) -> None:
-        """Read what concerns these experts only."""
-        self._records |= await self._dht.get_many(dict.fromkeys(_key_of(self._uids[uid]) for uid in uids))
+        """Read what concerns these experts only, of all who keep it: no claim may be missed that anybody has taken."""
+        keys = dict.fromkeys(_key_of(self._uids[uid]) for uid in uids)
+        self._records |= await self._dht.get_many(keys, thoroughly=True)
 
     def view(self, own: PeerId, dead: frozenset[PeerId], *, read_at: float) -> View:
         """What is known, as of the last reading, which began at `read_at`."""
-        claims: dict[str, dict[PeerId, bool]] = {}
-        for key, record in self._living().items():
-            claims |= claims_in_untrusted(key, record, self._uids)
         claimants = tuple(
             Claimant(peer_id=member.peer_id, room=room, is_warm=member.info.get("state") == "serving")
             for member in self._members
             if member.role == "node" and member.peer_id != own and member.info.get("scope") == self.scope
             if type(room := member.info.get("room")) is int and room > 0
         )
-        return View(read_at=read_at, holders=self._holders(), claims=claims, claimants=claimants, dead=dead)
+        return View(read_at=read_at, holders=self._holders(), claims=self._claims(), claimants=claimants, dead=dead)
 
     def nodes(self) -> dict[PeerId, Contact]:
-        """Every node that is a member, or announces an expert of the patterns."""
+        """Every node that is a member, or announces an expert of the patterns, with its contact."""
         found = {m.peer_id: m.contact for m in self._members if m.role == "node" and m.contact}
         for holders in self._holders().values():
             found |= holders
         return found
+
+    def claimers(self) -> set[PeerId]:
+        """Owners of living claims."""
+        return {peer_id for rivals in self._claims().values() for peer_id in rivals}
+
+    def _claims(self) -> dict[str, dict[PeerId, bool]]:
+        claims: dict[str, dict[PeerId, bool]] = {}
+        for key, record in self._living().items():
+            claims |= claims_in_untrusted(key, record, self._uids)
+        return claims
 
     def _living(self) -> dict[str, list[Found]]:
         now = self._dht.clock.ticks()

@@ -15,7 +15,7 @@ loops.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Swarm:
         """Seed of everything that is drawn here, unless a call gives its own."""
         self._caller = caller
         self._nursery = nursery
+        self._token = trio.lowlevel.current_trio_token()
         self._served: Served | None = None
 
     @property
@@ -199,9 +200,16 @@ class Swarm:
             config=replace(config or MixtureConfig(), prefix=prefix, **settings),
             seed=self.seed if seed is None else seed,
         )
-        if trio.lowlevel.in_trio_run():  # not where another thread makes it, see `BlockingSwarm`
-            # So that the first step does not wait for them.
-            self._nursery.start_soon(self.directory.prefetch, prefix, router.grid_size)
+
+        def prefetch() -> None:
+            with suppress(RuntimeError):  # the swarm is being closed
+                self._nursery.start_soon(self.directory.prefetch, prefix, router.grid_size)
+
+        # So that the first step does not wait for the records. `BlockingSwarm` makes mixtures in other threads.
+        if trio.lowlevel.in_trio_run():
+            prefetch()
+        else:
+            self._token.run_sync_soon(prefetch)
         return mixture
 
     def trainer(

@@ -1,5 +1,6 @@
 """A swarm of DHT nodes, each on a host of its own, on the full simulator or on the light network."""
 
+import itertools
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -158,7 +159,7 @@ def dealt(uids: Sequence[ExpertUid], count: int) -> list[list[ExpertUid]]:
     cuts = [0]
     for index in range(count):
         cuts.append(cuts[-1] + each + (index < rest))
-    return [list(uids[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    return [list(uids[start:stop]) for start, stop in itertools.pairwise(cuts)]
 
 
 def square(count: int) -> tuple[int, int]:

@@ -146,6 +146,11 @@ class SwarmClock:
             self._said[text] = now
             _log.warning(f"{text}; set the clocks of the machines by NTP", *values)
 
+    def refused(self, ahead_s: float) -> None:
+        """Warn that a peer does not take what this one issues: its times are `ahead_s` seconds ahead of the peer's."""
+        where = "ahead of" if ahead_s > 0 else "behind"
+        self._say("a peer takes no entries of this one: your clock is %.0f s %s its own", abs(ahead_s), where)
+
     @property
     def skew_s(self) -> float | None:
         """Median of the seconds by which clocks of peers that answered of late are ahead of this one, to within half a

@@ -132,7 +132,8 @@ def test_splitting_ends_at_the_last_bit() -> None:
 
 
 def test_stale_buckets_come_oldest_first() -> None:
-    """Only buckets with room and without a lookup since the limit are named, by an id inside them, the stalest first."""
+    """Only buckets with room, to which no lookup went since the limit, are named, by an id inside them, the stalest
+    first."""
     table = RoutingTable(0, bucket_size=2, depth_modulo=1)
     low, high = 5, (1 << 255) + 5
     for node in (low, low + 1, high):

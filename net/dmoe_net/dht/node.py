@@ -244,28 +244,34 @@ class DhtNode:
 
         await _each(withdraw_key, by_key.items())
 
-    async def get(self, key: str) -> tuple[Found, ...]:
+    async def get(self, key: str, *, thoroughly: bool = False) -> tuple[Found, ...]:
         """Look a record up: its living entries, in the order of owners and suffixes.
 
         What was read before is remembered while it lives: a holder that lacks an entry does not take it away. Asks a
         peer that held the record a moment ago for what changed since, else the peers nearest to the key, until two of
         them have a copy.
 
+        Args:
+          thoroughly: True to read the copies of all peers that should keep the record: then an entry that one of them
+            has taken is found.
+
         Raises:
           ValueError: the key is not a string of at most 512 bytes.
         """
         target = key_id(check_key(key))
-        if not await self._read_again(target):
+        if thoroughly:
+            await self._walk_to_record(target, copies=self.config.replicas)
+        elif not await self._read_again(target):
             await self._walk_to_record(target)
         return self._living(target)
 
-    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Found, ...]]:
+    async def get_many(self, keys: Iterable[str], *, thoroughly: bool = False) -> dict[str, tuple[Found, ...]]:
         """`get` for several keys, some at a time; each distinct key is looked up once."""
         found: dict[str, tuple[Found, ...]] = {check_key(key): () for key in keys}
 
         async def get_one(key: str) -> None:
             async with self._gets:
-                found[key] = await self.get(key)
+                found[key] = await self.get(key, thoroughly=thoroughly)
 
         await _each(get_one, [(key,) for key in found])
         return found
@@ -378,6 +384,8 @@ class DhtNode:
         """Take note of entries of this node that stand in the way of later ones; True if there are any."""
         is_outrun = False
         for verdict in (verdict for each in verdicts for verdict in each):
+            if verdict is not None and verdict.ahead_s:
+                self.clock.refused(verdict.ahead_s)
             held = None if verdict is None else verdict.held
             if held is None or held.owner != self.peer_id:
                 continue
@@ -441,10 +449,10 @@ class DhtNode:
             return True
         return False
 
-    async def _walk_to_record(self, target: NodeId) -> None:
-        """Walk to the peers that hold a record, read their copies, and remember them."""
+    async def _walk_to_record(self, target: NodeId, *, copies: int = _COPIES) -> None:
+        """Walk to the peers that hold a record, until so many copies were read, and remember them."""
         own = self._own_contact is not None and bool(self._storage.get(target, self.clock.ticks()))
-        walk = await self._walk(target, beam_size=self.config.replicas, copies=_COPIES - own)
+        walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own)
         self._read_from.walked(target, walk.holders, trio.current_time())
         # Further pages are no part of the walk, in which a peer that takes long is passed over.
         unread = [(holder, target) for holder in walk.holders if (target, holder.peer_id) in self._unread]

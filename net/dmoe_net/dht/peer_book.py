@@ -17,8 +17,8 @@ from dmoe_net.identity import Contact, PeerId
 from dmoe_net.peer_health import PeerHealth
 
 ANSWERS = "dht.answers"
-"""`(contact, ANSWERS)` is healthy if the peer answers there as one of the DHT does; to RPC, which feeds `(peer_id, "dht")`,
-nonsense and refusals are answers, too."""
+"""`(contact, ANSWERS)` is healthy if the peer answers there as one of the DHT does. To RPC, which feeds
+`(peer_id, "dht")`, nonsense and refusals are answers, too."""
 
 _DEAD_S = 60.0  # for which a peer that died is named to others
 _DOUBT_S = 5.0  # a contact seen since then is not checked because another peer doubts it
@@ -106,9 +106,11 @@ class PeerBook:
         return tuple(peer_id for peer_id, at in self._died.items() if at >= now - _DEAD_S)
 
     def doubted(self, peer_id: PeerId, now: float) -> None:
-        """Note that another peer found this one dead: it is checked, unless it was seen since."""
+        """Note that another peer found this one dead: it is checked, unless it was seen since at its address."""
         seen = self.table.get(peer_id)
-        if seen is None or seen.last_seen >= now - _DOUBT_S or self._doubted.get(peer_id, -math.inf) >= now - _DEAD_S:
+        if seen is None or self._doubted.get(peer_id, -math.inf) >= now - _DEAD_S:
+            return
+        if seen.last_seen >= now - _DOUBT_S and self._is_reached(seen.contact):
             return
         self._doubted.pop(peer_id, None)
         self._doubted[peer_id] = now

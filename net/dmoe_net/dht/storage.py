@@ -92,7 +92,7 @@ class EntryStorage:
         self._bytes = 0
         self._changes = 0
         self._count_held = 0
-        # When entries are forgotten. A row is void unless it states a present change: one that follows leaves the old row behind.
+        # When entries are forgotten. A row is void unless it states a present change: a later one leaves it behind.
         self._ends: list[tuple[float, int, NodeId, Subkey]] = []
 
     def __len__(self) -> int:

@@ -65,7 +65,7 @@ class ProgressBoard:
         self._changed = trio.Event()
         self._wanted = trio.Event()
         self._last: Report | None = None
-        self._listed: set[PeerId] = set()  # those that the DHT listed when it was last read
+        self._listed: dict[PeerId, float] = {}  # until when the reports live that the DHT listed at the last reading
         self._is_withdrawn = False
 
     def _now(self) -> Report:
@@ -179,8 +179,10 @@ class ProgressBoard:
 
     async def _read(self) -> None:
         found = await self.dht.get(self._key)
-        listed = {entry.owner for entry in found}
-        withdrawn, self._listed = self._listed - listed, listed
+        listed, now = {entry.owner: entry.ends_at for entry in found}, self.dht.clock.ticks()
+        # A report that has ended, and one that could not be stored again, were not taken back.
+        withdrawn = {owner for owner, ends_at in self._listed.items() if owner not in listed and ends_at > now}
+        self._listed = listed
         self._learn(reports_in_untrusted(found, now=self.dht.clock.now()), withdrawn)
 
     def _learn(self, reports: Iterable[Report], withdrawn: Iterable[PeerId] = ()) -> None:
