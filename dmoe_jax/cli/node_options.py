@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -187,9 +187,9 @@ class CopyOptions:
         """Settings of claims and copies. Raises UsageError for a flag."""
         if self.average_period_s is not None and self.replicas == 1:
             raise UsageError("--average-period-s would have no effect without --replicas R of 2 or more")
-        period = {} if self.average_period_s is None else {"average_period_s": self.average_period_s}
         try:
-            return PlacementConfig(max_experts=hand.claim or 0, of=hand.of, replicas=self.replicas, **period)
+            config = PlacementConfig(max_experts=hand.claim or 0, of=hand.of, replicas=self.replicas)
+            return config if self.average_period_s is None else replace(config, average_period_s=self.average_period_s)
         except ValueError as error:
             raise UsageError(by_flags(one_line(error), flags_of(self))) from error
 

@@ -313,8 +313,10 @@ class RpcPeer:
         # Both ends had dialled, and this connection gave way to the other one in the moment between. The other end has
         # our hello on that one, but its own may still be on its way: each connection has an order, two have none. Then
         # it is one of those that have not said yet who they are.
+        peer_id = connection.remote_peer_id
+        assert peer_id is not None  # only of a connection whose other end is known another is preferred
         with trio.move_on_after(HELLO_TIMEOUT_S):
-            while (other := self._connections.find(connection.remote_peer_id)) is None:
+            while (other := self._connections.find(peer_id)) is None:
                 if not self._connections.has_strangers:
                     break
                 await self._connections.news.wait()
