@@ -306,8 +306,16 @@ async def clocks(nodes: int, *, seed: int) -> Figures:
         uids = [[uid] for uid in all_uids("layer0", grid)[:nodes]]
         await announce_all(announcers, uids)
         nursery = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(nursery.cancel_scope.cancel)
+        scopes = list[trio.CancelScope]()
+
+        async def keep(announcer: Announcer, own: list[ExpertUid], offset_s: float) -> None:
+            with trio.CancelScope() as scope:
+                scopes.append(scope)
+                await _keep(announcer, own, offset_s)
+
         for announcer, own in zip(announcers, uids, strict=True):
-            nursery.start_soon(_keep, announcer, own, world.rng.uniform(0, 10))
+            nursery.start_soon(keep, announcer, own, world.rng.uniform(0, 10))
         await trio.sleep(60.0)
         off = [abs(node.clock.now() - trio.current_time() - 1e9) for node in world.nodes.values()]
         found = []
@@ -317,7 +325,8 @@ async def clocks(nodes: int, *, seed: int) -> Figures:
                 found.append(len(await directory.living("layer0", grid)) / nodes)
         dying, stays = hosts[: nodes // 2], world.nodes[hosts[-1]]
         async with open_expert_directory(stays) as directory:
-            nursery.cancel_scope.cancel()  # nobody announces any more
+            for scope in scopes:  # nobody announces any more
+                scope.cancel()
             for host in dying:
                 world.light.apply(HostDown(host, silent=True))
             began = trio.current_time()

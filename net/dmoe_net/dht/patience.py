@@ -11,7 +11,7 @@ from dmoe_net.identity import PeerId
 
 _SHORTEST_S, _LONGEST_S = 0.1, 1.0
 _MAX_PEERS = 1024
-_FRESH_S = 60.0  # after that a connection may have been closed for want of calls
+_FRESH_S = 30.0  # after that a connection may have been closed for want of calls
 
 
 @dataclass(slots=True)

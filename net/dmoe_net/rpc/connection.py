@@ -42,7 +42,7 @@ SILENCE_S = 30.0
 """Seconds of silence, while calls are under way, after which a peer is pinged, and after as long again taken for gone.
 TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
 
-IDLE_S = 120.0
+IDLE_S = 30.0
 """Seconds without calls after which the first connection with a peer is closed. Trainers call every few seconds, DHT
 peers every minute or so."""
 
