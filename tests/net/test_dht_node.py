@@ -131,6 +131,20 @@ async def test_partial_copies_are_merged_by_the_reader(autojump_clock: MockClock
         }
 
 
+async def test_a_thorough_get_reads_all_copies(autojump_clock: MockClock) -> None:
+    """An entry that one of the five keepers alone has taken, whichever it is, though the reader remembers holders."""
+    async with open_swarm(DirectNetwork(), 9) as nodes:
+        await nodes[0].store("key", "base", life_s=100)
+        kept, rng = holders(nodes, "key"), random.Random(1)
+        reader = next(node for node in nodes[1:] if node not in kept)
+        assert await value_at(reader, "key") == "base"
+        for number, holder in enumerate(kept, start=2):
+            owner = Identity.from_seed(rng.randbytes(32))
+            entry = sign_entry(owner, key_id("key"), value=encode_value(1), sequence=1, issued_at=now(), life_s=100.0)
+            holder._storage.store(key_id("key"), [(entry, 100.0)], account=entry.owner, now=now())
+            assert len(await reader.get("key", thoroughly=True)) == number
+
+
 async def test_a_record_ends_when_it_says(autojump_clock: MockClock) -> None:
     """Found before its end, gone after it, swept from memory a little later; entries go one by one."""
     async with open_swarm(DirectNetwork(), 8) as nodes:
