@@ -243,9 +243,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_204,
-    "dmoe_net": 17_220,
-    "experiments": 22_362,
+    "dmoe_jax": 34_301,
+    "dmoe_net": 17_271,
+    "experiments": 22_373,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
@@ -257,7 +257,6 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.placement.averager": 16,
-    "dmoe_jax.placement.state": 18,
     "dmoe_jax.swarm.swarm": 19,
     "dmoe_net.averaging.averager": 16,
     "dmoe_net.rpc.peer": 17,
@@ -274,7 +273,6 @@ WIDE_FUNCTIONS: dict[str, int] = {
     "dmoe_jax.mixture.parallel._on_device": 9,
     "dmoe_jax.node.server.open_expert_node": 10,
     "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
-    "dmoe_jax.placement.state.fetch_state": 9,
     "dmoe_jax.swarm.opening.open_swarm": 13,
     "dmoe_jax.swarm.swarm.collaborate": 11,
     "dmoe_jax.swarm.swarm.collaboration": 9,

@@ -14,9 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 import trio
 
 from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.experts.base import Expert
 from dmoe_jax.placement.claiming import Actions, Claiming, Stage
 from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.contest import Standing, gives_up_to, standing_untrusted
+from dmoe_jax.placement.proof import computes
 from dmoe_jax.placement.survey import Claims, Survey, check_claimable
 from dmoe_jax.placement.watch import Watch
 from dmoe_net.dht.node import DhtNode
@@ -33,7 +35,6 @@ MAX_UIDS = 64
 
 _UIDS = several(text(1, 256), MAX_UIDS)
 _CALL_TIMEOUT_S = 2.0
-_ANSWER_TIMEOUT_S = 10.0
 _CHUNK = 8
 """Experts that are announced together: not one by one, and not only when the last of a thousand is restored."""
 
@@ -60,8 +61,8 @@ class Host(Protocol):
         """Optimiser steps that an expert has taken."""
         ...
 
-    async def answers_elsewhere(self, uid: str, contact: Contact, *, timeout_s: float) -> bool:
-        """Return True if another node computes an expert that this one serves, too."""
+    def expert(self, uid: str) -> Expert:
+        """Network of an expert that is served."""
         ...
 
     async def take_up(self, uid: str) -> str:
@@ -321,7 +322,7 @@ class Claimer:
         found: set[str] = set()
 
         async def ask(uid: str, contact: Contact) -> None:
-            if not await self._host.answers_elsewhere(uid, contact, timeout_s=_ANSWER_TIMEOUT_S):
+            if uid in self._host.served and not await computes(self._caller, contact, uid, self._host.expert(uid)):
                 logger.warning("node %s says that it serves %s, and does not compute it", contact, uid)
                 found.add(uid)
 

@@ -3,12 +3,10 @@
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import optax
 
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.mixture.expert_calls import FORWARD, Answer, ExpertCall, outcomes_of_untrusted, request_of
 from dmoe_jax.node.backend import ExpertBackend, make_backend
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode
@@ -19,9 +17,6 @@ from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.replicas import Replicas
 from dmoe_jax.placement.survey import check_claimable
 from dmoe_net.errors import NetError
-from dmoe_net.identity import Contact
-from dmoe_net.rpc.base import Caller
-from dmoe_net.wire.compression import Compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +124,6 @@ class ClaimingNode:
     """A node, as its claimer sees it (`dmoe_jax.placement.claimer.Host`).
 
     Args:
-      caller: asks other nodes whether they compute an expert.
       sources: where experts that are taken up may be found, the best first.
       forgotten: told each expert that was given up.
     """
@@ -142,29 +136,14 @@ class ClaimingNode:
         make: Callable[[str, Place], ExpertBackend],
         sources: Sequence[Source],
         *,
-        caller: Caller,
         forgotten: Callable[[str], None] = lambda uid: None,
     ) -> None:
         self._node, self._backends, self._devices, self._make, self._sources = node, backends, devices, make, sources
         self.introduce = node.introduce
-        self._caller = caller
         self._forgotten = forgotten
 
-    async def answers_elsewhere(self, uid: str, contact: Contact, *, timeout_s: float) -> bool:
-        expert = self._backends[uid].expert
-        inputs = [np.zeros((1, *spec.shape), spec.dtype) for spec in expert.inputs]
-        one = np.zeros(1, np.int64)
-        call = ExpertCall(uid=uid, contact=contact, rows=one, slots=one)
-        body, tensors = request_of([call], inputs, None, {}, Compression.NONE)
-        try:
-            reply = await self._caller.call(contact, FORWARD, body, tensors, timeout_s=timeout_s)
-            outcomes = outcomes_of_untrusted(reply, {0: 1})
-        except NetError:
-            return False
-        return any(
-            isinstance(outcome, Answer) and [each.shape for each in outcome.tensors] == [(1, *expert.output.shape)]
-            for _, outcome in outcomes
-        )
+    def expert(self, uid: str) -> Expert:
+        return self._backends[uid].expert
 
     def claimer(self, peer: SwarmPeer, claimable: Claimable, *, on_progress: Callable[[str], None]) -> Claimer:
         """What claims for this node; it says in `node.status` how that goes."""

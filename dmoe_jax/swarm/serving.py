@@ -167,7 +167,6 @@ class Serving:
                     self.devices,
                     hand.claimable.make,
                     (*living, *saved),
-                    caller=self.peer.rpc,
                     forgotten=(lambda uid: None) if replicas is None else replicas.forget,
                 )
                 claimer = host.claimer(self.peer, hand.claimable, on_progress=self.on_progress)
