@@ -243,7 +243,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_301,
+    "dmoe_jax": 34_302,
     "dmoe_net": 17_271,
     "experiments": 22_373,
 }
@@ -254,7 +254,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
     "dmoe_jax.cli.up": 16,
-    "dmoe_jax.mixture.remote": 18,
+    "dmoe_jax.mixture.remote": 17,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.placement.averager": 16,
     "dmoe_jax.swarm.swarm": 19,

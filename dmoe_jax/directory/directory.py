@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from dmoe_jax.directory.grid import ExpertUid, check_prefix, key_prefix, parse_uid
+from dmoe_jax.directory.grid import Coordinates, ExpertUid, check_prefix, key_prefix, parse_uid
 from dmoe_jax.directory.members import list_members
 from dmoe_jax.directory.preference import Renewals, by_preference
 from dmoe_jax.directory.records import Replicas, announcements, experts_in_untrusted, grid_keys, group_key
-from dmoe_jax.routing.beam_search import Coordinates, search_beams
+from dmoe_jax.routing.beam_search import search_beams
 from dmoe_net.dht.node import DhtNode, StoreItem
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery

@@ -16,6 +16,9 @@ MAX_COORDINATE = 99_999
 MAX_EXPANDED_UIDS = 1_000_000
 """Most uids of one pattern: a slip such as [0:4096].[0:4096] should fail, not fill the memory."""
 
+Coordinates = tuple[int, ...]
+"""Place on a grid: one index for each dimension, or for the first few."""
+
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,4}")
 _RANGE = re.compile(r"\[([0-9]{1,6}):([0-9]{1,6})\]")
@@ -27,7 +30,7 @@ class ExpertUid:
 
     prefix: str
     """Letters, digits, `_` and `-`; at most 64."""
-    coordinates: tuple[int, ...]
+    coordinates: Coordinates
     """One index for each grid dimension, each from 0 to 99999."""
 
     def __post_init__(self) -> None:

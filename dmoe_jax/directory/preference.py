@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from dmoe_jax.directory.grid import Coordinates
 from dmoe_jax.directory.records import Replica, Replicas
-from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_net.identity import PeerId
 
 MAX_SUSPECTS = 4096

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dmoe_jax.directory.grid import MAX_COORDINATE, ExpertUid
-from dmoe_jax.routing.beam_search import Coordinates
+from dmoe_jax.directory.grid import MAX_COORDINATE, Coordinates, ExpertUid
 from dmoe_net.dht.entries import Found, Value
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, Contact, PeerId

@@ -7,10 +7,9 @@ import trio
 from trio.testing import MockClock
 
 from dmoe_jax.directory.directory import Announcer, open_expert_directory
-from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.directory.grid import Coordinates, parse_uid
 from dmoe_jax.directory.preference import Renewals, by_preference
 from dmoe_jax.directory.records import Replica, Replicas, experts_in_untrusted
-from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_net.dht.entries import Found
 from dmoe_net.identity import Address, Contact, PeerId
 from tests.net.direct_network import DirectNetwork, open_swarm
