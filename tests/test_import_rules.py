@@ -345,7 +345,6 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.peers.security",
     "dmoe_jax.routing.balancing",
     "dmoe_jax.routing.base",
-    "dmoe_jax.routing.beam_search",
     "dmoe_jax.routing.check",
     "dmoe_jax.routing.combinators",
     "dmoe_jax.routing.product_key",
