@@ -36,7 +36,7 @@ class DirectoryConfig:
     """Settings of the look-up of experts: the age of answers, and pauses of hosts and experts that fail."""
 
     ttl_s: float = 10.0
-    """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
+    """Longest age of what is answered without asking the DHT, seconds. The background asks before that."""
     negative_ttl_s: float = 5.0
     """The same for a record without experts, seconds; at most `ttl_s`: new experts should be seen soon."""
     idle_s: float = 60.0
@@ -51,6 +51,8 @@ class DirectoryConfig:
         if not 0 < self.negative_ttl_s <= self.ttl_s <= self.idle_s:
             raise ValueError(f"expected 0 < negative_ttl_s <= ttl_s <= idle_s, got {self}")
 
+
+_REFRESHED_AT = 0.6  # of the longest age: a look every 6 to 7 s, and time for one that is slow
 
 _SERVICE = "expert"
 """RPC's name for the methods of experts: the first word of `expert.forward`."""
@@ -276,7 +278,8 @@ class ExpertDirectory:
             for key in [key for key, cached in self._cache.items() if cached.used_at < now - self._config.idle_s]:
                 if key not in self._in_flight:
                     del self._cache[key]
-            await self._refresh([k for k, c in self._cache.items() if c.fetched_at <= now - self._lifetime(c) / 2])
+            due = [k for k, c in self._cache.items() if c.fetched_at <= now - _REFRESHED_AT * self._lifetime(c)]
+            await self._refresh(due)
 
     async def _fetched(self, keys: Iterable[str]) -> None:
         """See to it that these records are at hand: from memory if that is fresh, else from the DHT, once for all who
@@ -333,9 +336,11 @@ class ExpertDirectory:
         return living
 
     def _contacts(self, uid: str, replicas: Replicas) -> list[Contact]:
-        """The nodes among these that live, as far as is known, and did not fail of late."""
+        """The nodes among these that live, as far as is known, and did not fail of late; last the ones that should have
+        announced themselves again, and have not."""
         now = self._dht.clock.ticks()
-        return [each.contact for each in replicas if each.ends_at > now and not self._is_avoided(each.contact, uid)]
+        living = [each for each in replicas if each.ends_at > now and not self._is_avoided(each.contact, uid)]
+        return [each.contact for each in sorted(living, key=lambda each: each.due_at < now)]
 
     def _best(self, contacts: Sequence[Contact]) -> Contact | None:
         """The first of an expert's replicas that has room, if one has.

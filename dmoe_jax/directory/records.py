@@ -11,6 +11,7 @@ entry, and they do not disturb each other.
 Everything here is pure. Strangers write what `experts_in_untrusted` reads: whatever is malformed is left out.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,8 @@ class Replica:
     """Where it is called."""
     ends_at: float
     """Time until which the announcement lives, seconds of `SwarmClock.ticks`."""
+    due_at: float = math.inf
+    """Time by which it should have announced itself again: nodes do so every third of an announcement's life."""
     call_s: float | None = None
     """Mean seconds that a call has lately spent there; None: it had none."""
 
@@ -114,7 +117,9 @@ def experts_in_untrusted(key: str, record: Iterable[Found]) -> dict[Coordinates,
         if num_read > _MAX_READ:
             break
         contact = Contact(entry.owner, Address(host, port))
-        replica = Replica(contact=contact, ends_at=entry.ends_at, call_s=call_s)
+        replica = Replica(
+            contact=contact, ends_at=entry.ends_at, due_at=entry.ends_at - entry.life_s / 3, call_s=call_s
+        )
         for coordinates in zip(*[iter(flat)] * dims, strict=False):
             if group_key(prefix, coordinates) == key:
                 replicas = found.setdefault(coordinates, {})

@@ -24,7 +24,7 @@ def test_a_node_counts_once_however_often_it_announces_an_expert() -> None:
     value = ["10.0.0.1", 3000, [1, 7], None]
     ends = {"": 9.0, "1": 30.0, "2": 20.0}
     record = [Found(HOSTS[0].peer_id, suffix, value, ends_at) for suffix, ends_at in ends.items()]
-    assert experts_in_untrusted("ffn.2d0", record) == {(1, 7): (Replica(contact=HOSTS[0], ends_at=30.0),)}
+    assert experts_in_untrusted("ffn.2d0", record) == {(1, 7): (Replica(contact=HOSTS[0], ends_at=30.0, due_at=30.0),)}
 
 
 def experts(count: int, hosts: dict[int, range]) -> dict[Coordinates, Replicas]:
@@ -131,3 +131,29 @@ async def test_a_reader_goes_on_to_another_replica(autojump_clock: MockClock) ->
                 await announcer.withdraw([UID])
             await trio.sleep(10.0)
             assert await chosen() is None
+
+
+async def test_one_that_is_late_to_announce_itself_comes_last(autojump_clock: MockClock) -> None:
+    """Of two that serve an expert the preferred one falls silent: a third of its announcement's life before the end the
+    other one is asked; alone it is listed to the end."""
+    async with open_swarm(DirectNetwork(), 4) as nodes:
+        hosts = [Contact(node.peer_id, node.address) for node in nodes[:2] if node.address is not None]
+        announcers = [Announcer(node, host, life_s=30.0) for node, host in zip(nodes, hosts, strict=False)]
+        for announcer in announcers:
+            await announcer.announce([UID])
+        async with open_expert_directory(nodes[3]) as directory:
+
+            async def chosen() -> Contact | None:
+                return (await directory.living("ffn", (2, 8))).get(UID.coordinates)
+
+            silent = await chosen()
+            (other,) = (host for host in hosts if host != silent)
+            for _ in range(4):
+                assert await chosen() == silent
+                await announcers[hosts.index(other)].announce([UID])
+                await trio.sleep(6.0)
+            assert await chosen() == other
+            await announcers[hosts.index(other)].withdraw([UID])
+            await trio.sleep(1.5)
+            directory._cache.clear()
+            assert await chosen() == silent

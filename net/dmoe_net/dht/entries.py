@@ -139,6 +139,8 @@ class Found(NamedTuple):
     """The value; read-only."""
     ends_at: float
     """Time until which it lives, seconds of `SwarmClock.ticks`."""
+    life_s: float = 0.0
+    """Seconds that it lives in all, as its owner says."""
 
 
 def check_suffix(suffix: str) -> str:

@@ -403,7 +403,7 @@ class DhtNode:
             if before is None or before.entry.sequence < held.entry.sequence:
                 newest[held.entry.subkey] = held
         return tuple(
-            Found(*subkey, held.entry.value, held.ends_at)
+            Found(*subkey, held.entry.value, held.ends_at, held.entry.life_s)
             for subkey, held in sorted(newest.items(), key=lambda item: item[0])
             if not held.entry.is_withdrawn
         )
