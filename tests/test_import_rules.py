@@ -297,6 +297,7 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.directory.directory",
     "dmoe_jax.directory.grid",
+    "dmoe_jax.directory.members",
     "dmoe_jax.emulator.events",
     "dmoe_jax.emulator.order",
     "dmoe_jax.emulator.stages",

@@ -13,6 +13,7 @@ import trio
 
 from dmoe_jax.directory.directory import Announcer, ExpertDirectory, open_expert_directory
 from dmoe_jax.directory.grid import ExpertUid, all_uids, layer_prefix
+from dmoe_jax.directory.members import listed_member
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.transport.sim import Heal, HostDown, Partition
 from experiments.dht_scale.world import (
@@ -121,8 +122,8 @@ async def _keep(announcer: Announcer, uids: list[ExpertUid], offset_s: float) ->
 
 
 async def announcing(nodes: int, *, seconds: float, seed: int) -> Figures:
-    """Calls a second of a node that announces one expert, and of one with an expert in each of 16 layers, while all
-    others announce one, the background included."""
+    """Calls a second of a node that announces itself as a member and one expert, and of one with an expert in each of
+    16 layers, while all others announce one, the background included."""
     side = square(nodes)
     uids = [[uid] for uid in all_uids("layer0", side)[:nodes]]
     spread = [all_uids(layer_prefix(layer), side)[layer] for layer in range(16)]
@@ -136,6 +137,8 @@ async def announcing(nodes: int, *, seconds: float, seed: int) -> Figures:
         for index, (announcer, own) in enumerate(zip(announcers, uids, strict=True)):
             experts = spread if index == 1 else own
             nursery.start_soon(_keep, announcer, experts, world.rng.uniform(0, 10))
+            dht = world.nodes[hosts[index]]
+            await stack.enter_async_context(listed_member(dht, "dmoe", contact_of(dht), lambda: {"role": "node"}))
         await trio.sleep(60.0)
         before = {host: calls_and_bytes(world, [host])[0] for host in hosts}
         await trio.sleep(seconds)
