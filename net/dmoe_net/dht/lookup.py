@@ -10,7 +10,8 @@ answered, or when `copies` of these have said that they hold the record, if it i
   to alpha as soon as somebody nearer turns up.
 - A peer that is silent for longer than it is granted becomes UNRESPONSIVE: it holds no place among the open questions,
   and once `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure
-  is awaited: where everybody is slow, impatience would find nobody.
+  is awaited: where everybody is slow, impatience would find nobody. If it is this process that is late, because it
+  has too much to do, then answers may lie here unread: nobody counts as silent, or it would have even more to do.
 - Peers that invent ever nearer peers cannot keep a lookup going: it asks at most `max_queries` times.
 """
 
@@ -23,6 +24,8 @@ from itertools import islice
 
 from dmoe_net.dht.routing_table import NodeId, node_id
 from dmoe_net.identity import Contact, PeerId
+
+_LATE_S = 0.02  # by which a timer may be late in a process that has time
 
 
 class _State(enum.Enum):
@@ -94,6 +97,7 @@ class Lookup:
         self._peers: dict[int, _Peer] = {}  # by distance, which names a peer as well as its id does
         self._order: list[int] = []  # the same distances, sorted
         self._without_progress = 0
+        self._due = math.inf  # when `next` is to be called
         self._finished = False
         self._learn(seeds)
 
@@ -108,8 +112,13 @@ class Lookup:
         """
         if self._finished:
             return None
+        late_s, self._due = max(0.0, now - self._due), math.inf
         for peer in self._peers.values():
-            if peer.state is _State.WAITING and now >= peer.slow_at:
+            if peer.state is not _State.WAITING or now < peer.slow_at:
+                continue
+            if late_s > _LATE_S:
+                peer.slow_at = now + late_s
+            else:
                 peer.state = _State.UNRESPONSIVE
         waiting = [peer for peer in self._peers.values() if peer.state is _State.WAITING]
         until = min((peer.slow_at for peer in waiting), default=math.inf)
@@ -118,13 +127,15 @@ class Lookup:
             is_complete = not waiting
         elif candidate is not None:
             has_stalled = self._without_progress >= self.config.parallelism
-            if len(waiting) >= max(self.config.parallelism, self.config.beam_size if has_stalled else 0):
+            if len(waiting) >= max(self._open_questions(), self.config.beam_size if has_stalled else 0):
+                self._due = until
                 return until
             candidate.state = _State.WAITING
             candidate.slow_at = now + self._patience(candidate.contact.peer_id)
             self.queries += 1
             return candidate.contact
         if not is_complete:
+            self._due = until
             return until
         self._finished = True
         return None
@@ -161,6 +172,14 @@ class Lookup:
     def unresponsive(self) -> tuple[Contact, ...]:
         """Peers that were asked and given up on while their calls were still open: worth a check."""
         return tuple(p.contact for p in self._peers.values() if p.state is _State.UNRESPONSIVE)
+
+    def _open_questions(self) -> int:
+        """Most open questions now. A walk to a record begins with one more than the copies that it wants, for the
+        nearest known peers may have them, and asks two more for each that was asked in vain."""
+        if not self.config.copies:
+            return self.config.parallelism
+        in_vain = sum(peer.state not in (_State.NEW, _State.WAITING) for peer in self._peers.values())
+        return min(self.config.parallelism, self.config.copies + 1 + 2 * in_vain)
 
     def _near_holders(self) -> int:
         """Number of holders among the `beam_size` nearest peers that have not failed: anybody on the way may say that
