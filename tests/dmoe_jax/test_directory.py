@@ -122,6 +122,20 @@ async def test_a_withdrawn_expert_is_invisible(autojump_clock: MockClock) -> Non
             assert list((await find_experts(directory, mine)).values()) == [contact(nodes[0])] * 3
 
 
+async def test_a_row_costs_a_signature_for_each_of_its_hosts(autojump_clock: MockClock) -> None:
+    """256 experts of a row on 16 nodes: 16 signatures are verified when they are first read, and none again."""
+    async with open_swarm(DirectNetwork(), 17) as nodes:
+        for number, node in enumerate(nodes[:16]):
+            await announce(node, [ExpertUid("ffn", (3, 16 * number + column)) for column in range(16)])
+        reader = nodes[16]
+        verified = reader.statistics().verified
+        for most in (16, 0):
+            async with open_expert_directory(reader) as directory:
+                assert len(await directory.living("ffn", (8, 256))) == 256
+            assert reader.statistics().verified - verified <= most
+            verified = reader.statistics().verified
+
+
 async def test_several_hosts_of_one_expert_do_not_disturb_each_other(autojump_clock: MockClock) -> None:
     """Each has its own announcement: one that is withdrawn or ends leaves the others."""
     async with open_swarm(DirectNetwork(), 6) as nodes:

@@ -108,7 +108,7 @@ def test_where_everybody_is_slow_nobody_is_skipped() -> None:
     """With fewer than beam_size answers each silent peer is awaited until it answers or fails."""
     lookup = lookup_of(0, peers(1, 2, 3))
     assert ask_all(lookup, 0.0) == [1, 2, 3]
-    assert lookup.next(50.0) == math.inf
+    assert lookup.next(1.0) == math.inf
     lookup.on_success(contact(3).peer_id, peers(4))
     assert ask_all(lookup, 51.0) == [4]
     lookup.on_success(contact(4).peer_id, [])
@@ -137,6 +137,28 @@ def test_a_lookup_of_a_record_ends_at_enough_copies() -> None:
     lookup.on_success(contact(2).peer_id, [])
     assert lookup.next(0.0) is None
     assert lookup.holders == peers(1)
+
+
+def test_a_walk_to_a_record_begins_with_few_questions() -> None:
+    """One more than the copies it wants; each answer without a copy, failure or silence lets it ask two more."""
+    config = LookupConfig(parallelism=8, beam_size=7, copies=2)
+    lookup = lookup_of(0, peers(*range(1, 12)), config=config)
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    lookup.on_success(contact(1).peer_id, [])
+    assert ask_all(lookup, 0.1) == [4, 5, 6]
+    lookup.on_failure(contact(2).peer_id)
+    assert ask_all(lookup, 0.2) == [7, 8]
+    walk = lookup_of(0, peers(*range(1, 12)), config=LookupConfig(parallelism=8, beam_size=10))
+    assert len(ask_all(walk, 0.0)) == 8
+
+
+def test_nobody_is_silent_while_this_process_is_late() -> None:
+    """A timer that comes two seconds late says nothing of others: they are granted as much again, once."""
+    lookup = lookup_of(0, peers(1, 2, 3, 4, 5))
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    assert lookup.next(0.0) == 1.0
+    assert lookup.next(3.0) == 5.0
+    assert ask_all(lookup, 5.0) == [4, 5]
 
 
 def test_each_peer_is_granted_its_own_patience() -> None:
