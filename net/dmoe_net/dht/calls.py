@@ -160,8 +160,10 @@ class DhtCalls:
 
     def _answer_find(self, request: Request) -> Body:
         question, now = messages.parse_find_untrusted(request.body), self.clock.ticks()
-        contacts = self._nearest(question.target, question.contacts, request.peer_id)
         held = self.storage.get(question.target, now) if question.record else ()
+        # Near a copy there are others, so that few contacts will do: most of an answer's cost are its contacts.
+        most = min(question.contacts, self.config.replicas) if held else question.contacts
+        contacts = self._nearest(question.target, most, request.peer_id)
         if not held:
             return messages.found_body(FindReply(contacts))
         newest = held[-1].change
