@@ -364,7 +364,7 @@ class DhtNode:
         await _each(store_at, [(contact,) for contact in known])
         has_walked = not known or bool(failed)
         if has_walked:
-            walk = await self._walk(target, beam_size=_STORE_BEAM)
+            walk = await self._walk(target, beam_size=max(_STORE_BEAM, self.config.replicas))
             own = () if self._own_contact is None else (self._own_contact,)
             await fill(nearest((c for c in (*walk.closest(), *own) if c not in failed), target))
         # Peers that came since the last walk, and are nearer than some of those that took it.
