@@ -1,6 +1,7 @@
 """Nodes that claim experts, in a simulated swarm: who serves what, who takes over from whom, and who gives way."""
 
 import itertools
+import os
 import random
 import shutil
 from collections import Counter
@@ -28,6 +29,9 @@ from dmoe_net.errors import CallRefused
 from dmoe_net.transport.sim import Heal, HostDown, HostOptions, HostUp, Partition, simulate
 from dmoe_net.transport.sim.events import SetHost
 from tests.dmoe_jax.placement_swarm import ENTRANCE, EXPERT, PATTERN, SGD, UIDS, World, X, in_world
+
+HOURS = float(os.environ.get("DMOE_PLACEMENT_HOURS", "0.5"))
+"""Hours of virtual time in which hosts die and return; half an hour takes two minutes."""
 
 AVERAGING = {"replicas": 2, "average_period_s": 10.0, "average_timeout_s": 6.0}
 
@@ -354,11 +358,11 @@ def test_after_a_partition_the_weakest_give_up(replicas: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600 + 2400 * HOURS)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_three_hours_of_hosts_that_die_and_return(replicas: int) -> None:
+def test_hosts_die_and_return_for_hours(replicas: int) -> None:
     """Of five hosts, of which one is slow, up to two are down at a time, with a word or without. No expert is unserved
-    for longer than a takeover from one that has died in silence takes, with another death in between; with two holders
-    hardly any ever is. Nor do more nodes than wanted serve one for longer than they need to find out."""
+    for longer than a takeover takes, and no more nodes than wanted serve one for longer than they need to find out."""
     draws, names = random.Random(1), [f"node{number}" for number in range(5)]
     unserved, crowded = list[float](), list[float]()
 
@@ -379,7 +383,7 @@ def test_three_hours_of_hosts_that_die_and_return(replicas: int) -> None:
         for name in names:
             world.start(name, max_experts=20, replicas=replicas)
         await world.settled(5, times=replicas, within_s=120)
-        ends_at, since = trio.current_time() + 3 * 3600.0, dict[tuple[str, bool], float]()
+        ends_at, since = trio.current_time() + 3600.0 * HOURS, dict[tuple[str, bool], float]()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(die_and_return, world)
             while (now := trio.current_time()) < ends_at:
@@ -398,11 +402,8 @@ def test_three_hours_of_hosts_that_die_and_return(replicas: int) -> None:
             nursery.cancel_scope.cancel()
 
     in_world(body)
-    print(
-        replicas, "unserved", len(unserved), max(unserved, default=0), "crowded", len(crowded), max(crowded, default=0)
-    )
-    assert max(unserved, default=0.0) <= 60.0
-    assert max(crowded, default=0.0) <= 60.0
+    assert max(unserved, default=0.0) <= 30.0
+    assert max(crowded, default=0.0) <= 30.0
 
 
 def test_some_are_served_by_name_and_others_are_claimed() -> None:
