@@ -36,7 +36,7 @@ def run_in_process(when: str, loops: Sequence[Loop], *, devices: int = 1, cores:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=300 + 60 * len(loops),  # one that stops stands still for ever
+        timeout=600 + 60 * len(loops),  # one that stops stands still for ever; beside other work all take long
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
