@@ -75,13 +75,10 @@ def test_five_peers_end_with_the_same_bits(compression: CompressionName, most: f
     assert (check_one_machine(lives, 10, most=most) > 1e-5) == (compression != "none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compression", "victim"),
-    [
-        pytest.param("float16", ("peer0", 0.03), marks=pytest.mark.slow),
-        ("blockwise8", ("peer0", 0.08)),
-        pytest.param("float16", ("peer3", 0.15), marks=pytest.mark.slow),
-    ],
+    [("float16", ("peer0", 0.03)), ("blockwise8", ("peer0", 0.08)), ("float16", ("peer3", 0.15))],
 )
 def test_also_when_one_dies_in_an_averaging(compression: CompressionName, victim: tuple[str, float]) -> None:
     """The others average once more."""

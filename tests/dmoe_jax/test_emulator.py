@@ -111,12 +111,13 @@ def in_both(problem: Problem, emulator: Emulator, *, seed: int = 0) -> tuple[Swa
     return emulator.run(state, swarm.order, data), swarm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "route",
     [
         pytest.param(None, id="mlp"),
-        pytest.param("sequence", id="transformer", marks=pytest.mark.slow),
-        pytest.param("token", id="transformer by token", marks=pytest.mark.slow),
+        pytest.param("sequence", id="transformer"),
+        pytest.param("token", id="transformer by token"),
     ],
 )
 def test_equals_the_swarm(route: Route | None) -> None:

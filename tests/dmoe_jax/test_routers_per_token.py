@@ -54,7 +54,9 @@ def gate_of(router: Router) -> Any:
     return gate
 
 
-@pytest.mark.parametrize("router_name", sorted(CASES))
+@pytest.mark.parametrize(
+    "router_name", [*sorted(ROUTERS), *(pytest.param(name, marks=pytest.mark.slow) for name in CASES.keys() - ROUTERS)]
+)
 async def test_alike_per_token(router_name: str, autojump_clock: trio.testing.MockClock) -> None:
     """Loss with its penalty, gradients of gate, input and head, and expert updates agree to 1e-5 over two steps."""
     router = CASES[router_name](GRID)

@@ -57,9 +57,7 @@ def test_weights_travel_along() -> None:
     ("side", "num_dying", "seed"),
     [
         (4, 1, 0),
-        (4, 1, 1),
-        pytest.param(8, 3, 0, marks=pytest.mark.slow),
-        pytest.param(8, 3, 1, marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 1, 1), (8, 3, 0), (8, 3, 1))),
     ],
 )
 def test_peers_that_die_take_only_their_own_part(side: int, num_dying: int, seed: int) -> None:
