@@ -90,9 +90,9 @@ class CallOptions(MixtureConfig):
     """Calls of experts; with --model, only --wait-s and --max-skipped count."""
 
     max_skipped: float = 0.5
-    """Largest share of samples without any expert. If more of a layer's last 32 calls have none, the run ends at once
-    with an error; if more of the whole run have none, it does so at its end. 1: never. With --model only the whole run
-    counts: the model's own mixtures say how many of their last calls may fail."""
+    """Largest share of samples without any expert. If more of a layer's last 32 calls have none for ten seconds on end,
+    the run ends with an error; if more of the whole run have none, it does so at its end. 1: never. With --model only
+    the whole run counts: the model's own mixtures say how many of their last calls may fail."""
     wait_s: float = 300.0
     """Seconds to wait at the start for every layer to have a living expert."""
 

@@ -37,8 +37,8 @@ class MixtureConfig:
     """Fate of a sample with fewer than `k_min` answers: "skip" mixes what there is (with nothing, the sample passes
     unchanged), "raise" gives the step up with `NoQuorum`."""
     max_skipped: float = 1.0
-    """Largest share of samples without any expert, over the layer's last 32 calls; beyond it a call raises
-    `TooFewExperts`. 1: never, the layer only warns."""
+    """Largest share of samples without any expert, over the layer's last 32 calls; a call raises `TooFewExperts` once
+    it has been larger for ten seconds on end. 0: a call raises at once. 1: never, the layer only warns."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compression", Compression(self.compression))  # which may be given by its name

@@ -2,8 +2,11 @@
 layer without any would silently be the identity, so it says so."""
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
+
+import trio
 
 from dmoe_net.errors import (
     CallFailed,
@@ -22,6 +25,10 @@ logger = logging.getLogger(__name__)
 WINDOW_CALLS = 32
 """Calls over which the share of samples without an expert is taken. After so many without a gap the next one is worth a
 warning again."""
+
+HOLD_S = 10.0
+"""Seconds for which that share has to be too large, on end. A node that was late once is left alone for a second, and
+quick steps make many calls in it."""
 
 OK = "ok"
 """The outcome of a call that was answered as it should be."""
@@ -144,7 +151,8 @@ class Coverage:
 
     Args:
       prefix: of the layer's experts, for messages.
-      max_skipped: the largest share of samples without an expert, over the last `WINDOW_CALLS` calls.
+      max_skipped: the largest share of samples without an expert, over the last `WINDOW_CALLS` calls; it may be larger
+        for less than `HOLD_S`, unless none at all are allowed.
       instead: what such a sample gets, for the warning.
     """
 
@@ -154,6 +162,7 @@ class Coverage:
         self._instead = instead
         self._shares: deque[float] = deque(maxlen=WINDOW_CALLS)
         self._warned = False
+        self._too_large_since = math.inf
 
     def note(self, skipped: int, samples: int, *, found: int, answered: int) -> None:
         """Record one call of the layer: of `samples` `skipped` had no expert, of `found` living ones some `answered`.
@@ -174,8 +183,15 @@ class Coverage:
             self._warned = False
             logger.info("layer %r: every sample of the last %d calls had an expert", self._prefix, WINDOW_CALLS)
         share = sum(self._shares) / WINDOW_CALLS
-        if share > self._max_skipped:
-            raise TooFewExperts(
-                f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls; "
-                f"max_skipped allows {self._max_skipped:.0%}; in the last call {state}"
-            )
+        if share <= self._max_skipped:
+            self._too_large_since = math.inf
+            return
+        if self._max_skipped:
+            now = trio.current_time()
+            self._too_large_since = min(self._too_large_since, now)
+            if now - self._too_large_since < HOLD_S:
+                return
+        raise TooFewExperts(
+            f"layer {self._prefix!r}: no expert for {share:.0%} of the samples of the last {WINDOW_CALLS} calls; "
+            f"max_skipped allows {self._max_skipped:.0%}; in the last call {state}"
+        )

@@ -17,6 +17,7 @@ from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.inspection.saved_model import open_corpus
 from dmoe_jax.inspection.saved_run import find_run
 from dmoe_jax.machine.device import InlineDevice
+from dmoe_jax.mixture import statistics
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import moshpit_average
@@ -190,6 +191,7 @@ async def test_a_run_whose_samples_had_no_expert_ends_with_an_error(
         assert (tmp_path / "short" / "report.md").exists()
         settings = command(tmp_path / "never", str(text), max_skipped=1.0, **short)
         assert (await run_training(settings, settings.prepared(), swarm))["complete"]
+        monkeypatch.setattr(statistics, "HOLD_S", 0.1)
         settings = command(tmp_path / "long", str(text), **short | {"steps": 100, "eval_every": 100})
         with pytest.raises(UsageError, match=r"of the last 32 calls; .* stopped at step \d+$"):
             await run_training(settings, settings.prepared(), swarm)

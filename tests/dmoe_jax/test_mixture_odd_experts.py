@@ -18,7 +18,15 @@ from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.readiness import ExpertMismatch
-from dmoe_jax.mixture.statistics import REASONS, WINDOW_CALLS, CallStatistics, Coverage, TooFewExperts, reason_of
+from dmoe_jax.mixture.statistics import (
+    HOLD_S,
+    REASONS,
+    WINDOW_CALLS,
+    CallStatistics,
+    Coverage,
+    TooFewExperts,
+    reason_of,
+)
 from dmoe_jax.routing.base import gather_logits
 from dmoe_jax.routing.product_key import product_key
 from dmoe_net.errors import (
@@ -202,7 +210,8 @@ async def test_dropout_seeds(autojump_clock: trio.testing.MockClock) -> None:
 async def test_a_layer_without_experts_warns_and_at_last_raises(
     autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At once and once; beyond the allowed share of the last 32 calls the step ends with an error of its own."""
+    """At once and once; ten seconds beyond the allowed share of the last 32 calls the step ends with an error of its
+    own."""
     callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
     expert = feedforward(d_model=4)
     async with open_small_swarm(callers, expert, None, prefixes=["ffn"], grid_size=GRID) as swarm:
@@ -215,10 +224,28 @@ async def test_a_layer_without_experts_warns_and_at_last_raises(
             "layer 'nowhere': no expert for 5 of 5 samples (0 experts were found alive and asked, 0 of them answered); "
             "such samples pass unchanged, until experts come back"
         ]
-        with pytest.raises(TooFewExperts, match=r"'nowhere': no expert for 12% of the samples .* allows 10%") as caught:
+        await step({"gate": GATE, "inputs": (X,)})
+        await trio.sleep(HOLD_S)
+        with pytest.raises(TooFewExperts, match=r"'nowhere': no expert for 16% of the samples .* allows 10%") as caught:
             await step({"gate": GATE, "inputs": (X,)})
         assert not isinstance(caught.value, NoQuorum)
-        assert swarm.statistics.skipped_samples == 4 * 5
+        assert swarm.statistics.skipped_samples == 5 * 5
+
+
+async def test_quick_steps_beside_a_node_that_was_late_once_go_on(autojump_clock: trio.testing.MockClock) -> None:
+    """Its pause of a second takes more than half of 32 calls again and again; for ten seconds on end it must not."""
+    coverage = Coverage("ffn", max_skipped=0.5, instead="")
+
+    async def calls(seconds: float, skipped: int) -> None:
+        for _ in range(round(50 * seconds)):
+            coverage.note(skipped, 4, found=1, answered=1)
+            await trio.sleep(0.02)
+
+    for _ in range(20):
+        await calls(1.0, 4)
+        await calls(1.0, 0)
+    with pytest.raises(TooFewExperts, match="no expert for 100% of the samples of the last 32 calls"):
+        await calls(11.0, 4)
 
 
 def test_a_layer_that_has_recovered_warns_anew(caplog: pytest.LogCaptureFixture) -> None:
