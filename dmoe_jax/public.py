@@ -6,7 +6,6 @@ Not imported by any other module of the package: those import one another, and `
 
 from dmoe_jax.autodiff import value_and_grad
 from dmoe_jax.averaging import Speeds, TreeAverager, TreeAveragerConfig
-from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig
 from dmoe_jax.data import load_mnist
 from dmoe_jax.directory.directory import DirectoryConfig
@@ -18,7 +17,7 @@ from dmoe_jax.model import Evaluation, Model, Outcome
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.peers.security import Plain, Tls
-from dmoe_jax.replicas import ReplicaConfig
+from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.routing import Router, chain_routers, make_router, product_key, score
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from dmoe_jax.swarm.opening import open_swarm
@@ -29,7 +28,6 @@ __all__ = [
     "BlockingMixture",
     "BlockingSwarm",
     "CallStatistics",
-    "ClaimConfig",
     "Collaboration",
     "CollaborationConfig",
     "DirectoryConfig",
@@ -40,9 +38,9 @@ __all__ = [
     "NnxMixture",
     "NodeConfig",
     "Outcome",
+    "PlacementConfig",
     "Plain",
     "RemoteMixture",
-    "ReplicaConfig",
     "Router",
     "Speeds",
     "Swarm",

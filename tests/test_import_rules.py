@@ -19,6 +19,7 @@ SHELLS = {
     "dmoe_net.public",
     "dmoe_net.transport.base",
     "dmoe_net.transport.sim.agenda",
+    "dmoe_net.transport.sim.calls",
     "dmoe_net.transport.sim.endpoints",
     "dmoe_net.transport.sim.flow",
     "dmoe_net.transport.sim.network",
@@ -69,10 +70,14 @@ SHELLS = {
     "dmoe_jax.machine.cores",
     "dmoe_jax.machine.interrupts",
     "dmoe_jax.machine.xla_threads",
-    "dmoe_jax.claims.claimer",
-    "dmoe_jax.claims.host",
-    "dmoe_jax.claims.survey",
-    "dmoe_jax.claims.watch",
+    "dmoe_jax.placement.averager",
+    "dmoe_jax.placement.claimer",
+    "dmoe_jax.placement.host",
+    "dmoe_jax.placement.learnt",
+    "dmoe_jax.placement.replicas",
+    "dmoe_jax.placement.state",
+    "dmoe_jax.placement.survey",
+    "dmoe_jax.placement.watch",
     "dmoe_jax.directory.directory",
     "dmoe_jax.machine.freed_memory",
     "dmoe_jax.directory.members",
@@ -95,11 +100,6 @@ SHELLS = {
     "dmoe_jax.node.requests",
     "dmoe_jax.node.server",
     "dmoe_jax.averaging",
-    "dmoe_jax.replicas.replica_averager",
-    "dmoe_jax.replicas.learnt",
-    "dmoe_jax.replicas.listing",
-    "dmoe_jax.replicas.replicas",
-    "dmoe_jax.replicas.state",
     "dmoe_jax.collaboration",
     "dmoe_jax.swarm.serving",
     "dmoe_jax.trainer",
@@ -110,6 +110,7 @@ SHELLS = {
     "dmoe_jax.cli",
     "dmoe_jax.peers.joining",
     "dmoe_jax.peers.peer",
+    "dmoe_jax.peers.remembered",
     "dmoe_jax.swarm.opening",
     "dmoe_jax.swarm.swarm",
 }
@@ -242,9 +243,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_220,
-    "dmoe_net": 15_831,
-    "experiments": 21_572,
+    "dmoe_jax": 34_326,
+    "dmoe_net": 17_294,
+    "experiments": 22_375,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
@@ -253,11 +254,10 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
     "dmoe_jax.cli.up": 16,
-    "dmoe_jax.mixture.remote": 18,
+    "dmoe_jax.mixture.remote": 17,
     "dmoe_jax.node.server": 17,
-    "dmoe_jax.replicas.replica_averager": 16,
-    "dmoe_jax.replicas.state": 18,
-    "dmoe_jax.swarm.swarm": 20,
+    "dmoe_jax.placement.averager": 16,
+    "dmoe_jax.swarm.swarm": 19,
     "dmoe_net.averaging.averager": 16,
     "dmoe_net.rpc.peer": 17,
 }
@@ -265,7 +265,7 @@ WIDE_MODULES: dict[str, int] = {
 # Dataclasses with more fields than MOST_FIELDS.
 WIDE_CLASSES: dict[str, int] = {
     "dmoe_jax.cli.demo.DemoCommand": 16,
-    "dmoe_net.dht.config.DhtConfig": 17,
+    "dmoe_net.dht.config.DhtConfig": 16,
 }
 
 # Public functions with more parameters than MOST_PARAMETERS.
@@ -273,13 +273,14 @@ WIDE_FUNCTIONS: dict[str, int] = {
     "dmoe_jax.mixture.parallel._on_device": 9,
     "dmoe_jax.node.server.open_expert_node": 10,
     "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
-    "dmoe_jax.replicas.state.fetch_state": 9,
     "dmoe_jax.swarm.opening.open_swarm": 13,
     "dmoe_jax.swarm.swarm.collaborate": 11,
     "dmoe_jax.swarm.swarm.collaboration": 9,
-    "dmoe_jax.swarm.swarm.serve": 13,
+    "dmoe_jax.swarm.swarm.serve": 12,
     "dmoe_net.averaging.grouping.matchmaking.__init__": 10,
     "dmoe_net.averaging.state.download.download_state": 11,
+    "dmoe_net.dht.node.__init__": 9,
+    "dmoe_net.dht.node.open_dht_node": 9,
     "dmoe_net.rpc.lanes.call": 9,
 }
 
@@ -296,6 +297,7 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.data.wikitext2",
     "dmoe_jax.directory.directory",
     "dmoe_jax.directory.grid",
+    "dmoe_jax.directory.members",
     "dmoe_jax.emulator.events",
     "dmoe_jax.emulator.order",
     "dmoe_jax.emulator.stages",
@@ -344,7 +346,6 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_jax.peers.security",
     "dmoe_jax.routing.balancing",
     "dmoe_jax.routing.base",
-    "dmoe_jax.routing.beam_search",
     "dmoe_jax.routing.check",
     "dmoe_jax.routing.combinators",
     "dmoe_jax.routing.product_key",
@@ -381,6 +382,7 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_net.averaging.state.sharing",
     "dmoe_net.clock",
     "dmoe_net.dht.node",
+    "dmoe_net.dht.routing_table",
     "dmoe_net.errors",
     "dmoe_net.identity",
     "dmoe_net.keys",
@@ -388,6 +390,7 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_net.rpc.bulk",
     "dmoe_net.rpc.faults",
     "dmoe_net.rpc.peer",
+    "dmoe_net.transport.sim.calls",
     "dmoe_net.transport.sim.events",
     "dmoe_net.transport.sim.links",
     "dmoe_net.transport.sim.network",

@@ -34,7 +34,7 @@ from dmoe_net.averaging.config import AveragerConfig
 from dmoe_net.averaging.grouping.group_key import check_prefix
 from dmoe_net.averaging.plan import AveragingPlan
 from dmoe_net.averaging.reduction.partition import AllReduceConfig
-from dmoe_net.dht.records import Value
+from dmoe_net.dht.entries import Value
 from dmoe_net.wire.compression import Compression
 
 _ANNOUNCE_PERIOD_S = 5.0
@@ -102,7 +102,7 @@ class AssistCommand:
             say(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
             say(join_line("train", self.network, peer))
             async with listed_member(
-                dht, self.network.swarm, rpc.peer_id, peer.own_contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
+                dht, self.network.swarm, peer.own_contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
             ):
                 with stop.body():
                     if await is_collaboration(dht, name):

@@ -47,6 +47,9 @@ class NetworkOptions:
     """The secret that all peers of the swarm share. Default: DMOE_SWARM_SECRET_FILE, else a swarm open to everybody."""
     allow_list: _File = None
     """The only peers to talk to, a peer id a line (see `dmoe identity`). Default: all who know the secret."""
+    state_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder in which this peer remembers its key (unless --identity names one) and the peers that it has met: started
+    again it is the same peer, and finds its swarm though nobody named by --join is there."""
     insecure_loopback: bool = False
     """Plain TCP without encryption or proof, on this machine only. All peers of the swarm must use it."""
 
@@ -56,10 +59,21 @@ class NetworkOptions:
         named = os.environ.get(SECRET_VARIABLE)
         return self.swarm_secret_file or (Path(named) if named else None)
 
+    def made_state_dir(self) -> Path | None:
+        """The folder of --state-dir, made if it is missing. Raises UsageError if it cannot be."""
+        if self.state_dir is None:
+            return None
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--state-dir {self.state_dir}: {error.strerror}") from error
+        return self.state_dir
+
     def security(self) -> Security:
         """Protection of links. Raises UsageError if plain TCP was asked for beside a protection."""
         if not self.insecure_loopback:
-            return Tls(identity=self.identity, secret=self.secret_file, allowed=self.allow_list)
+            key = None if self.state_dir is None else self.state_dir / "identity.pem"
+            return Tls(identity=self.identity or key, secret=self.secret_file, allowed=self.allow_list)
         given = {
             "--identity": self.identity,
             "--swarm-secret-file": self.swarm_secret_file,
@@ -195,6 +209,7 @@ def join_swarm(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
         security=network.security(),
+        state_dir=network.made_state_dir(),
         faults=faults,
         memory_budget=None if budget is None else budget.memory_budget,
     )

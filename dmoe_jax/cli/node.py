@@ -73,7 +73,7 @@ class NodeCommand(DhtCommand):
 
         with mistakes_in_one_line():
             self.devices.check_there()
-            claim, replicas = self.hand.config(), self.copies.config()
+            placement = self.copies.placement(self.hand)
             expert, optimizer = await trio.to_thread.run_sync(
                 lambda: (self.kind.make(), self.learning.make()), abandon_on_cancel=True
             )
@@ -90,7 +90,7 @@ class NodeCommand(DhtCommand):
             monitor.show(partial(peer_families, peer))
             # Joined first: a taken port or an unreachable swarm is reported before minutes of compilation.
             say(f"Node {peer.rpc.peer_id.short} has joined the swarm at {peer.rpc.address}")
-            if claim is not None and self.saving.checkpoint_dir is None:
+            if placement.claims and not placement.replicates and self.saving.checkpoint_dir is None:
                 say("Without --checkpoint-dir, experts of a node that died begin again with their seeds")
             started, doing = time.perf_counter(), "joined, not serving yet"
             monitor.why_not_ready = lambda: doing
@@ -109,8 +109,7 @@ class NodeCommand(DhtCommand):
                 mesh=self.devices.mesh if placed is None else None,
                 checkpoint_dir=self.saving.checkpoint_dir,
                 checkpoint_period_s=self.saving.checkpoint_period_s,
-                claim=claim,
-                replicas=replicas,
+                placement=placement,
                 on_progress=said,
             )
             with stop.body():
@@ -129,10 +128,8 @@ class NodeCommand(DhtCommand):
         self.saving.check()
         self.hand.count()
         self.devices.check()
-        if self.copies.replicate and self.hand.claim is not None:
-            raise UsageError("--replicate has no use beside --claim: a node claims only what nobody else serves")
-        if self.devices.distributed is not None and (self.hand.claim is not None or self.copies.replicate):
-            raise UsageError("--distributed does not go together with --claim or --replicate yet")
+        if self.devices.distributed is not None and (self.hand.claim is not None or self.copies.replicas > 1):
+            raise UsageError("--distributed does not go together with --claim or --replicas yet")
         others = {"--claim": self.hand.claim, "--mesh": self.devices.mesh, "--distributed": self.devices.distributed}
         for flag, value in others.items():
             if self.serving.strategy == "stacked" and value is not None:
@@ -167,8 +164,6 @@ class NodeCommand(DhtCommand):
         node = served.node
         more = "" if node.claims is None else f" and may claim {node.claims()['room']} more"
         say(f"Node {swarm.peer_id.short} serves {len(served.uids)} experts{more}, ready after {took_s:.1f} s")
-        if self.copies.replicate:
-            say(f"Slots of its experts (slot:experts): {node.status()['replicas']['summary']}")
         say(join_line("train", self.network, swarm.peer))
         if self.faults:
             say(f"This node misbehaves on purpose: --faults {' '.join(self.faults)}")

@@ -2,19 +2,19 @@
 
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dmoe_jax.claims.claiming import ClaimConfig
-from dmoe_jax.claims.records import check_claimable
 from dmoe_jax.cli.checks import check_at_least, check_no_effect, check_positive
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.node.config import NodeConfig
+from dmoe_jax.placement.config import PlacementConfig
+from dmoe_jax.placement.survey import check_claimable
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.flags import by_flags, flags_of, named_flags
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
 
     from dmoe_jax.experts import Expert
-    from dmoe_jax.replicas import ReplicaConfig
 
 _DEFAULT_EXPERTS = ("layer0.[0:4].[0:4]", "layer1.[0:4].[0:4]")
 
@@ -32,12 +31,13 @@ class HandOptions:
     """Experts of a node."""
 
     experts: tuple[str, ...] = ()
-    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. A node that has claimed one of
-    them gives it up to this one, whatever it has learnt: with --checkpoint-dir it goes on from what was saved.
-    Default: layer0.[0:4].[0:4] layer1.[0:4].[0:4], and with --claim none."""
+    """Experts to serve: uids such as layer0.3.1, or patterns such as layer0.[0:2].[0:4]. Where enough others serve one
+    of them, a node that has claimed it gives it up, whatever it has learnt: with --checkpoint-dir it goes on from what
+    was saved. Default: layer0.[0:4].[0:4] layer1.[0:4].[0:4], and with --claim none."""
     claim: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Also serve up to so many experts of --of that no other node serves, and take up more whenever the node of some
-    has died or left. They begin with what --checkpoint-dir, which all nodes should share, has of them, else with
+    """Also serve up to so many experts of --of that no other node serves (with --replicas R: that fewer than R serve),
+    and take up more whenever the node of some has died or left. They begin with the state that another node has, where
+    several are to serve them, else with what --checkpoint-dir, which all nodes should share, has of them, else with
     their seeds."""
     of: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATTERN [PATTERN ...]")] = ()
     """Experts that may be claimed: patterns such as 'ffn.[0:32].[0:32]'."""
@@ -76,10 +76,6 @@ class HandOptions:
     def uids(self) -> tuple[str, ...]:
         """Uids of all patterns."""
         return tuple(str(uid) for pattern in self.patterns() for uid in expand_grid_pattern(pattern))
-
-    def config(self) -> ClaimConfig | None:
-        """Settings of its claims; None: it claims nothing."""
-        return None if self.claim is None else ClaimConfig(max_experts=self.claim, of=self.of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,23 +175,21 @@ class SavingOptions:
 class CopyOptions:
     """Experts that several nodes serve."""
 
-    replicate: bool = False
-    """Serve the experts beside other nodes that serve them too, all with this flag: begin with the state that they have
-    there, share the load, and average with them. Without it a warning names the others. Not together with --claim."""
+    replicas: Annotated[int, tyro.conf.arg(metavar="R")] = 1
+    """Nodes that are to serve each expert. With 2 or more, on all nodes alike, this one serves its experts beside the
+    others that do: it begins with the state that they have there, shares the load, and averages with them. With --claim
+    it takes up experts that fewer nodes serve. With 1 a warning names others that serve the same ones."""
     average_period_s: float | None = None
-    """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicate.
+    """Seconds between two averages with the other nodes, the same on all of them; at least 23. With --replicas.
     Default: 30."""
 
-    def config(self) -> "ReplicaConfig | None":
-        """Settings of the copies; None: this node serves its experts alone. Raises UsageError for a flag."""
-        from dmoe_jax.replicas import ReplicaConfig
-
-        if self.average_period_s is None:
-            return ReplicaConfig() if self.replicate else None
-        if not self.replicate:
-            raise UsageError("--average-period-s would have no effect without --replicate")
+    def placement(self, hand: HandOptions) -> PlacementConfig:
+        """Settings of claims and copies. Raises UsageError for a flag."""
+        if self.average_period_s is not None and self.replicas == 1:
+            raise UsageError("--average-period-s would have no effect without --replicas R of 2 or more")
         try:
-            return ReplicaConfig(average_period_s=self.average_period_s)
+            config = PlacementConfig(max_experts=hand.claim or 0, of=hand.of, replicas=self.replicas)
+            return config if self.average_period_s is None else replace(config, average_period_s=self.average_period_s)
         except ValueError as error:
             raise UsageError(by_flags(one_line(error), flags_of(self))) from error
 

@@ -44,7 +44,7 @@ _TABLES = {
 """Role -> title, facts and columns of its table. The entropy of a load is 1 where all experts share it alike; the bias
 is of a balanced router."""
 
-_ORIGINS = ("checkpoint", "seed")
+_ORIGINS = ("replica", "checkpoint", "seed")
 """Beginnings of claimed experts."""
 
 _ONCE_INTERVAL_S = 0.5
@@ -131,9 +131,9 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     if rows := [_claims_row(node, claims) for node in nodes if (claims := _claims_of(now.get(node.peer_id)))]:
         of_claims = ("node", "may claim", "won", "lost", "failed", "given up", *_ORIGINS)
         tables.append(_table("claims, and what the experts that were taken up began with", of_claims, rows))
-    if replicating := [node for node in nodes if "slots" in node.info]:
+    if replicating := [node for node in nodes if "averages" in node.info]:
         rows = [_replica_row(node, now.get(node.peer_id)) for node in replicating]
-        of_replicas = ("node", "address", "slot:experts", "averages", "failed", "state")
+        of_replicas = ("node", "address", "averages", "failed", "state")
         tables.append(_table("nodes that share experts with others", of_replicas, rows))
     for role, (name, facts, columns) in _TABLES.items():
         if rows := [_row(member, *facts) for member in members if member.role == role]:
@@ -176,10 +176,10 @@ def _claims_row(node: Member, claims: Mapping[str, Any]) -> list[str]:
 
 
 def _replica_row(node: Member, status: Mapping[str, Any] | None) -> list[str]:
-    """Slots and averages as the node has announced them, and its reasons of averages that failed."""
+    """Averages as the node has announced them, and its reasons of averages that failed."""
     failed = ((status or {}).get("replicas") or {}).get("failed")
     reasons = failed if isinstance(failed, dict) else {}
-    return [*_row(node, "slots", "averages", "averages_failed"), ", ".join(f"{why}: {n}" for why, n in reasons.items())]
+    return [*_row(node, "averages", "averages_failed"), ", ".join(f"{why}: {n}" for why, n in reasons.items())]
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

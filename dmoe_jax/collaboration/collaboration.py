@@ -305,7 +305,7 @@ async def open_collaboration(
             nursery.start_soon(forming.board.run)
             await forming.board.wait_for_news()
             await collaboration.catch_up()
-            nursery.start_soon(announce_plan, peer.dht, name, peer.rpc.peer_id, plan)
+            nursery.start_soon(announce_plan, peer.dht, name, plan)
             nursery.start_soon(forming.run)
             nursery.start_soon(following.serve)
             yield collaboration

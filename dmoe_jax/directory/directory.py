@@ -1,12 +1,10 @@
 """Which experts are alive, and where: announcements in the DHT, and a reader that a training step can afford.
 
-An expert `ffn.3.17` is announced under each of its prefixes: key `ffn.` has a subkey `3` (there is something in row
-3) and key `ffn.3.` a subkey `17` with the contact that serves it. Entries live until their expiration: owners announce
-again and again, and silence is how a crashed one disappears. Several nodes may serve one expert, each in a slot of its
-own (`directory.slots`): a reader gets one of them, another one when that fails or has no room, and the expert counts as
-dead only when all of them do.
+A node announces its experts again and again; silence is how a crashed one disappears. Several nodes may serve one
+expert: a reader gets one of them, another one when that fails or has no room, and the expert counts as dead only when
+all of them do.
 
-`ExpertDirectory` keeps the children of the prefixes that its trainer uses and refreshes them in the background, so
+`ExpertDirectory` keeps the records that its trainer uses (`directory.records`) and refreshes them in the background, so
 that a training step normally finds everything at hand. Records come from strangers: whatever is malformed is ignored.
 """
 
@@ -18,21 +16,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import trio
 
-from dmoe_jax.directory.grid import ExpertUid, check_prefix, key_prefix, steps
-from dmoe_jax.directory.members import list_members, withdraw
-from dmoe_jax.directory.slots import Child, Renewals, Replica, by_preference, children_of_untrusted, subkey_of
-from dmoe_jax.routing.beam_search import Coordinates, search_beams
-from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
+from dmoe_jax.directory.grid import Coordinates, ExpertUid, check_prefix, key_prefix, parse_uid
+from dmoe_jax.directory.members import list_members
+from dmoe_jax.directory.preference import Renewals, by_preference
+from dmoe_jax.directory.records import Replicas, announcements, experts_in_untrusted, grid_keys, group_key
+from dmoe_jax.routing.beam_search import search_beams
 from dmoe_net.dht.node import DhtNode, StoreItem
-from dmoe_net.dht.records import Record, Value, live, merge
-from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery
 from dmoe_net.peer_health import Pause, PeerHealth
 
-MAX_CACHED_PREFIXES = 16_384
-"""Most prefixes that a directory remembers; the least recently used go first. A 4-D grid of 16^4 experts has
-4369."""
+MAX_CACHED = 16_384
+"""Most records that a directory remembers; the least recently used go first. A grid of 100 x 100 experts has 13, and
+the largest 12,500."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +36,11 @@ class DirectoryConfig:
     """Settings of the look-up of experts: the age of answers, and pauses of hosts and experts that fail."""
 
     ttl_s: float = 10.0
-    """Longest age of what is answered without asking the DHT, seconds. Half of it is when the background asks."""
+    """Longest age of what is answered without asking the DHT, seconds. The background asks before that."""
     negative_ttl_s: float = 5.0
-    """The same for a prefix without children, seconds; at most `ttl_s`: new experts should be seen soon."""
+    """The same for a record without experts, seconds; at most `ttl_s`: new experts should be seen soon."""
     idle_s: float = 60.0
-    """A prefix that nobody asked for during this time is no longer refreshed, seconds."""
+    """A record that nobody asked for during this time is no longer refreshed, seconds."""
     backoff_base_s: float = 1.0
     """First pause after a host or an expert failed, seconds; doubles with each failure in a row. 0: none is ever
     avoided."""
@@ -55,6 +51,8 @@ class DirectoryConfig:
         if not 0 < self.negative_ttl_s <= self.ttl_s <= self.idle_s:
             raise ValueError(f"expected 0 < negative_ttl_s <= ttl_s <= idle_s, got {self}")
 
+
+_REFRESHED_AT = 0.6  # of the longest age: a look every 6 to 7 s, and time for one that is slow
 
 _SERVICE = "expert"
 """RPC's name for the methods of experts: the first word of `expert.forward`."""
@@ -70,64 +68,79 @@ def expert_target(contact: Contact, uid: str) -> tuple[PeerId, str]:
     return contact.peer_id, uid
 
 
-async def declare_experts(
-    dht: DhtNode,
-    uids: Sequence[ExpertUid],
-    contact: Contact,
-    *,
-    expiration: float,
-    slots: Mapping[ExpertUid, int] | None = None,
-) -> dict[ExpertUid, bool]:
-    """Announce that `contact` serves these experts until `expiration` (swarm time, seconds).
+class Announcer:
+    """Keeps a node's experts announced.
 
     Args:
-      slots: the slot of each expert, see `dmoe_jax.directory.slots`; 0 for those that are not named.
-
-    Returns: for each uid whether its announcement stands (see `DhtNode.store_many`). It does not if another host has
-      announced the same expert for longer in that slot, or nobody could be reached.
-
-    Raises:
-      ValueError: there is no such slot.
+      dht: where.
+      contact: the node.
+      life_s: seconds that an announcement lives.
     """
-    slots = slots or {}
-    items: dict[tuple[str, str], StoreItem] = {}
-    for uid in uids:
-        *inner, last = _steps(uid, slots)
-        values = {**dict.fromkeys(inner, True), last: contact_to_wire(contact)}
-        for (key, subkey), value in values.items():
-            items[key, subkey] = StoreItem(key=key, subkey=subkey, value=value, expiration=expiration)
-    accepted = dict(zip(items, await dht.store_many(items.values()), strict=True))
-    # Only the last step counts. An inner one is rejected when another host vouches for the row for longer: just as
-    # good.
-    return {uid: accepted[_steps(uid, slots)[-1]] for uid in uids}
+
+    def __init__(self, dht: DhtNode, contact: Contact, *, life_s: float) -> None:
+        self._dht, self._contact, self._life_s = dht, contact, life_s
+        self._announced: dict[str, int] = {}  # number of entries by key
+        self._call_s: float | None = None
+        self._uids: set[ExpertUid] = set()
+        self._turn = trio.Lock()
+
+    async def announce(self, uids: Iterable[ExpertUid], call_s: float | None = None) -> list[ExpertUid]:
+        """Announce experts beside those that are announced already; return those that nobody keeps a record of.
+
+        Args:
+          call_s: as of `dmoe_jax.directory.records.Replica`.
+        """
+        async with self._turn:
+            self._call_s = call_s
+            uids = list(uids)
+            self._uids.update(uids)
+            keys = {group_key(uid.prefix, uid.coordinates) for uid in uids}
+            failed = await self._store(keys)
+            return [uid for uid in uids if group_key(uid.prefix, uid.coordinates) in failed]
+
+    async def withdraw(self, uids: Iterable[ExpertUid]) -> None:
+        """Take the announcements of experts back; those of others stay."""
+        async with self._turn:
+            gone = self._uids.intersection(uids)
+            self._uids -= gone
+            await self._store({group_key(uid.prefix, uid.coordinates) for uid in gone})
+
+    async def _store(self, keys: set[str]) -> set[str]:
+        """Bring the entries of these keys up to date; return the keys under which some were not taken."""
+        of_keys = (uid for uid in self._uids if group_key(uid.prefix, uid.coordinates) in keys)
+        values = announcements(of_keys, self._contact.address, self._call_s)
+        items = [
+            StoreItem(key=key, suffix=_suffix(number), value=value, life_s=self._life_s)
+            for key, several in values.items()
+            for number, value in enumerate(several)
+        ]
+        gone = [
+            (key, _suffix(number))
+            for key in sorted(keys)
+            for number in range(len(values.get(key, ())), self._announced.pop(key, 0))
+        ]
+        self._announced |= {key: len(several) for key, several in values.items()}
+        counts = await self._dht.store_many(items)
+        await self._dht.withdraw_many(gone)
+        return {item.key for item, count in zip(items, counts, strict=True) if not count}
 
 
-async def withdraw_experts(
-    dht: DhtNode, uids: Sequence[ExpertUid], contact: Contact, *, slots: Mapping[ExpertUid, int] | None = None
-) -> None:
-    """Take this contact's announcements back: its entries become None and end just after they would have ended.
-
-    Entries of rows (`ffn.` -> `3`) stay until they end, since others may serve experts there; readers cope
-    with rows that have no living child. Announcements of other hosts stay.
-    """
-    await withdraw(dht, [_steps(uid, slots or {})[-1] for uid in uids], lambda value: _is_of(value, contact))
-
-
-async def find_replicas(dht: DhtNode, uids: Sequence[ExpertUid]) -> dict[ExpertUid, tuple[Replica, ...]]:
-    """The nodes that serve these experts now, in the order of slots, straight from the DHT."""
-    rows = {uid: steps(uid)[-1][0] for uid in uids}
-    found = await dht.get_many(rows.values())
-    children = {row: children_of_untrusted(record) for row, record in found.items()}
-    now = dht.clock.now()
-    return {uid: children[row].get(uid.coordinates[-1], Child()).living(now) for uid, row in rows.items()}
+async def find_replicas(dht: DhtNode, uids: Iterable[ExpertUid]) -> dict[ExpertUid, Replicas]:
+    """The nodes that serve these experts now, straight from the DHT."""
+    keys = {uid: group_key(uid.prefix, uid.coordinates) for uid in uids}
+    found = await dht.get_many(dict.fromkeys(keys.values()))
+    experts = {key: experts_in_untrusted(key, record) for key, record in found.items()}
+    return {uid: experts[key].get(uid.coordinates, ()) for uid, key in keys.items()}
 
 
 @dataclass(slots=True, kw_only=True)
 class _Cached:
     used_at: float
     fetched_at: float = -math.inf
-    record: Record | None = None
-    children: dict[int, Child] = field(default_factory=dict)
+    experts: dict[Coordinates, Replicas] = field(default_factory=dict)
+    """Each expert's replicas in the order in which this reader prefers them."""
+    children: dict[Coordinates, set[int]] = field(default_factory=dict)
+    """Partial path -> what may follow."""
 
 
 class ExpertDirectory:
@@ -147,29 +160,17 @@ class ExpertDirectory:
         self._pause = Pause(first_s=config.backoff_base_s, longest_s=config.backoff_cap_s)
         self._cache: dict[str, _Cached] = {}  # from least to most recently used
         self._in_flight: dict[str, trio.Event] = {}
-        self._call_seconds: dict[PeerId, float] = {}
         self._busy_until: dict[PeerId, float] = {}
         self._renewals = Renewals()
-        self._loads_asked_at = -math.inf
 
     def call_seconds(self) -> Mapping[PeerId, float]:
-        """How long a call has lately spent at each node, as the nodes publish it, seconds; those that had any.
-
-        What is known, at once; it is asked for in the background when it is older than `ttl_s`.
-        """
-        now = self._now()
-        if now >= self._loads_asked_at + self._config.ttl_s:
-            self._loads_asked_at = now
-            self._nursery.start_soon(self._fetch_loads)
-        return self._call_seconds
-
-    async def _fetch_loads(self) -> None:
-        members = await list_members(self._dht, self._swarm)
-        published = {member.peer_id: member.info.get("call_s") for member in members if member.role == "node"}
-        self._call_seconds = {
-            peer: seconds
-            for peer, seconds in published.items()
-            if isinstance(seconds, float) and 0 < seconds < math.inf
+        """Seconds that a call has lately spent at each node, as the nodes that are in use announce it."""
+        return {
+            replica.contact.peer_id: replica.call_s
+            for cached in self._cache.values()
+            for replicas in cached.experts.values()
+            for replica in replicas
+            if replica.call_s
         }
 
     def busy(self, contact: Contact, retry_after_s: float) -> None:
@@ -190,13 +191,12 @@ class ExpertDirectory:
 
     def another(self, uid: str, contact: Contact) -> Contact | None:
         """Who else serves an expert and has neither failed of late nor is busy, from memory; None if nobody does."""
-        name, _, coordinate = uid.rpartition(".")
-        cached = self._cache.get(f"{name}.")
-        child = cached.children.get(int(coordinate)) if cached else None
+        name = parse_uid(uid)
+        cached = self._cache.get(group_key(name.prefix, name.coordinates))
         others = [
-            replica.contact
-            for replica in (child.living(self._now()) if child else ())
-            if replica.contact.peer_id != contact.peer_id and not self._is_avoided(replica.contact, uid)
+            each
+            for each in self._contacts(uid, cached.experts.get(name.coordinates, ()) if cached else ())
+            if each.peer_id != contact.peer_id
         ]
         best = self._best(others)
         return None if best is None or self._suspicion(best) > 1 or self._is_busy(best) else best
@@ -210,41 +210,36 @@ class ExpertDirectory:
         """A clause for a message that something is not found, see `SwarmClock.doubts`."""
         return self._dht.clock.doubts()
 
-    async def children(self, prefixes: Iterable[str]) -> dict[str, dict[int, Contact | None]]:
-        """The living children of prefixes such as `ffn.3.`: coordinate -> who serves the expert, None for a
-        row.
+    async def prefetch(self, prefix: str, grid_size: Sequence[int]) -> None:
+        """Look all records of a grid up, so that the first step does not wait for them.
 
-        Answers from memory if that is fresh; otherwise asks the DHT, once for all who ask for the same prefix.
+        Raises:
+          ValueError: the prefix is malformed.
         """
-        names = list(dict.fromkeys(prefixes))
-        await self._refresh([name for name in names if not self._touch(name)])
-        now = self._now()
-        return {name: self._living(name, now) for name in names}
+        await self._fetched(grid_keys(check_prefix(prefix), grid_size))
 
     async def living(self, prefix: str, grid_size: Sequence[int]) -> dict[Coordinates, Contact]:
         """Every living expert of a grid, and who serves it, in the order of coordinates.
 
-        Asks for all prefixes of the grid that lead somewhere; see `beam_search` for the few that matter to a sample.
-
         Raises:
-          ValueError: if the prefix is malformed.
+          ValueError: the prefix is malformed.
         """
-        check_prefix(prefix)
-        paths: dict[Coordinates, Contact | None] = {(): None}
-        for dim, size in enumerate(grid_size):
-            found = await self._followers(prefix, paths, is_leaf=dim == len(grid_size) - 1)
-            paths = {
-                (*path, child): who
-                for path, children in found.items()
-                for child, who in children.items()
-                if child < size
-            }
-        return {path: who for path, who in sorted(paths.items()) if who is not None}
+        keys = grid_keys(check_prefix(prefix), grid_size)
+        await self._fetched(keys)
+        candidates = {
+            coordinates: replicas
+            for key in keys
+            for coordinates, replicas in self._cache[key].experts.items()
+            if all(map(int.__lt__, coordinates, grid_size))
+        }
+        return dict(sorted(self._best_of(prefix, candidates).items()))
 
     async def beam_search(
         self, prefix: str, scores: Sequence[np.ndarray], k: int, *, bias: np.ndarray | None = None
     ) -> tuple[np.ndarray, dict[Coordinates, Contact]]:
         """The best k living experts of a grid for each sample; see `search_beams`.
+
+        Rows are not looked up: the scores tell how many there are, and one that turns out to be empty drops out.
 
         Returns: int64 [batch, k, dims], best first, -1 where fewer are alive; and the contacts of the experts seen.
 
@@ -252,93 +247,100 @@ class ExpertDirectory:
           ValueError: as `search_beams`, or if the prefix is malformed.
         """
         check_prefix(prefix)
-        known: dict[Coordinates, list[int]] = {}
+        dims = len(scores)
+        known: dict[Coordinates, list[int]] = {} if dims == 1 else {(): list(range(scores[0].shape[1]))}
         contacts: dict[Coordinates, Contact] = {}
         while True:
             chosen, missing = search_beams(scores, known, k=k, bias=bias)
             if not missing:
                 return chosen, contacts
-            # Paths that are missing together are all of one length.
-            found = await self._followers(prefix, missing, is_leaf=len(missing[0]) == len(scores) - 1)
-            for path, children in found.items():
-                known[path] = list(children)
-                contacts |= {(*path, child): who for child, who in children.items() if who is not None}
-
-    async def _followers(
-        self, prefix: str, paths: Iterable[Coordinates], *, is_leaf: bool
-    ) -> dict[Coordinates, dict[int, Contact | None]]:
-        """The children of partial paths. A row where an expert should be, or the reverse, belongs to another grid."""
-        names = {path: key_prefix(prefix, path) for path in paths}
-        found = await self.children(names.values())
-        return {
-            path: {child: who for child, who in found[name].items() if (who is not None) == is_leaf}
-            for path, name in names.items()
-        }
+            if dims == 1:
+                found = await self.living(prefix, (scores[0].shape[1],))
+                known[()] = [coordinate for (coordinate,) in found]
+                contacts |= found
+                continue
+            keys = {path: group_key(prefix, (*path, *(0,) * (dims - len(path)))) for path in missing}
+            await self._fetched(dict.fromkeys(keys.values()))
+            for path, key in keys.items():
+                cached = self._cache[key]
+                known[path] = sorted(cached.children.get(path, ()))
+                if len(path) == dims - 1:
+                    leaves = {(*path, child): cached.experts[*path, child] for child in known[path]}
+                    living = self._best_of(prefix, leaves)
+                    known[path] = [coordinates[-1] for coordinates in living]
+                    contacts |= living
 
     async def run(self) -> None:
         """Refresh what is in use before it grows old, and forget the rest. `open_expert_directory` starts it."""
         while True:
             await trio.sleep(self._config.negative_ttl_s / 4)
-            now = self._now()
-            for name in [n for n, cached in self._cache.items() if cached.used_at < now - self._config.idle_s]:
-                if name not in self._in_flight:
-                    del self._cache[name]
-            await self._refresh([n for n, c in self._cache.items() if c.fetched_at <= now - self._lifetime(c) / 2])
+            now = trio.current_time()
+            for key in [key for key, cached in self._cache.items() if cached.used_at < now - self._config.idle_s]:
+                if key not in self._in_flight:
+                    del self._cache[key]
+            due = [k for k, c in self._cache.items() if c.fetched_at <= now - _REFRESHED_AT * self._lifetime(c)]
+            await self._refresh(due)
 
-    async def _refresh(self, names: list[str]) -> None:
-        wanted = [name for name in names if name not in self._in_flight]
-        for name in wanted:
-            self._in_flight[name] = trio.Event()
+    async def _fetched(self, keys: Iterable[str]) -> None:
+        """See to it that these records are at hand: from memory if that is fresh, else from the DHT, once for all who
+        ask for the same one."""
+        await self._refresh([key for key in keys if not self._touch(key)])
+
+    async def _refresh(self, keys: list[str]) -> None:
+        wanted = [key for key in keys if key not in self._in_flight]
+        for key in wanted:
+            self._in_flight[key] = trio.Event()
         if wanted:
             # In a task of the directory: whoever waits may be cancelled without leaving others to wait for nothing.
-            self._nursery.start_soon(self._fetch, wanted)
+            for key in wanted:  # one by one: none waits for another that is slow
+                self._nursery.start_soon(self._fetch, key)
         await trio.lowlevel.checkpoint()
-        for event in [self._in_flight[name] for name in names if name in self._in_flight]:
+        for event in [self._in_flight[key] for key in keys if key in self._in_flight]:
             await event.wait()
 
-    async def _fetch(self, names: list[str]) -> None:
+    async def _fetch(self, key: str) -> None:
         try:
             asked_at = trio.current_time()
-            found = await self._dht.get_many(names)
-            now = self._now()
-            for name in names:
-                cached = self._cache.setdefault(name, _Cached(used_at=now))
-                # Merged, not replaced: a lookup that missed a replica must not make experts disappear.
-                cached.record = live(merge(cached.record, found[name]), now)
-                cached.children = by_preference(children_of_untrusted(cached.record), name, self._dht.peer_id)
-                cached.fetched_at = now
-            children = [each for name in names if name in self._cache for each in self._cache[name].children.values()]
-            self._renewals.note(children, self._troubled_at, asked_at)
+            (record,) = (await self._dht.get_many([key])).values()
+            now = trio.current_time()
+            cached = self._cache.setdefault(key, _Cached(used_at=now))
+            prefix = key.rpartition(".")[0]
+            cached.experts = by_preference(experts_in_untrusted(key, record), prefix, self._dht.peer_id)
+            cached.children = _children(cached.experts)
+            cached.fetched_at = now
+            replicas = [replica for several in cached.experts.values() for replica in several]
+            self._renewals.note(replicas, self._troubled_at, asked_at)
         finally:
-            for name in names:
-                self._in_flight.pop(name).set()
+            self._in_flight.pop(key).set()
 
-    def _touch(self, name: str) -> bool:
-        """Note that a prefix is in use. Return True if what is known of it is fresh."""
-        now = self._now()
-        cached = self._cache.pop(name, None) or _Cached(used_at=now)
+    def _touch(self, key: str) -> bool:
+        """Note that a record is in use. Return True if what is known of it is fresh."""
+        now = trio.current_time()
+        cached = self._cache.pop(key, None) or _Cached(used_at=now)
         cached.used_at = now
-        self._cache[name] = cached
-        if len(self._cache) > MAX_CACHED_PREFIXES:
+        self._cache[key] = cached
+        if len(self._cache) > MAX_CACHED:
             del self._cache[next(iter(self._cache))]
         return now < cached.fetched_at + self._lifetime(cached)
 
-    def _living(self, name: str, now: float) -> dict[int, Contact | None]:
-        cached = self._cache.get(name)
-        living: dict[int, Contact | None] = {}
-        for coordinate, child in cached.children.items() if cached else ():
-            if child.row_until > now:
-                living[coordinate] = None
-                continue
-            uid = f"{name}{coordinate}"
-            contacts = [each.contact for each in child.living(now) if not self._is_avoided(each.contact, uid)]
-            if (best := self._best(contacts)) is not None:
-                living[coordinate] = best
+    def _best_of(self, prefix: str, experts: Mapping[Coordinates, Replicas]) -> dict[Coordinates, Contact]:
+        """The living ones among these experts, each with the node to ask."""
+        living: dict[Coordinates, Contact] = {}
+        for coordinates, replicas in experts.items():
+            uid = key_prefix(prefix, coordinates)[:-1]
+            if (best := self._best(self._contacts(uid, replicas))) is not None:
+                living[coordinates] = best
         if self._busy_until:
             # Where all are busy they are asked all the same: who waits for its turn learns more than who goes without.
-            free = {coordinate: who for coordinate, who in living.items() if who is None or not self._is_busy(who)}
-            return free or living
+            return {coordinates: who for coordinates, who in living.items() if not self._is_busy(who)} or living
         return living
+
+    def _contacts(self, uid: str, replicas: Replicas) -> list[Contact]:
+        """The nodes among these that live, as far as is known, and did not fail of late; last the ones that should have
+        announced themselves again, and have not."""
+        now = self._dht.clock.ticks()
+        living = [each for each in replicas if each.ends_at > now and not self._is_avoided(each.contact, uid)]
+        return [each.contact for each in sorted(living, key=lambda each: each.due_at < now)]
 
     def _best(self, contacts: Sequence[Contact]) -> Contact | None:
         """The first of an expert's replicas that has room, if one has.
@@ -372,10 +374,7 @@ class ExpertDirectory:
         return any(self.health.blocks(target, now, self._pause) for target in targets)
 
     def _lifetime(self, cached: _Cached) -> float:
-        return self._config.ttl_s if cached.children else self._config.negative_ttl_s
-
-    def _now(self) -> float:
-        return self._dht.clock.now()
+        return self._config.ttl_s if cached.experts else self._config.negative_ttl_s
 
 
 @asynccontextmanager
@@ -392,14 +391,15 @@ async def open_expert_directory(
         yield directory
 
 
-def _steps(uid: ExpertUid, slots: Mapping[ExpertUid, int]) -> list[tuple[str, str]]:
-    """Key and subkey of each step that leads to an expert, the last one to its slot."""
-    *inner, (key, coordinate) = steps(uid)
-    return [*inner, (key, subkey_of(coordinate, slots.get(uid, 0)))]
+def _children(experts: Iterable[Coordinates]) -> dict[Coordinates, set[int]]:
+    """What may follow each partial path of at least one coordinate that leads to one of these experts."""
+    children: dict[Coordinates, set[int]] = {}
+    for coordinates in experts:
+        for length in range(1, len(coordinates)):
+            children.setdefault(coordinates[:length], set()).add(coordinates[length])
+    return children
 
 
-def _is_of(value: Value, contact: Contact) -> bool:
-    try:
-        return parse_contact_untrusted(value).peer_id == contact.peer_id
-    except RemoteProtocolError:
-        return False
+def _suffix(number: int) -> str:
+    """Suffix of a node's entries under one key: none for the first."""
+    return str(number) if number else ""

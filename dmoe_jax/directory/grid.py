@@ -1,7 +1,6 @@
 """Expert names and their places on a grid: `ffn.3.17` is row 3, column 17 of the grid `ffn`.
 
-A uid is a prefix without dots and one coordinate a grid dimension. Its *key prefixes* (`ffn.`, `ffn.3.`) name the
-partial paths that lead to it: beam search asks, prefix by prefix, which coordinates may follow.
+A uid is a prefix without dots and one coordinate a grid dimension.
 """
 
 import itertools
@@ -17,6 +16,9 @@ MAX_COORDINATE = 99_999
 MAX_EXPANDED_UIDS = 1_000_000
 """Most uids of one pattern: a slip such as [0:4096].[0:4096] should fail, not fill the memory."""
 
+Coordinates = tuple[int, ...]
+"""Place on a grid: one index for each dimension, or for the first few."""
+
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,4}")
 _RANGE = re.compile(r"\[([0-9]{1,6}):([0-9]{1,6})\]")
@@ -28,7 +30,7 @@ class ExpertUid:
 
     prefix: str
     """Letters, digits, `_` and `-`; at most 64."""
-    coordinates: tuple[int, ...]
+    coordinates: Coordinates
     """One index for each grid dimension, each from 0 to 99999."""
 
     def __post_init__(self) -> None:
@@ -70,11 +72,6 @@ def parse_uid(text: str) -> ExpertUid:
 def key_prefix(prefix: str, coordinates: Sequence[int]) -> str:
     """The name of a partial path: `ffn.` for no coordinates, `ffn.3.` for (3,). It always ends with a dot."""
     return ".".join((prefix, *map(str, coordinates), ""))
-
-
-def steps(uid: ExpertUid) -> tuple[tuple[str, str], ...]:
-    """Key prefix and coordinate of each step that leads to an expert: `ffn.3.17` -> (`ffn.`, `3`), (`ffn.3.`, `17`)."""
-    return tuple((key_prefix(uid.prefix, uid.coordinates[:i]), str(u)) for i, u in enumerate(uid.coordinates))
 
 
 def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:

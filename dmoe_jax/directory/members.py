@@ -1,23 +1,24 @@
 """Members of a swarm: nodes, trainers, averagers and auxiliary peers tell the DHT, and `dmoe status` reads it.
 
-Each member has one entry for each of its roles under the key `members:SWARM`, with the contact that it listens at (none
-in client mode), a small dictionary of facts, and the version of its calls and records. Members announce again and
-again, and silence is how a crashed one disappears. Strangers write these records: whatever is malformed is left out.
+Each member has one entry for each of its roles, under the key of its shard: `members:SWARM/a` for the ids that begin
+with the hexadecimal digit a. It holds the contact that the member listens at (none in client mode), a small dictionary
+of facts, and the version of its calls and records. Members announce again and again, and silence is how a crashed one
+disappears. Strangers write these records: whatever is malformed is left out.
 """
 
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import trio
 
 from dmoe_jax.directory.grid import check_prefix
+from dmoe_net.dht.entries import MAX_LIFE_S, Found, Value
 from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
-from dmoe_net.dht.node import DhtNode, StoreItem
-from dmoe_net.dht.records import Dictionary, Entry, Value
+from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import NetError, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery
@@ -55,8 +56,8 @@ class Member:
     info: Facts
     """Facts by name: texts and finite numbers. "role" is always among them; "state" (such as "compiling" or "serving")
     and "grids" (the prefixes that a node serves) often are."""
-    expiration: float
-    """Swarm time until which the announcement stands, seconds."""
+    left_s: float
+    """Seconds for which the announcement still lives."""
     calls: int = CALLS
     """Version of its calls and records, see `dmoe_net.wire.versions`."""
 
@@ -71,30 +72,32 @@ class Member:
         return tuple(self.info.get("grids", ()))
 
 
-async def declare_member(
-    dht: DhtNode,
-    swarm: str,
-    peer_id: PeerId,
-    contact: Contact | None,
-    info: Facts,
-    *,
-    expiration: float,
-) -> bool:
-    """Announce a member under its swarm's name; True if the announcement stands. Arguments as the fields of `Member`.
+async def declare_member(dht: DhtNode, swarm: str, contact: Contact | None, info: Facts, *, life_s: float) -> bool:
+    """Announce this peer under its swarm's name; True if somebody keeps the announcement.
+
+    Args:
+      dht: the peer's own.
+      contact: as of `Member`.
+      info: as of `Member`.
+      life_s: seconds for which it is announced.
 
     Raises:
       ValueError: a fact is of another kind than `Member.info` describes.
     """
     facts = check_info(info)
     value = [None if contact is None else contact_to_wire(contact), facts, CALLS]
-    return await dht.store(_key(swarm), value, subkey=_subkey(peer_id, facts["role"]), expiration=expiration)
+    return await dht.store(_key(swarm, dht.peer_id), value, suffix=facts["role"], life_s=life_s) > 0
 
 
 async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:
     """Every announced member of a swarm, ordered by peer id and role; malformed announcements are left out."""
-    record = await dht.get(_key(swarm))
-    entries = record.entries if isinstance(record, Dictionary) else {}
-    members = (_parse(subkey, entries[subkey]) for subkey in sorted(entries))
+    records = await dht.get_many(f"members:{check_prefix(swarm)}/{digit}" for digit in _SHARDS)
+    members = (
+        _parse(entry, dht.clock.ticks())
+        for key, record in records.items()
+        for entry in record
+        if key == _key(swarm, entry.owner)  # in its own shard: elsewhere it would be listed twice
+    )
     return tuple(member for member in members if member is not None)
 
 
@@ -116,41 +119,21 @@ async def node_statuses(rpc: Caller, members: Sequence[Member]) -> dict[PeerId, 
     return statuses
 
 
-async def withdraw_member(dht: DhtNode, swarm: str, peer_id: PeerId, role: str) -> None:
-    """Take a member's announcement in this role back."""
-    await withdraw(dht, [(_key(swarm), _subkey(peer_id, role))], lambda value: value is not None)
-
-
-async def withdraw(dht: DhtNode, steps: Sequence[tuple[str, str]], is_ours: Callable[[Value], bool]) -> None:
-    """Take announcements back: entries become None and end just after they would have ended.
-
-    Args:
-      steps: key and subkey of each.
-      is_ours: True of an entry's value that is one to take back.
-    """
-    found = await dht.get_many(dict.fromkeys(key for key, _ in steps))
-    items = []
-    for key, subkey in steps:
-        record = found[key]
-        entry = record.entries.get(subkey) if isinstance(record, Dictionary) else None
-        if entry is not None and is_ours(entry.value):
-            # The next representable time: later than the entry it takes back, earlier than any new announcement.
-            expiration = math.nextafter(entry.expiration, math.inf)
-            items.append(StoreItem(key=key, subkey=subkey, value=None, expiration=expiration))
-    await dht.store_many(items)
+async def withdraw_member(dht: DhtNode, swarm: str, role: str) -> None:
+    """Take this peer's announcement in this role back."""
+    await dht.withdraw(_key(swarm, dht.peer_id), role)
 
 
 @asynccontextmanager
 async def listed_member(
     dht: DhtNode,
     swarm: str,
-    peer_id: PeerId,
     contact: Contact | None,
     info: Callable[[], Facts],
     *,
     period_s: float = 10.0,
 ) -> AsyncIterator[None]:
-    """Keep a member listed while the context is open, and take its announcement back at the end.
+    """Keep this peer listed while the context is open, and take its announcement back at the end.
 
     Each announcement is valid for three periods; one that reaches nobody does no harm. Taking it back takes at most two
     seconds, for which `dht` must still run.
@@ -161,16 +144,14 @@ async def listed_member(
       period_s: seconds between announcements.
 
     Raises:
-      ValueError: as `declare_member`, or three periods are longer than the DHT keeps a record.
+      ValueError: as `declare_member`, or three periods are longer than an entry lives.
     """
-    if 3 * period_s > dht.config.max_lifetime_s:
-        longest_s = dht.config.max_lifetime_s / 3
-        raise ValueError(f"members are announced at least every {longest_s:g} s, got a period of {period_s:g} s")
+    if 3 * period_s > MAX_LIFE_S:
+        raise ValueError(f"members are announced at least every {MAX_LIFE_S / 3:g} s, got a period of {period_s:g} s")
 
     async def announce() -> None:
         while True:
-            with suppress(NetError):
-                await declare_member(dht, swarm, peer_id, contact, info(), expiration=dht.clock.now() + 3 * period_s)
+            await declare_member(dht, swarm, contact, info(), life_s=3 * period_s)
             await trio.sleep(period_s)
 
     role = str(check_info(info())["role"])
@@ -180,8 +161,8 @@ async def listed_member(
             yield
         finally:
             nursery.cancel_scope.cancel()
-            with trio.move_on_after(2.0, shield=True), suppress(NetError):
-                await withdraw_member(dht, swarm, peer_id, role)
+            with trio.move_on_after(2.0, shield=True):
+                await withdraw_member(dht, swarm, role)
 
 
 def check_info(info: Facts) -> dict[str, Value]:
@@ -207,25 +188,24 @@ def _check_fact(name: str, value: Value) -> Value:
     raise ValueError(f"{name} is a text of at most {MAX_TEXT} characters or a finite number, got {value!r:.80}")
 
 
-def _parse(subkey: str, entry: Entry) -> Member | None:
+def _parse(entry: Found, ticks: float) -> Member | None:
     if not isinstance(entry.value, list) or len(entry.value) != 3 or not isinstance(entry.value[1], dict):
         return None
     listed, info, version = entry.value
     try:
         calls = _VERSION.read_untrusted(version, "version")
-        peer_id = PeerId.parse(subkey.partition("/")[0])
         contact = None if listed is None else parse_contact_untrusted(listed)
         facts = check_info(info)
     except (ValueError, RemoteProtocolError):
         return None
-    if subkey != _subkey(peer_id, facts["role"]) or (contact is not None and contact.peer_id != peer_id):
+    if entry.suffix != facts["role"] or (contact is not None and contact.peer_id != entry.owner):
         return None
-    return Member(peer_id=peer_id, contact=contact, info=facts, expiration=entry.expiration, calls=calls)
+    return Member(peer_id=entry.owner, contact=contact, info=facts, left_s=entry.ends_at - ticks, calls=calls)
 
 
-def _key(swarm: str) -> str:
-    return f"members:{check_prefix(swarm)}"
+_SHARDS = "0123456789abcdef"
+"""First hexadecimal digits of peer ids: the node list of a large swarm is spread over as many records."""
 
 
-def _subkey(peer_id: PeerId, role: str) -> str:
-    return f"{peer_id}/{role}"
+def _key(swarm: str, peer_id: PeerId) -> str:
+    return f"members:{check_prefix(swarm)}/{peer_id.raw.hex()[0]}"

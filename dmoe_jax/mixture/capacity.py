@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dmoe_jax.routing.beam_search import Coordinates
+from dmoe_jax.directory.grid import Coordinates
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.types import Array
 

@@ -6,7 +6,7 @@ their answers come back one by one as they are ready.
 Replicas. Several nodes may serve one expert. A backward goes where its forward went, as long as that node answers. A
 call that fails while there is time is asked of another node once. So may a backward: its gradients are computed from
 inputs that it brings, and the copy there learns in place of the one that is gone, unless it has the gradient already
-(`dmoe_jax.replicas.learnt`). The updates that its forward has "seen" stay behind, since they are another copy's.
+(`dmoe_jax.placement.learnt`). The updates that its forward has "seen" stay behind, since they are another copy's.
 """
 
 import functools

@@ -8,10 +8,9 @@ from typing import Any
 
 import trio
 
-from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.grid import Coordinates, ExpertUid
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.mixture.fan_out import ExpertCaller
-from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_net.errors import (
     CallFailed,
     NetError,

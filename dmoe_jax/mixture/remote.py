@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from dmoe_jax.autodiff import Recording, Value
-from dmoe_jax.directory.grid import ExpertUid, check_prefix
+from dmoe_jax.directory.grid import Coordinates, ExpertUid, check_prefix
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.machine.remembered import remembered
@@ -40,7 +40,6 @@ from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.readiness import check_experts
 from dmoe_jax.mixture.statistics import Coverage
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
-from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.check import check_finite
 from dmoe_net.errors import NoQuorum
 from dmoe_net.identity import Contact

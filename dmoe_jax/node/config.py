@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dmoe_net.dht.entries import MAX_LIFE_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
@@ -61,3 +63,5 @@ class NodeConfig:
                 f"record_lifetime_s must exceed announce_period_s, or experts vanish between announcements; "
                 f"got {self.record_lifetime_s} and {self.announce_period_s}"
             )
+        if self.record_lifetime_s > MAX_LIFE_S:
+            raise ValueError(f"announcements live for at most {MAX_LIFE_S:g} s, got {self.record_lifetime_s:g}")

@@ -279,7 +279,7 @@ class RememberedJobs:
     holes in the heap. So a node holds more than the bound says: with 64 MiB it grew by 125 MB in four minutes of mixed
     load, with 16 MiB by 23. A retry whose answer is forgotten is refused: an expert knows by itself what it has learnt
     from (`ExpertBackend.learnt_from`), through a restart too, and copies of an expert tell each other
-    (`dmoe_jax.replicas.learnt`). It costs a trainer that part of one gradient.
+    (`dmoe_jax.placement.learnt`). It costs a trainer that part of one gradient.
     """
 
     def __init__(self, *, max_entries: int = 1024, max_bytes: int = 8 << 20) -> None:

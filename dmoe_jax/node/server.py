@@ -12,14 +12,13 @@ RPC methods (body -> body):
 """
 
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import trio
 
-from dmoe_jax.directory.directory import declare_experts, find_replicas, withdraw_experts
+from dmoe_jax.directory.directory import Announcer, find_replicas
 from dmoe_jax.directory.grid import ExpertUid, parse_uid
 from dmoe_jax.directory.members import MAX_GRIDS, declare_member, withdraw_member
 from dmoe_jax.machine.device import Device
@@ -31,8 +30,8 @@ from dmoe_jax.node.requests import Answering
 from dmoe_jax.node.runner import BatchRunner
 from dmoe_jax.node.sharding import PlacedDevice, placed
 from dmoe_jax.node.stacked import Strategies
+from dmoe_net.dht.entries import Value
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.dht.records import Value
 from dmoe_net.identity import Contact
 from dmoe_net.nursery import background_nursery
 from dmoe_net.rpc.base import Caller, Handler, Reply, Request, handlers
@@ -46,17 +45,8 @@ _NAMED = 4
 """Experts that a warning names."""
 
 
-@runtime_checkable
-class ExpertListing(Protocol):
-    """Keeps a node's experts listed in the DHT: alone, or beside others who serve them too (`dmoe_jax.replicas`)."""
-
-    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
-        """Announce experts until `expiration` (swarm time, seconds); return for each True if it is announced."""
-        ...
-
-    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
-        """Take the announcements back."""
-        ...
+class Replicating(Protocol):
+    """Experts that other nodes serve too, see `dmoe_jax.placement.replicas.Replicas`."""
 
     def status(self) -> dict[str, Any]:
         """Return its part of `node.status`, as plain CBOR data."""
@@ -65,50 +55,6 @@ class ExpertListing(Protocol):
     def facts(self) -> dict[str, Value]:
         """Return facts for the node's entry as a member, see `dmoe_jax.directory.members.Member.info`."""
         ...
-
-
-class SoleListing:
-    """Announces experts that nobody else is to serve: in slot 0, whoever is there.
-
-    Args:
-      dht: where. contact: the node.
-      warns: of others that announce the same experts, once for each expert; not of use to a node that claims experts,
-        and decides with the others who serves them.
-    """
-
-    def __init__(self, dht: DhtNode, contact: Contact, *, warns: bool = True) -> None:
-        self._dht, self._contact, self._warns = dht, contact, warns
-        self._looked_for: set[ExpertUid] = set()
-
-    async def announce(self, uids: Sequence[ExpertUid], *, expiration: float) -> Mapping[ExpertUid, bool]:
-        if self._warns and (fresh := [uid for uid in uids if uid not in self._looked_for]):
-            self._looked_for.update(fresh)
-            await self._warn_of_others(fresh)
-        return await declare_experts(self._dht, uids, self._contact, expiration=expiration)
-
-    async def _warn_of_others(self, uids: Sequence[ExpertUid]) -> None:
-        own, taken = self._contact.peer_id, []
-        for uid, replicas in (await find_replicas(self._dht, uids)).items():
-            others = [replica.contact for replica in replicas if replica.contact.peer_id != own]
-            taken += [f"{uid} ({contact})" for contact in others[:1]]
-        if taken:
-            named = ", ".join(taken[:_NAMED]) + (", ..." if len(taken) > _NAMED else "")
-            logger.warning(
-                "%d experts are announced by other nodes as well: %s. A node that claimed one gives it up; otherwise "
-                "trainers call whoever announced them last, and the copies go apart, unless all of them replicate "
-                "(--replicate); a node that has died goes by itself",
-                len(taken),
-                named,
-            )
-
-    async def withdraw(self, uids: Sequence[ExpertUid]) -> None:
-        await withdraw_experts(self._dht, uids, self._contact)
-
-    def status(self) -> dict[str, Any]:
-        return {}
-
-    def facts(self) -> dict[str, Value]:
-        return {}
 
 
 class ExpertNode:
@@ -121,11 +67,10 @@ class ExpertNode:
       device: runs and compiles them; or several, one for each place in which experts live.
       config: settings.
       prototypes: experts of the kinds that it may adopt later, for which it compiles beforehand.
-      listing: keeps the experts listed; None: a `SoleListing`, which warns of others unless the node may adopt some.
+      shares: True if other nodes serve the same experts on purpose; else the node warns of those that do.
 
     Raises:
-      ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device, or
-        announcements are to be valid for longer than the DHT allows.
+      ValueError: if there is nothing to serve, now or later, or an expert lives where there is no device.
     """
 
     def __init__(
@@ -137,25 +82,24 @@ class ExpertNode:
         device: Device | Sequence[PlacedDevice],
         config: NodeConfig,
         prototypes: Sequence[ExpertBackend] = (),
-        listing: ExpertListing | None = None,
+        shares: bool = False,
     ) -> None:
         if not backends and not prototypes:
             raise ValueError("an expert node needs at least one expert")
-        lifetime_s, longest_s = config.record_lifetime_s, dht.config.max_lifetime_s
-        if lifetime_s > longest_s:
-            raise ValueError(f"announcements are valid for at most {longest_s:g} s, got a lifetime of {lifetime_s:g} s")
         self.config = config
         self.state = "compiling"
         """State of the node: "compiling" until it is warm, then "serving", at last "leaving"."""
         self.recorder = NodeRecorder()
         """Counts for its metrics."""
         self.claims: Callable[[], dict[str, Any]] | None = None
-        """Returns the status of its claims, `room` and `scope` among it, if it claims experts (`dmoe_jax.claims`)."""
+        """Returns the status of its claims (`dmoe_jax.placement`), with `room` and `scope`; None: it claims nothing."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
-        self._dht, self._contact = dht, contact
-        self._listing = listing or SoleListing(dht, contact, warns=not prototypes)
-        self._outlasted: dict[ExpertUid, float] = {}  # expirations of others' announcements; at most one for each
+        self.replicas: Replicating | None = None
+        """Its experts beside the same ones at other nodes, if it replicates them (`dmoe_jax.placement`)."""
+        self._dht, self._contact, self._shares = dht, contact, shares
+        self._announcer = Announcer(dht, contact, life_s=config.record_lifetime_s)
+        self._warned_of: set[ExpertUid] = set()
         self._backends = backends
         self._experts = {uid: backend.expert for uid, backend in backends.items()}  # without those it is giving up
         self._uids = {uid: parse_uid(uid) for uid in backends}  # the same ones
@@ -181,8 +125,8 @@ class ExpertNode:
         which is what each device does (see `BatchRunner.status`) and sums up to the `batches`, `rows` and so on here,
         `strategies` by which they are run (see `Strategies.status`), `updates` of each expert, `steps`, the updates of
         all of them since the start, and their mean `staleness`, None before the first; `answered` calls, their `rows`,
-        and the seconds `call_s` that they spent here; what its listing says, such as `replicas`; and if it claims
-        experts `claims`, see `Claimer.status`.
+        and the seconds `call_s` that they spent here; if it replicates experts `replicas`, see `Replicas.status`; and
+        if it claims experts `claims`, see `Claimer.status`.
         """
         runner, counts, backends = self._runner, self._runner.counts, self._backends.values()
         steps = self._gone[0] + sum(backend.steps_here for backend in backends)
@@ -205,8 +149,9 @@ class ExpertNode:
             "updates": {uid: self._backends[uid].update_count for uid in self._experts},
             "steps": steps,
             "staleness": staleness / steps if steps else None,
-            **self._listing.status(),
         }
+        if self.replicas is not None:
+            status["replicas"] = self.replicas.status()
         return status if self.claims is None else status | {"claims": self.claims()}
 
     async def run(self) -> None:
@@ -252,38 +197,47 @@ class ExpertNode:
         if self.state == "leaving":
             return
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids.values()))[:MAX_GRIDS]
-        facts: dict[str, Value] = {"role": "node", "experts": len(self._uids), "grids": grids, **self._listing.facts()}
-        facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **self._load()}
+        facts: dict[str, Value] = {"role": "node", "experts": len(self._uids), "grids": grids}
+        load = self._load()
+        facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load}
+        if self.replicas is not None:
+            facts |= self.replicas.facts()
         if self.claims is not None:
             claims = self.claims()
             facts |= {"room": claims["room"], "scope": claims["scope"]}
-        peer_id, swarm = self._contact.peer_id, self.config.swarm
-        await declare_member(self._dht, swarm, peer_id, self._contact, facts, expiration=self._expiration())
+        life_s = self.config.record_lifetime_s
+        await declare_member(self._dht, self.config.swarm, self._contact, facts, life_s=life_s)
         if self.state == "serving":
             some = self._uids if uids is None else uids
-            await self._announce([self._uids[uid] for uid in some if uid in self._uids])
+            await self._announce([self._uids[uid] for uid in some if uid in self._uids], load.get("call_s"))
 
-    async def _announce(self, uids: Sequence[ExpertUid]) -> None:
-        """List experts; warn of those whose announcement does not stand."""
-        usual = self._expiration()
-        self._outlasted = {uid: others for uid, others in self._outlasted.items() if others >= usual}
-        by_expiration: dict[float, list[ExpertUid]] = {}
-        for uid in uids:
-            # A little later than the announcement that it is to replace.
-            expiration = self._outlasted[uid] + 1e-3 if uid in self._outlasted else usual
-            by_expiration.setdefault(expiration, []).append(uid)
-        missing: list[ExpertUid] = []
-        for expiration, some in by_expiration.items():
-            listed = await self._listing.announce(some, expiration=expiration)
-            missing += [uid for uid, stands in listed.items() if not stands]
-        if missing:
+    async def _announce(self, uids: Sequence[ExpertUid], call_s: float | None) -> None:
+        """Announce experts; warn of those that nobody keeps a record of, and of others that serve them too."""
+        if not self._shares and (fresh := [uid for uid in uids if uid not in self._warned_of]):
+            self._warned_of.update(fresh)
+            await self._warn_of_others(fresh)
+            if self.state == "leaving":  # meanwhile
+                return
+        if missing := await self._announcer.announce(uids, call_s):
             doubts = self._dht.clock.doubts()
             logger.warning(
                 "%d experts could not be announced, among them %s%s", len(missing), missing[0], doubts and f"; {doubts}"
             )
 
-    def _expiration(self) -> float:
-        return self._dht.clock.now() + self.config.record_lifetime_s
+    async def _warn_of_others(self, uids: Sequence[ExpertUid]) -> None:
+        own, taken = self._contact.peer_id, []
+        for uid, replicas in (await find_replicas(self._dht, uids)).items():
+            others = [replica.contact for replica in replicas if replica.contact.peer_id != own]
+            taken += [f"{uid} ({contact})" for contact in others[:1]]
+        if taken:
+            named = ", ".join(taken[:_NAMED]) + (", ..." if len(taken) > _NAMED else "")
+            logger.warning(
+                "%d experts are announced by other nodes as well: %s. A node that claimed one gives it up; otherwise "
+                "some trainers call one copy and some another, and the copies go apart, unless all of them replicate "
+                "(--replicas 2); a node that has died goes by itself",
+                len(taken),
+                named,
+            )
 
     def _load(self) -> dict[str, float]:
         """The load since the last time: rows a second, and the mean seconds that a call spent here; none without a
@@ -303,25 +257,17 @@ class ExpertNode:
         self._experts[uid] = backend.expert
         self._backends[uid] = backend
 
-    async def give_up(self, uid: str, to: Contact) -> None:
-        """Leave an expert, which this node serves, to another node, which serves it too.
+    async def give_up(self, uid: str) -> None:
+        """Leave an expert, which this node serves, to the other nodes that serve it too.
 
-        Further calls for it are refused, its announcement is replaced by one of that node, so that nobody finds the
-        expert vacant until that announces it the next time, and accepted calls are answered; then the node forgets it.
+        Further calls for it are refused, its announcement is taken back, and accepted calls are answered; then the node
+        forgets it.
         """
         del self._experts[uid]
-        grid_uid = self._uids.pop(uid)
-        self._outlasted.pop(grid_uid, None)
-        await declare_experts(self._dht, [grid_uid], to, expiration=self._expiration())
+        await self._announcer.withdraw([self._uids.pop(uid)])
         await self._runner.finish(uid)
         backend = self._backends.pop(uid)
         self._gone = (self._gone[0] + backend.steps_here, self._gone[1] + backend.staleness_total)
-
-    def outlast(self, uid: str, expiration: float) -> None:
-        """Announce an expert, from the next time on and as long as it matters, for longer than another node does, whose
-        announcement ends then (swarm time, seconds)."""
-        if uid in self._uids and math.isfinite(expiration):
-            self._outlasted[self._uids[uid]] = expiration
 
     def refuse_calls(self) -> None:
         """Refuse forward and backward calls from now on, so that callers turn elsewhere at once. Accepted calls go on,
@@ -334,8 +280,8 @@ class ExpertNode:
         answer what was accepted, within `leave_timeout_s`."""
         self.refuse_calls()
         with trio.move_on_after(2.0, shield=True):
-            await self._listing.withdraw(list(self._uids.values()))
-            await withdraw_member(self._dht, self.config.swarm, self._contact.peer_id, "node")
+            await self._announcer.withdraw(list(self._uids.values()))
+            await withdraw_member(self._dht, self.config.swarm, "node")
         with trio.move_on_after(self.config.leave_timeout_s):
             await self._answering.answer_accepted()
 
@@ -356,7 +302,7 @@ async def open_expert_node(
     on_progress: Callable[[str], None] = lambda text: None,
     on_open: Callable[[ExpertNode], None] = lambda node: None,
     compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
-    listing: ExpertListing | None = None,
+    shares: bool = False,
 ) -> AsyncIterator[ExpertNode]:
     """Serve `backends` (by uid) at `caller` while the context is open, and announce node and experts in the DHT.
 
@@ -365,7 +311,7 @@ async def open_expert_node(
     methods are taken back. If everything is cancelled at once, accepted calls are dropped.
 
     Args:
-      backends, device, config, prototypes, listing: see `ExpertNode`.
+      backends, device, config, prototypes, shares: see `ExpertNode`.
       on_progress: told each state on the way, such as "compiling 2 of 5".
       on_open: told of the node before it is warm: it may adopt experts from then on.
       compiling: what to compile in, so that processes of one machine do not all do the same work.
@@ -377,7 +323,7 @@ async def open_expert_node(
     if caller.address is None:
         raise ValueError("an expert node must listen: its peer is in client mode")
     contact = Contact(caller.peer_id, caller.address)
-    node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes, listing=listing)
+    node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes, shares=shares)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)

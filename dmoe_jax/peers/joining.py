@@ -45,9 +45,7 @@ async def find_entrances(
       terms: terms on which we join, for messages, such as "over TLS without a secret".
       is_plain: without encryption a peer cannot say that this is what is wrong.
 
-    Returns:
-      Entrances for the DHT. One that was named with its peer is among them only if that peer has answered there; of the
-      others, those that are down too, for the DHT tries them again later.
+    Returns: entrances for the DHT, those that are down too: it tries them again later.
 
     Raises:
       WrongPeer: another peer answers where one was named.
@@ -88,7 +86,7 @@ async def find_entrances(
         raise DialFailed(f"cannot join the swarm{f' {terms}' if is_about_trust else ''}: {reasons}")
     for failure in filter(_is_about_trust, failures.values()):
         _log.warning("not joined through all peers: %s", failure)
-    return tuple(target for target in others if target in answered or isinstance(target, Address))
+    return tuple(others)
 
 
 async def _why_no_answer(caller: Caller, target: Contact | Address, deadline: float) -> NetError | None:

@@ -6,14 +6,17 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dmoe_jax.peers.joining import Target, find_entrances, parse_targets
+from dmoe_jax.peers.joining import Target, WrongPeer, find_entrances, parse_targets
+from dmoe_jax.peers.remembered import load_peers, remembering
 from dmoe_jax.peers.security import Security, Tls
 from dmoe_net.clock import SwarmClock
-from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.errors import DialFailed
+from dmoe_net.identity import Address, Contact
+from dmoe_net.keys import OPEN_SWARM, Identity
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.bulk import MemoryBudget
 from dmoe_net.rpc.faults import FaultInjector, FaultPlan
@@ -70,6 +73,8 @@ class PeerConfig:
     seed: int | None = None
     faults: FaultPlan | None = None
     memory_budget: int | str | MemoryBudget | None = None
+    state_dir: Path | None = None
+    """Folder in which the peers that this one has met are remembered; None: they are not."""
 
     def budget(self) -> MemoryBudget | None:
         """The memory budget. Raises ValueError if it is none."""
@@ -96,6 +101,8 @@ class Seams:
 
     caller: Caller | None = None
     """Places and serves calls. What the configuration says of links then has no effect."""
+    identity: Identity | None = None
+    """Key of the caller's peer; together with `caller`."""
     clock: SwarmClock | None = None
     """Time of the swarm."""
     statistics: "CallStatistics | None" = None
@@ -114,43 +121,50 @@ async def open_peer(
     targets, is_simulated = parse_targets(join), config.network is not None
     if config.memory_budget is not None and seams.caller is not None:
         raise ValueError("memory_budget would have no effect: the caller that was given has one already")
+    if (seams.caller is None) != (seams.identity is None):
+        raise ValueError("a caller and the key of its peer are given together")
     rng: random.Random = random.SystemRandom() if config.seed is None else random.Random(f"{config.seed}/{config.host}")
     async with AsyncExitStack() as stack:
-        caller = seams.caller
-        if caller is None:
-            caller, targets = await _open_caller(stack, config, targets, rng)
+        caller, identity, swarm = seams.caller, seams.identity, OPEN_SWARM
+        if caller is None or identity is None:
+            caller, identity, swarm, targets = await _open_caller(stack, config, targets, rng)
+        remembered = () if config.state_dir is None else load_peers(config.state_dir)
         node = await stack.enter_async_context(
             open_dht_node(
                 caller,
+                identity=identity,
+                swarm=swarm,
                 clock=seams.clock or (SwarmClock.virtual() if is_simulated else SwarmClock.wall()),
                 rng=rng,
                 initial_peers=targets,
+                remembered=remembered,
                 client_mode=caller.address is None,
-                # A simulation has no strangers, and may announce as rarely as it likes.
-                config=DhtConfig(max_lifetime_s=86_400.0) if is_simulated else DhtConfig(),
             )
         )
+        if config.state_dir is not None:
+            await stack.enter_async_context(remembering(config.state_dir, node))
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=is_simulated)
 
 
 async def _open_caller(
     stack: AsyncExitStack, config: PeerConfig, targets: _Entrances, rng: random.Random
-) -> tuple[Caller, _Entrances]:
-    """This peer's connections, open until the stack is, and who answers among those to join through."""
-    budget, security = config.budget(), config.security
+) -> tuple[Caller, Identity, bytes, _Entrances]:
+    """This peer's connections, open until the stack is, its key, the swarm's tag, and who answers among those to join
+    through."""
+    budget, security, swarm = config.budget(), config.security, OPEN_SWARM
     transport: Transport
     if config.network is None:
-        transport, peer_id = stack.enter_context(security.open())
+        transport, identity, swarm = stack.enter_context(security.open())
     elif config.host:
-        peer_id = PeerId.draw(rng)
-        transport = config.network.transport(config.host, peer_id)
+        identity = Identity.from_seed(rng.randbytes(32))
+        transport = config.network.transport(config.host, identity.peer_id)
     else:
         raise ValueError("each peer of a simulated network has its own host: give network=..., host='node0'")
     here = config.where_to_listen(targets)
     caller = await stack.enter_async_context(
         open_rpc_peer(
             transport,
-            peer_id=peer_id,
+            peer_id=identity.peer_id,
             listen=here,
             announce=config.announce,
             faults=None if config.faults is None else FaultInjector(config.faults),
@@ -161,8 +175,14 @@ async def _open_caller(
         if here is not None and security.is_open and not _is_loopback(here):
             _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
         is_plain = not isinstance(security, Tls)
-        targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
-    return caller, targets
+        try:
+            targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
+        except DialFailed as error:
+            # The peers that are remembered may be there; the others are tried again by and by.
+            if isinstance(error, WrongPeer) or config.state_dir is None or not load_peers(config.state_dir):
+                raise
+            _log.warning("%s; trying the peers that are remembered in %s", error, config.state_dir)
+    return caller, identity, swarm, targets
 
 
 def _is_loopback(address: Address) -> bool:

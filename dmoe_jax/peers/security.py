@@ -1,6 +1,5 @@
 """Protection of a swarm's links, and this peer's identity on them."""
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from dmoe_net.identity import PeerId
 from dmoe_net.key_files import hold_identity, load_allow_list, load_swarm_secret
-from dmoe_net.keys import Identity, Membership
+from dmoe_net.keys import OPEN_SWARM, Identity, Membership
 from dmoe_net.transport.base import Transport
 from dmoe_net.transport.tcp import TcpTransport
 from dmoe_net.transport.tls import TlsTransport
@@ -39,8 +38,9 @@ class Tls:
         return f"over TLS with {'a secret' if isinstance(self.secret, bytes) else f'the secret in {self.secret}'}"
 
     @contextmanager
-    def open(self) -> Iterator[tuple[Transport, PeerId]]:
-        """Open the transport, and yield it with this peer's id. Holds the identity's file for the block.
+    def open(self) -> Iterator[tuple[Transport, Identity, bytes]]:
+        """Open the transport, and yield it with this peer's key and the swarm's tag. Holds the key's file for the
+        block.
 
         Raises:
           IdentityError: a file cannot be used; the message names it.
@@ -52,7 +52,7 @@ class Tls:
             secret = load_swarm_secret(self.secret) if isinstance(self.secret, str | Path) else self.secret or b""
             allowed = load_allow_list(self.allowed) if isinstance(self.allowed, str | Path) else self.allowed
             membership = Membership(secret=secret, allowed=allowed)
-            yield TlsTransport(identity, membership=membership), identity.peer_id
+            yield TlsTransport(identity, membership=membership), identity, membership.tag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ class Plain:
         return "over plain TCP"
 
     @contextmanager
-    def open(self) -> Iterator[tuple[Transport, PeerId]]:
-        """Yield the transport, and an id drawn for this process."""
-        yield TcpTransport(), PeerId.draw(random.SystemRandom())
+    def open(self) -> Iterator[tuple[Transport, Identity, bytes]]:
+        """Yield the transport, a key made for this process, and the tag of an open swarm."""
+        yield TcpTransport(), Identity.generate(), OPEN_SWARM
 
 
 Security = Tls | Plain

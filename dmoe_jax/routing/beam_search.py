@@ -22,14 +22,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-Coordinates = tuple[int, ...]
-Children = Mapping[Coordinates, Sequence[int]]
+Children = Mapping[tuple[int, ...], Sequence[int]]
 """Partial path -> the coordinates that may follow. Empty: the path leads nowhere. Absent: not known."""
 
 
 def search_beams(
     scores: Sequence[np.ndarray], children: Children, *, k: int, bias: np.ndarray | None = None
-) -> tuple[np.ndarray, tuple[Coordinates, ...]]:
+) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """The best k living experts for each sample: score(u) = sum_i scores[i][u_i] + bias[u].
 
     Equal scores are ordered by coordinates, the lower first. A score of -inf means: never choose this coordinate.
@@ -91,9 +90,9 @@ def _check(scores: Sequence[np.ndarray], k: int) -> list[np.ndarray]:
     return matrices
 
 
-def _prune(children: Children, grid_size: Sequence[int]) -> dict[Coordinates, list[int]]:
+def _prune(children: Children, grid_size: Sequence[int]) -> dict[tuple[int, ...], list[int]]:
     """Leave out the children that lie outside the grid or are known to lead nowhere, from the leaves up."""
-    living: dict[Coordinates, list[int]] = {}
+    living: dict[tuple[int, ...], list[int]] = {}
     for path in sorted(children, key=len, reverse=True):
         if len(path) >= len(grid_size):
             continue
@@ -102,7 +101,7 @@ def _prune(children: Children, grid_size: Sequence[int]) -> dict[Coordinates, li
     return living
 
 
-def _child_table(paths: np.ndarray, used: list[int], living: Mapping[Coordinates, list[int]]) -> np.ndarray:
+def _child_table(paths: np.ndarray, used: list[int], living: Mapping[tuple[int, ...], list[int]]) -> np.ndarray:
     """[paths, most children], int64: the children of each used path, ascending, padded with -1."""
     followers = {row: living[tuple(paths[row].tolist())] for row in used}
     table = np.full((len(paths), max(map(len, followers.values()))), -1, np.int64)

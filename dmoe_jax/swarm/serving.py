@@ -12,9 +12,6 @@ from pathlib import Path
 import optax
 import trio
 
-from dmoe_jax.claims.claimer import Claimer
-from dmoe_jax.claims.claiming import ClaimConfig
-from dmoe_jax.claims.host import Claimable, ClaimingNode, checkpoints_of, claimable_of, fixed_of
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
@@ -22,7 +19,10 @@ from dmoe_jax.node.saving import ExpertSaver
 from dmoe_jax.node.server import ExpertNode, open_expert_node
 from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_jax.replicas import ReplicaConfig, replicating
+from dmoe_jax.placement.claimer import Claimer
+from dmoe_jax.placement.config import PlacementConfig
+from dmoe_jax.placement.host import Claimable, ClaimingNode, checkpoints_of, claimable_of, copies_of, fixed_of
+from dmoe_jax.placement.replicas import Replicas, replicating
 from dmoe_net.identity import Contact
 from dmoe_net.nursery import background_nursery
 
@@ -102,8 +102,8 @@ class Hand:
     backends: dict[str, ExpertBackend]
     """Experts to begin with; none, if the node claims some."""
     claimable: Claimable | None
-    """Experts that it may claim, at first while programs are compiled. They begin with what the saver's folder has,
-    else with their seeds."""
+    """Experts that it may claim, at first while programs are compiled. They begin with the state of another holder,
+    where several are wanted, else with what the saver's folder has, else with their seeds."""
     saver: ExpertSaver | None
 
 
@@ -118,8 +118,7 @@ class Serving:
     """Folder of the experts' checkpoints."""
     period_s: float
     """Seconds between saves."""
-    claim: ClaimConfig | None
-    replicas: ReplicaConfig | None
+    placement: PlacementConfig
     compiling: AbstractAsyncContextManager[object]
     """Context to compile in, see `open_expert_node`."""
     on_progress: Callable[[str], None]
@@ -130,17 +129,17 @@ class Serving:
         """Make the experts, and take up those that were saved. Arguments and errors are those of `Swarm.serve`."""
         device, places = all_of(self.devices), [each.place for each in self.devices]
         claimable: Claimable | None = None
-        if self.claim is not None:
+        if self.placement.claims:
             make_claimable = functools.partial(claimable_of, seed=seed, places=places)
-            claimable = await device.run(make_claimable, experts, self.claim, optimizer)
-            experts = fixed_of(experts, self.claim)
+            claimable = await device.run(make_claimable, experts, self.placement, optimizer)
+            experts = fixed_of(experts, self.placement)
         backends: dict[str, ExpertBackend] = {}
         if claimable is None or experts:
             make = functools.partial(make_backends, seed=seed, places=places)
             backends = await device.run(make, experts, optimizer)
         saver = None if self.folder is None else ExpertSaver(self.folder, backends, self.devices)
         # Those that claim or replicate share a folder: they hand experts to each other, or serve the same ones.
-        alone = self.claim is None and self.replicas is None
+        alone = not (self.placement.claims or self.placement.replicates)
         if saver is not None and (restored := await saver.restore(alone=alone)):
             several = f"{len(restored)} of {len(backends)} experts"
             self.on_progress(f"{several} go on from {self.folder} ({sum(restored.values())} updates)")
@@ -155,12 +154,21 @@ class Serving:
         served: Served | None = None
         claimer: Claimer | None = None
 
-        def begin_to_claim(node: ExpertNode) -> None:
+        def opened(node: ExpertNode, replicas: Replicas | None) -> None:
             nonlocal claimer
+            node.replicas = replicas
             if hand.claimable is not None:
-                # No living copies among the sources: an expert of which there is one is not vacant.
-                sources = () if hand.saver is None else (checkpoints_of(hand.saver),)
-                host = ClaimingNode(node, hand.backends, self.devices, hand.claimable.make, sources)
+                # Where one holder is wanted there is no living one to ask: the expert would not be vacant.
+                living = () if replicas is None else (copies_of(replicas),)
+                saved = () if hand.saver is None else (checkpoints_of(hand.saver),)
+                host = ClaimingNode(
+                    node,
+                    hand.backends,
+                    self.devices,
+                    hand.claimable.make,
+                    (*living, *saved),
+                    forgotten=(lambda uid: None) if replicas is None else replicas.forget,
+                )
                 claimer = host.claimer(self.peer, hand.claimable, on_progress=self.on_progress)
                 nursery.start_soon(claimer.run)
 
@@ -172,7 +180,7 @@ class Serving:
             swarm=self.config.swarm,
             device=all_of(self.devices),
             rng=peer.rng,
-            config=self.replicas,
+            config=self.placement,
             on_progress=self.on_progress,
         )
         try:
@@ -187,8 +195,8 @@ class Serving:
                     config=self.config,
                     prototypes=() if hand.claimable is None else hand.claimable.prototypes,
                     on_progress=self.on_progress,
-                    on_open=begin_to_claim,
-                    listing=replicas,
+                    on_open=lambda node: opened(node, replicas),
+                    shares=self.placement.claims or self.placement.replicates,
                     compiling=self.compiling,
                 ) as node,
             ):

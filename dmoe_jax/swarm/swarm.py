@@ -15,7 +15,7 @@ loops.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
-from dmoe_jax.claims.claiming import ClaimConfig
 from dmoe_jax.collaboration import (
     Collaboration,
     CollaborationConfig,
@@ -45,7 +44,7 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, PlacedDevice, node_devices
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
 from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_jax.replicas import ReplicaConfig
+from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm.serving import Served, ServedExpert, Serving, told_when_slow
 from dmoe_jax.trainer import Trainers, iterators_of
@@ -78,6 +77,7 @@ class Swarm:
         """Seed of everything that is drawn here, unless a call gives its own."""
         self._caller = caller
         self._nursery = nursery
+        self._token = trio.lowlevel.current_trio_token()
         self._served: Served | None = None
 
     @property
@@ -97,8 +97,7 @@ class Swarm:
         mesh: MeshShape | str | None = None,
         checkpoint_dir: str | Path | None = None,
         checkpoint_period_s: float = 60.0,
-        claim: ClaimConfig | None = None,
-        replicas: ReplicaConfig | None = None,
+        placement: PlacementConfig | None = None,
         on_progress: Callable[[str], None] | None = None,
         compiling: AbstractAsyncContextManager[object] = nullcontext(),  # noqa: B008 (stateless)
     ) -> Served:
@@ -125,11 +124,11 @@ class Swarm:
           checkpoint_dir: folder in which each expert is saved by itself, and from which it is taken up, whoever saved
             it; nodes may share it.
           checkpoint_period_s: most seconds between checkpoints of an expert that learns; one more is made at the end.
-          claim: serve only those of the experts that nobody else serves, at most so many, and take up more whenever the
-            node of some has died or left; see `dmoe_jax.claims`. They begin with what `checkpoint_dir`, which all nodes
-            should share, has of them, else with their seeds. Returns when there is nothing more to claim for now.
-          replicas: serve the experts beside others who serve them too: begin with their state, share the load, and
-            average with them. All of them need it. None: whoever else serves one of them is warned of by name.
+          placement: claim those of the experts that have too few living holders, take up more whenever the node of some
+            has died or left, and share the experts with other nodes that hold them; see `dmoe_jax.placement`. Experts
+            begin with the state that another holder has, else with what `checkpoint_dir`, which all nodes should share,
+            has of them, else with their seeds. With claims this returns when there is nothing more to claim for now.
+            None: this node holds the experts that are named and no others, and warns of others that do.
           on_progress: told the progress in a few words. None: after five seconds the log warns with it.
           compiling: is entered while programs are compiled, so that processes of one machine may wait for each other.
 
@@ -150,8 +149,6 @@ class Swarm:
         config = replace(config or NodeConfig(), swarm=self.name)
         if warm_up_rows is not None:
             config = replace(config, warm_up_rows=warm_up_rows)
-        if claim is not None and replicas is not None:
-            raise ValueError("replicas has no use beside claim: a node claims only what nobody else serves")
         with told_when_slow(on_progress) as told:
             serving = Serving(
                 peer=self.peer,
@@ -159,8 +156,7 @@ class Swarm:
                 config=config,
                 folder=None if checkpoint_dir is None else Path(checkpoint_dir),
                 period_s=checkpoint_period_s,
-                claim=claim,
-                replicas=replicas,
+                placement=placement or PlacementConfig(),
                 compiling=compiling,
                 on_progress=told,
             )
@@ -196,7 +192,7 @@ class Swarm:
         Raises:
           ValueError: a setting is out of range. TypeError: there is no such setting.
         """
-        return RemoteMixture(
+        mixture = RemoteMixture(
             expert=expert,
             router=router,
             caller=self._caller,
@@ -204,6 +200,17 @@ class Swarm:
             config=replace(config or MixtureConfig(), prefix=prefix, **settings),
             seed=self.seed if seed is None else seed,
         )
+
+        def prefetch() -> None:
+            with suppress(RuntimeError):  # the swarm is being closed
+                self._nursery.start_soon(self.directory.prefetch, prefix, router.grid_size)
+
+        # So that the first step does not wait for the records. `BlockingSwarm` makes mixtures in other threads.
+        if trio.lowlevel.in_trio_run():
+            prefetch()
+        else:
+            self._token.run_sync_soon(prefetch)
+        return mixture
 
     def trainer(
         self,
@@ -336,7 +343,7 @@ class Swarm:
           facts: returns what `dmoe status` shows of it, every ten seconds; see `dmoe_jax.directory.members.Member`.
         """
         contact = self.peer.own_contact
-        return listed_member(self.dht, self.name, self.peer_id, contact, lambda: {"role": role, **facts()})
+        return listed_member(self.dht, self.name, contact, lambda: {"role": role, **facts()})
 
     def watch_calls(self, on_call: OnCall | None) -> None:
         """Call a function with each expert call of this process that has ended, from now on; None: nobody."""

@@ -5,8 +5,8 @@ which it happens: a trainer reads the trunk, an expert has computed a call, a tr
 updated. `OrderRecorder.order` makes an `EventOrder` of it, from which the emulator computes what the swarm did.
 
     recorder = OrderRecorder(["layer0", "layer1"], grid_size=(4, 4))
-    node = open_swarm(..., testing=Seams(caller=recorder.caller(rpc)))
-    place = open_swarm(..., testing=Seams(caller=recorder.caller(rpc, trainer=0)))
+    node = open_swarm(..., testing=Seams(caller=recorder.caller(rpc), identity=identity))
+    place = open_swarm(..., testing=Seams(caller=recorder.caller(rpc, trainer=0), identity=identity))
     await Trainer(0, model, trunk, recorder.batches(batches, trainer=0)).run(num_steps, recorder.on_step)
 """
 
@@ -136,6 +136,7 @@ class _RecordedCaller:
         self.peer_id, self.address = caller.peer_id, caller.address
         self.bulk, self.health = caller.bulk, caller.health
         self.moved_bytes, self.remove_handler = caller.moved_bytes, caller.remove_handler
+        self.is_reached, self.reach = caller.is_reached, caller.reach
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """As `Caller.add_handler`."""

@@ -39,9 +39,9 @@ _TIMEOUT_DELAYS = 30.0
 """A call is given up after so many mean delays: one in 10^13 is lost that does not fail."""
 
 # Nobody is turned away: a call that is late is at its node all the while, and trainers are many.
-_NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0, max_concurrent_calls=65_536)
+_NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0, max_concurrent_calls=65_536)
 # A failed call says nothing of the next one: each fails by itself. So nobody is avoided, and routers choose among all.
-_DIRECTORY_CONFIG = DirectoryConfig(ttl_s=900.0, idle_s=3600.0, backoff_base_s=0.0)
+_DIRECTORY_CONFIG = DirectoryConfig(ttl_s=300.0, idle_s=3600.0, backoff_base_s=0.0)
 
 
 class SwarmRun(NamedTuple):

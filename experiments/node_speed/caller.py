@@ -17,10 +17,9 @@ import numpy as np
 import trio
 
 from dmoe_jax import Swarm, open_swarm
-from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.grid import Coordinates, ExpertUid
 from dmoe_jax.mixture.expert_calls import ExpertCall
 from dmoe_jax.mixture.remote import Choice, RemoteMixture
-from dmoe_jax.routing.beam_search import Coordinates
 from dmoe_jax.routing.product_key import product_key
 from dmoe_net.errors import NetError
 from dmoe_net.identity import Contact

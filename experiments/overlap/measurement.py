@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from random import SystemRandom
 from statistics import median
 
 import numpy as np
@@ -24,6 +23,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import Trainer
 from dmoe_net.errors import NetError
 from dmoe_net.identity import Address, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.tcp import TcpTransport
@@ -105,10 +105,10 @@ async def _open_trainers(settings: OverlapSettings) -> AsyncIterator[tuple[Seque
 @asynccontextmanager
 async def _open_far_away(join: Sequence[str], settings: OverlapSettings) -> AsyncIterator[Swarm]:
     """Open a peer that serves expert calls late."""
-    peer_id, anywhere, faults = PeerId.draw(SystemRandom()), Address("127.0.0.1", 0), FarAway(settings.delay_s)
+    identity, anywhere, faults = Identity.generate(), Address("127.0.0.1", 0), FarAway(settings.delay_s)
     async with (
-        open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=anywhere, faults=faults) as peer,
-        open_swarm(join, seed=settings.seed, testing=Seams(caller=peer)) as swarm,
+        open_rpc_peer(TcpTransport(), peer_id=identity.peer_id, listen=anywhere, faults=faults) as peer,
+        open_swarm(join, seed=settings.seed, testing=Seams(caller=peer, identity=identity)) as swarm,
     ):
         yield swarm
 

@@ -23,7 +23,7 @@ import trio
 from dmoe_jax import autodiff, open_swarm
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.directory.directory import DirectoryConfig
-from dmoe_jax.directory.grid import key_prefix, layer_prefix
+from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mixture.statistics import CallStatistics
@@ -173,8 +173,6 @@ async def _start_trainers(
     trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), _OPTIMIZER, device)
     text = np.random.default_rng(seed).integers(0, config.vocab_size, max(200_000, 200 * num_trainers))
     layers = [layer_prefix(layer) for layer in range(config.num_layers)]
-    paths = [(), *((row,) for row in range(config.grid_size[0]))]
-    prefixes = [key_prefix(layer, path) for layer in layers for path in paths]
     trainers: list[Trainer] = []
     all_ready = trio.Event()
 
@@ -185,7 +183,8 @@ async def _start_trainers(
             stream = SegmentStream(
                 text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
             )
-            await swarm.directory.children(prefixes)
+            for layer in layers:
+                await swarm.directory.prefetch(layer, config.grid_size)
             mixtures = [
                 # Each expert has a delay of its own, as in the paper.
                 swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0, max_parts=1)

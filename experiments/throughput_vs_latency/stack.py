@@ -30,6 +30,7 @@ from dmoe_jax.routing.base import Scores
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.swarm.serving import Served
 from dmoe_net.identity import Address, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim import Constant, run, simulate
@@ -186,9 +187,9 @@ async def _measure(
         warm_up_rows=0,  # the sizes that occur are compiled already
         max_waiting_rows=max(most, trainers * batch_rows),
         max_concurrent_calls=2 * trainers,
-        # Nodes that stay: they need not say so every ten seconds. Outside simulations records live for five minutes.
-        announce_period_s=100.0 if network is None else 600.0,
-        record_lifetime_s=300.0 if network is None else 6000.0,
+        # Nodes that stay: they need not say so every ten seconds.
+        announce_period_s=100.0,
+        record_lifetime_s=300.0,
     )
     async with AsyncExitStack() as stack:
         servers: list[tuple[Served, Delays]] = []
@@ -266,14 +267,21 @@ async def _open(
     join: Sequence[str], host: str, network: SimNetwork | None, device: Device, delays: Delays | None, *, seed: int
 ) -> AsyncIterator[Swarm]:
     """Open a server, or without delays the trainers' client."""
-    peer_id = PeerId.draw(random.Random(f"{seed}/{host}"))
-    transport = TcpTransport() if network is None else network.transport(host, peer_id)
+    identity = Identity.from_seed(random.Random(f"{seed}/{host}").randbytes(32))
+    transport = TcpTransport() if network is None else network.transport(host, identity.peer_id)
     here = None
     if delays is not None:
         here = Address("127.0.0.1", 0) if network is None else Address(host, SIM_PORT)
     async with (
-        open_rpc_peer(transport, peer_id=peer_id, listen=here, faults=delays) as rpc,
-        open_swarm(join, network=network, host=host, device=device, seed=seed, testing=Seams(caller=rpc)) as swarm,
+        open_rpc_peer(transport, peer_id=identity.peer_id, listen=here, faults=delays) as rpc,
+        open_swarm(
+            join,
+            network=network,
+            host=host,
+            device=device,
+            seed=seed,
+            testing=Seams(caller=rpc, identity=identity),
+        ) as swarm,
     ):
         yield swarm
 

@@ -35,10 +35,10 @@ from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.simulated import SimulatedEngine
 
 # Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
-_NODE_CONFIG = NodeConfig(announce_period_s=300.0, record_lifetime_s=1800.0)
+_NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
 
 _DIRECTORY_CONFIG = DirectoryConfig(
-    ttl_s=900.0,
+    ttl_s=300.0,  # announcements have two thirds of that left when they are read
     idle_s=3600.0,
     # A failed call says nothing of the next one in this setting: each fails by itself, with the same probability.
     backoff_base_s=0.0,

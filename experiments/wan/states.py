@@ -12,7 +12,8 @@ from dmoe_net.averaging.state.download import download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.bulk import MemoryBudget
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
 from dmoe_net.transport.sim import Constant, HostOptions, SimNetwork, run, simulate
@@ -93,16 +94,20 @@ async def _peer(
     network: SimNetwork, name: str, budget_bytes: int, seed: int
 ) -> AsyncIterator[tuple[RpcPeer, DhtNode, random.Random]]:
     rng = random.Random(f"{seed}/{name}")
-    peer_id = PeerId.draw(rng)
+    identity = Identity.from_seed(rng.randbytes(32))
     async with (
         open_rpc_peer(
-            network.transport(name, peer_id),
-            peer_id=peer_id,
+            network.transport(name, identity.peer_id),
+            peer_id=identity.peer_id,
             listen=Address(name, 1),
             memory_budget=MemoryBudget(budget_bytes),
         ) as caller,
         open_dht_node(
-            caller, clock=SwarmClock.virtual(), rng=rng, initial_peers=() if name == _ROOT.host else (_ROOT,)
+            caller,
+            identity=identity,
+            clock=SwarmClock.virtual(),
+            rng=rng,
+            initial_peers=() if name == _ROOT.host else (_ROOT,),
         ) as dht,
     ):
         yield caller, dht, rng

@@ -1,16 +1,18 @@
 """The swarm's common time.
 
-Expirations in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on.
-`SwarmClock` starts at the wall clock of the machine, and follows the peers that this one joined through, whom its user
-chose. Strangers move no clock; `skew_s` and `astray` tell how far theirs differ.
+Times of issue in the DHT, and the moments at which averages begin, are absolute times that many machines must agree on.
+`SwarmClock` starts at the wall clock of the machine and follows the median of the peers that answered of late, of at
+least three; one that knows fewer follows the peers that it joined through, whom its user chose. A few strangers whose
+clocks are wrong, or who lie, move no median. `skew_s` and `astray` tell how far clocks differ.
 
-In virtual time it is trio's clock, which is one for all and is never moved.
+In virtual time it is trio's clock, which is one for all.
 """
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import trio
@@ -19,8 +21,18 @@ from dmoe_net.identity import PeerId
 
 _log = logging.getLogger(__name__)
 
-FOLLOWED_S = 1.0
+FOLLOWED_S = 0.5
 """Seconds that a clock may differ from those it follows before it is set, beyond the error of the measurement."""
+
+STEPPED_S = 10.0
+"""Seconds; a clock that differs by more, or has not followed any yet, is set at once. Else it is slewed, so that no
+moment comes twice and none is left out."""
+
+SLEW = 0.1
+"""Seconds by which a clock that is slewed gains or loses each second."""
+
+_SAID_AGAIN_S = 600.0
+_FEWEST = 3  # peers whose median is followed whoever they are
 
 TOLERABLE_S = 3.0
 """Seconds; clocks that differ by more are told of: announcements end too early or too late by as much."""
@@ -51,6 +63,10 @@ class SwarmClock:
     def __init__(self, *, start_s: float, ticks: Callable[[], float] = trio.current_time) -> None:
         self.ticks = ticks
         self._offset_s = start_s - ticks()
+        self._slew_s, self._slewed_from = 0.0, -math.inf  # still to be gained, as of then
+        self._has_followed = False
+        self._guides: dict[PeerId, None] = {}
+        self._said: dict[str, float] = {}
         self._readings: dict[PeerId, _Reading] = {}  # from longest to most recently read
 
     @classmethod
@@ -68,11 +84,17 @@ class SwarmClock:
 
     def now(self) -> float:
         """Seconds of swarm time."""
-        return self.ticks() + self._offset_s
+        ticks = self.ticks()
+        return ticks + (self._offset(ticks) if self._slew_s else self._offset_s)
 
     def advance(self, seconds: float) -> None:
         """Set the clock ahead, or back by a negative number of seconds."""
-        self._offset_s += seconds
+        self._offset_s, self._slew_s = self._offset(self.ticks()) + seconds, 0.0
+
+    def _offset(self, ticks: float) -> float:
+        """Swarm time less ticks, with what a slew has brought by now."""
+        gained_s = SLEW * (ticks - self._slewed_from) if self._slew_s else 0.0
+        return self._offset_s + math.copysign(min(abs(self._slew_s), gained_s), self._slew_s)
 
     def read(self, peer_id: PeerId, theirs: float, *, asked_at: float) -> None:
         """Note the swarm time of a peer's answer; `asked_at` is `ticks()` when it was asked."""
@@ -82,21 +104,52 @@ class SwarmClock:
         if len(self._readings) > _MAX_READINGS:
             del self._readings[next(iter(self._readings))]
 
-    def follow(self, guides: Iterable[PeerId]) -> None:
-        """Take over the median time of peers whose clocks were read, if it differs by too much."""
-        read = [self._readings[peer_id] for peer_id in guides if peer_id in self._readings]
-        if not read:
+    def follow(self, guides: Iterable[PeerId] = ()) -> None:
+        """Follow the median time of the peers that answered of late, if it differs by too much.
+
+        Args:
+          guides: peers that this one joined through, beside those that were named before. They are followed while fewer
+            than three others have answered, and without them nobody sets the clock by more than `STEPPED_S`.
+        """
+        self._guides = dict(list({**self._guides, **dict.fromkeys(guides)}.items())[-_MAX_READINGS:])
+        recent = self._recent()
+        known = {peer_id: recent[peer_id] for peer_id in self._guides if peer_id in recent}
+        followed = known if len(recent) < _FEWEST or (known and not self._has_followed) else recent
+        if not followed:
             return
-        middle = sorted(read)[(len(read) - 1) // 2]
-        difference = middle.offset_s - self._offset_s
-        if abs(difference) - middle.error_s > FOLLOWED_S:
-            _log.warning(
-                "the clock of the peers that this peer joined through is %.0f s %s this machine's clock, and is "
-                "followed; set the clocks of the machines by NTP",
-                abs(difference),
-                "ahead of" if difference > 0 else "behind",
+        ahead_s, error_s = _middle(followed)
+        is_first, self._has_followed = not self._has_followed, True
+        if abs(ahead_s) - error_s <= FOLLOWED_S:
+            return
+        where = "behind" if ahead_s > 0 else "ahead of"
+        whose = "the peer that this one joined through" if len(followed) == 1 else f"{len(followed)} peers of the swarm"
+        if not is_first and abs(ahead_s) <= STEPPED_S:
+            ticks = self.ticks()
+            self._offset_s, self._slew_s, self._slewed_from = self._offset(ticks), ahead_s, ticks
+            self._say("your clock is %.1f s %s that of %s, and is moved slowly", abs(ahead_s), where, whose)
+        elif is_first or abs(_middle(known)[0] - ahead_s) <= STEPPED_S:
+            self.advance(ahead_s)
+            self._say("your clock is %.0f s %s that of %s, which is followed", abs(ahead_s), where, whose)
+        else:
+            self._say(
+                "this clock is %.0f s %s those of %s, which are not followed: the peers that this one joined through "
+                "do not agree",
+                abs(ahead_s),
+                where,
+                whose,
             )
-            self.advance(difference)
+
+    def _say(self, text: str, *values: object) -> None:
+        """Warn, of each thing once in ten minutes."""
+        now = self.ticks()
+        if now >= self._said.get(text, -math.inf) + _SAID_AGAIN_S:
+            self._said[text] = now
+            _log.warning(f"{text}; set the clocks of the machines by NTP", *values)
+
+    def refused(self, ahead_s: float) -> None:
+        """Warn that a peer does not take what this one issues: its times are `ahead_s` seconds ahead of the peer's."""
+        where = "ahead of" if ahead_s > 0 else "behind"
+        self._say("a peer takes no entries of this one: your clock is %.0f s %s its own", abs(ahead_s), where)
 
     @property
     def skew_s(self) -> float | None:
@@ -114,7 +167,8 @@ class SwarmClock:
         """Peers that answered of late -> seconds by which their clocks are ahead, and the error of that."""
         oldest = self.ticks() - _READING_LIFE_S
         recent = ((peer_id, read) for peer_id, read in self._readings.items() if read.read_at >= oldest)
-        return {peer_id: (read.offset_s - self._offset_s, read.error_s) for peer_id, read in recent}
+        offset_s = self._offset(self.ticks())
+        return {peer_id: (read.offset_s - offset_s, read.error_s) for peer_id, read in recent}
 
     def doubts(self) -> str:
         """A clause that names the peer whose clock differs most, for a message; "" if all clocks agree."""
@@ -126,3 +180,8 @@ class SwarmClock:
             f"one ({len(astray)} of {len(self._readings)} peers are off), so that announcements end too early or too "
             "late; set the clocks of the machines by NTP"
         )
+
+
+def _middle(readings: Mapping[PeerId, tuple[float, float]]) -> tuple[float, float]:
+    """The lower median of seconds ahead, with its error; infinity if there are none."""
+    return sorted(readings.values())[(len(readings) - 1) // 2] if readings else (math.inf, 0.0)

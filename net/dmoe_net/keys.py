@@ -153,6 +153,12 @@ class Membership:
         ):
             raise ValueError(f"allowed must be a frozenset of PeerId or None, got {self.allowed!r}")
 
+    @property
+    def tag(self) -> bytes:
+        """Tag of the swarm, 32 bytes: the public key that follows from the secret. What is signed for one swarm is
+        nothing in another."""
+        return _swarm_key(self.secret).public_key().public_bytes_raw()
+
     def admits(self, peer_id: PeerId) -> bool:
         """Whether the allow-list has room for a peer; that it knows the secret is the handshake's part to check."""
         return self.allowed is None or peer_id in self.allowed
@@ -233,3 +239,7 @@ def _issue(
         .sign(swarm_key, algorithm=None)
     )
     return certificate.public_bytes(serialization.Encoding.DER)
+
+
+OPEN_SWARM = Membership().tag
+"""Tag of every swarm without a secret."""

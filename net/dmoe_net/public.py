@@ -16,8 +16,8 @@ from dmoe_net.averaging.state.download import StateUnavailable
 from dmoe_net.averaging.state.sharing import SharedState, StateSharingConfig, StateSource
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.entries import Found
 from dmoe_net.dht.node import DhtNode, DhtStatistics, StoreItem, open_dht_node
-from dmoe_net.dht.records import Dictionary, Entry
 from dmoe_net.errors import (
     CallFailed,
     CallRefused,
@@ -63,8 +63,8 @@ __all__ = [
     "Address", "AllReduceConfig", "AssemblyConfig", "Averager", "AveragerConfig", "AveragingPlan", "AveragingStep",
     "Body",
     "CallFailed", "CallRefused", "Caller", "Compressed", "Compression", "ConnectionLost", "Constant", "Contact",
-    "DhtConfig", "DhtNode", "DhtStatistics", "DialFailed", "Dictionary", "Entry", "Fault", "FaultInjector",
-    "FaultPlan", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
+    "DhtConfig", "DhtNode", "DhtStatistics", "DialFailed", "Fault", "FaultInjector",
+    "FaultPlan", "Found", "Handler", "HandshakeFailed", "Heal", "HostDown", "HostOptions", "HostUp", "Identity",
     "ListenFailed", "LocalProtocolError", "LogNormal", "Membership", "MoshpitGrid", "NetError", "NoQuorum",
     "Partition", "Pause", "PeerBusy", "PeerHealth", "PeerId", "PeerTimeout", "PeerUnavailable", "RemoteFailure",
     "RemoteProtocolError", "Reply", "Request", "Role", "RpcPeer", "SharedState", "SimNetwork", "Speeds",

@@ -22,6 +22,7 @@ from dmoe_jax.node.sharding import PlacedDevice
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Caller, Reply
 from dmoe_net.wire.tensors import plain
 from tests.net.direct_network import DirectCaller, DirectNetwork
@@ -96,7 +97,8 @@ async def open_rig(
     backends: dict[str, ExpertBackend] | None = None,
 ) -> AsyncIterator[Rig]:
     network = DirectNetwork(latency_s=0.01)
-    host = network.caller(HOST, PeerId.draw(random.Random(1)))
+    identity = Identity.from_seed(b"h" * 32)
+    host = network.caller(HOST, identity.peer_id)
     trainer = network.caller(None, PeerId.draw(random.Random(2)))
     backends = backends or {
         "ffn.0.1": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(0))),
@@ -105,7 +107,7 @@ async def open_rig(
     }
     clock = SwarmClock(start_s=50.0)
     async with (
-        open_dht_node(host, clock=clock, rng=random.Random(3)) as host_dht,
+        open_dht_node(host, identity=identity, clock=clock, rng=random.Random(3)) as host_dht,
         open_expert_node(
             host,
             host_dht,

@@ -12,7 +12,7 @@ import optax
 import trio
 
 from dmoe_jax.directory.directory import DirectoryConfig, ExpertDirectory
-from dmoe_jax.directory.grid import ExpertUid, all_uids, key_prefix
+from dmoe_jax.directory.grid import ExpertUid, all_uids
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.mixture.remote import RemoteMixture
@@ -26,6 +26,7 @@ from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.clock import SwarmClock
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.tcp import TcpTransport
@@ -58,6 +59,11 @@ class SmallSwarm:
         return self.swarm.mixture(prefix, expert, router, **options)
 
 
+def identity_of(index: int) -> Identity:
+    """Key of the index-th caller."""
+    return Identity.from_seed(random.Random(index).randbytes(32))
+
+
 @asynccontextmanager
 async def open_small_swarm(
     callers: Sequence[Caller],
@@ -83,7 +89,7 @@ async def open_small_swarm(
                     device=device or InlineDevice(),
                     seed=index,
                     directory=directory_config or DirectoryConfig(),
-                    testing=Seams(caller=caller, clock=clock),
+                    testing=Seams(caller=caller, identity=identity_of(index), clock=clock),
                 )
             )
             for index, caller in enumerate(callers)
@@ -106,7 +112,7 @@ async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
         callers: list[Caller] = []
         for index in range(count):
             listen = Address("127.0.0.1", 0) if index < count - 1 else None
-            peer_id = PeerId.draw(random.Random(index))
+            peer_id = identity_of(index).peer_id
             callers.append(
                 await stack.enter_async_context(open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=listen))
             )
@@ -116,16 +122,18 @@ async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
 def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
     """Peers of a direct network at node0, node1, ...; the last is in client mode."""
     addresses = [Address(f"node{index}", 1) for index in range(count - 1)]
-    return [
-        network.caller(address, PeerId.draw(random.Random(index))) for index, address in enumerate([*addresses, None])
-    ]
+    return [network.caller(address, identity_of(index).peer_id) for index, address in enumerate([*addresses, None])]
 
 
 async def find_experts(directory: ExpertDirectory, uids: Iterable[ExpertUid]) -> dict[ExpertUid, Contact | None]:
     """Who serves these experts; None for those that are not alive."""
-    rows = {uid: key_prefix(uid.prefix, uid.coordinates[:-1]) for uid in uids}
-    found = await directory.children(rows.values())
-    return {uid: found[row].get(uid.coordinates[-1]) for uid, row in rows.items()}
+    uids = list(uids)
+    found: dict[tuple[str, int], dict[tuple[int, ...], Contact]] = {}
+    for prefix, dims in {(uid.prefix, len(uid.coordinates)) for uid in uids}:
+        same = [uid.coordinates for uid in uids if uid.prefix == prefix and len(uid.coordinates) == dims]
+        sizes = [max(coordinates[dim] for coordinates in same) + 1 for dim in range(dims)]
+        found[prefix, dims] = await directory.living(prefix, sizes)
+    return {uid: found[uid.prefix, len(uid.coordinates)].get(uid.coordinates) for uid in uids}
 
 
 def avoided(directory: ExpertDirectory) -> list[PeerId | str]:

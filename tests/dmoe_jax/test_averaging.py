@@ -29,11 +29,12 @@ from dmoe_net.averaging.speeds import Speeds
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.errors import NetError
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim.events import HostDown
 from dmoe_net.transport.tcp import TcpTransport
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
+from tests.dmoe_jax.small_swarm import identity_of
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 RNG = np.random.default_rng(0)
@@ -304,12 +305,18 @@ async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
     async with AsyncExitStack() as stack:
         averagers, contacts = [], list[Address]()
         for number, loop in enumerate(loops):
-            transport, peer_id = TcpTransport(), PeerId(bytes([number]) * 32)
+            transport, identity = TcpTransport(), identity_of(number)
             rpc = await stack.enter_async_context(
-                open_rpc_peer(transport, peer_id=peer_id, listen=Address("127.0.0.1", 0))
+                open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address("127.0.0.1", 0))
             )
             dht = await stack.enter_async_context(
-                open_dht_node(rpc, clock=SwarmClock.wall(), rng=random.Random(number), initial_peers=tuple(contacts))
+                open_dht_node(
+                    rpc,
+                    identity=identity,
+                    clock=SwarmClock.wall(),
+                    rng=random.Random(number),
+                    initial_peers=tuple(contacts),
+                )
             )
             assert rpc.address is not None
             contacts.append(rpc.address)

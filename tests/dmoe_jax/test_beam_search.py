@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmoe_jax.routing.beam_search import Children, Coordinates, search_beams
+from dmoe_jax.directory.grid import Coordinates
+from dmoe_jax.routing.beam_search import Children, search_beams
 
 
 def children_of(experts: set[Coordinates], grid_dims: int) -> dict[Coordinates, list[int]]:

@@ -15,7 +15,7 @@ from dmoe_net.identity import Address, Contact, PeerId
 def member(index: int, role: str, *, listens: bool = True, **facts: Any) -> Member:
     peer_id = PeerId(bytes([index]) * 32)
     contact = Contact(peer_id, Address("127.0.0.1", 1000 + index)) if listens else None
-    return Member(peer_id=peer_id, contact=contact, info={"role": role, **facts}, expiration=0.0)
+    return Member(peer_id=peer_id, contact=contact, info={"role": role, **facts}, left_s=30.0)
 
 
 def tables(members: Sequence[Member], before: Statuses, now: Statuses) -> str:
@@ -69,25 +69,26 @@ def test_status_shows_trainers_averagers_and_auxiliaries() -> None:
 def test_status_shows_claims() -> None:
     """A row for each node that claims, and no table where none does; what a stranger's node says is no mistake."""
     nodes = [member(index, "node", state="serving", experts=2) for index in range(3)]
-    claims = {"room": 62, "won": 3, "lost": 5, "failed": 6, "given_up": 7, "adopted": {"checkpoint": 8, "seed": 9}}
+    counts = {"room": 62, "won": 3, "lost": 5, "failed": 6, "given_up": 7}
+    claims = counts | {"adopted": {"replica": 4, "checkpoint": 8, "seed": 9}}
     counters = {"updates": {"a.0": 3, "a.1": 4}, "uptime_s": 1.0}
     now = {node.peer_id: counters for node in nodes}
     assert "may claim" not in tables(nodes, {}, now)
     now[nodes[1].peer_id] = counters | {"claims": claims}
     now[nodes[2].peer_id] = counters | {"claims": {"room": 1, "adopted": 3}}
     text = tables(nodes, {}, now)
-    assert re.search(r"node +may claim +won +lost +failed +given up +checkpoint +seed", text)
-    assert re.search(r"01010101 +62 +3 +5 +6 +7 +8 +9", text)
-    assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0", text)
+    assert re.search(r"node +may claim +won +lost +failed +given up +replica +checkpoint +seed", text)
+    assert re.search(r"01010101 +62 +3 +5 +6 +7 +4 +8 +9", text)
+    assert re.search(r"02020202 +1 +\? +\? +\? +\? +0 +0 +0", text)
 
 
 def test_status_shows_who_shares_experts_and_why_averages_failed() -> None:
     """In a table of their own, which is not there without them."""
-    nodes = [member(1, "node", state="serving", slots="0:6 1:2", averages=40, averages_failed=3), member(2, "node")]
+    nodes = [member(1, "node", state="serving", averages=40, averages_failed=3), member(2, "node")]
     now = {nodes[0].peer_id: {"replicas": {"failed": {"not finite": 3}}}}
     text = tables(nodes, {}, now)
-    assert re.search(r"01010101 +127\.0\.0\.1:1001 +0:6 1:2 +40 +3 +not finite: 3", text)
-    assert re.search(r"01010101 +127\.0\.0\.1:1001 +0:6 1:2 +40 +3 *\n", tables(nodes, {}, {}))
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +40 +3 +not finite: 3", text)
+    assert re.search(r"01010101 +127\.0\.0\.1:1001 +40 +3 *\n", tables(nodes, {}, {}))
     assert "share experts" not in tables(nodes[1:], {}, {})
 
 

@@ -1,7 +1,7 @@
 """Expert discovery over a DHT of direct calls, in virtual time."""
 
 import itertools
-import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,20 @@ import trio
 from trio.testing import MockClock
 
 from dmoe_jax.directory.directory import (
+    Announcer,
     DirectoryConfig,
-    declare_experts,
+    find_replicas,
     host_target,
     open_expert_directory,
-    withdraw_experts,
 )
 from dmoe_jax.directory.grid import ExpertUid, all_uids, parse_uid
+from dmoe_jax.directory.records import MAX_NUMBERS, announcements, experts_in_untrusted, grid_keys, group_key
+from dmoe_net.dht.entries import Found
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.dht.records import Dictionary
 from dmoe_net.dht.routing_table import key_id
 from dmoe_net.identity import Address, Contact, PeerId
 from tests.dmoe_jax.small_swarm import avoided, find_experts
 from tests.net.direct_network import DirectNetwork, open_swarm
-
-RNG = random.Random(0)
-HOSTS = [Contact(PeerId.draw(RNG), Address("10.1.0.1", 2000 + n)) for n in range(4)]
 
 
 def now() -> float:
@@ -36,59 +34,75 @@ def uids(*texts: str) -> list[ExpertUid]:
     return [parse_uid(text) for text in texts]
 
 
+def contact(node: DhtNode) -> Contact:
+    assert node.address is not None
+    return Contact(node.peer_id, node.address)
+
+
+async def announce(node: DhtNode, experts: Sequence[ExpertUid], *, life_s: float = 60) -> Announcer:
+    """Announce experts at a node, and return what announced them."""
+    announcer = Announcer(node, contact(node), life_s=float(life_s))
+    assert await announcer.announce(experts) == []
+    return announcer
+
+
 def dht_calls(network: DirectNetwork, since: int) -> int:
     return len(network.calls) - since
 
 
-async def test_an_expert_is_announced_under_each_prefix(autojump_clock: MockClock) -> None:
-    """A key for each partial path: the last step names the host, inner steps only exist."""
-    async with open_swarm(DirectNetwork(), 4) as nodes:
-        declared = await declare_experts(
-            nodes[0], uids("e.1.2.3", "e.1.2.5", "e.2.0.0"), HOSTS[0], expiration=now() + 60
-        )
-        assert all(declared.values())
-        expected = {
-            "e.": {"1": True, "2": True},
-            "e.1.": {"2": True},
-            "e.2.": {"0": True},
-            "e.1.2.": {"3": "host", "5": "host"},
-            "e.2.0.": {"0": "host"},
-        }
-        host = [HOSTS[0].peer_id.raw, HOSTS[0].address.host, HOSTS[0].address.port]
-        for key, children in expected.items():
-            found = await nodes[3].get(key)
-            assert isinstance(found, Dictionary)
-            values = {subkey: entry.value for subkey, entry in found.entries.items()}
-            assert values == {subkey: host if value == "host" else value for subkey, value in children.items()}
+def test_rows_share_records() -> None:
+    """Eight rows of a grid, or 256 experts of a line; other dimensions are elsewhere."""
+    assert group_key("ffn", (31, 7)) == "ffn.2d3"
+    assert group_key("ffn", (255,)) == "ffn.1d0"
+    assert group_key("ffn", (256,)) == "ffn.1d1"
+    assert group_key("ffn", (7, 1, 2)) == "ffn.3d0"
+    assert grid_keys("ffn", (17, 4)) == ("ffn.2d0", "ffn.2d1", "ffn.2d2")
+    assert grid_keys("ffn", (300,)) == ("ffn.1d0", "ffn.1d1")
+
+
+def test_announcements_are_read_as_they_were_written() -> None:
+    """One entry a record, however many experts; several where they do not fit one."""
+    address = Address("10.1.0.1", 2000)
+    grid = all_uids("ffn", (9, 3))
+    values = announcements(grid, address, 0.5)
+    assert {key: len(several) for key, several in values.items()} == {"ffn.2d0": 1, "ffn.2d1": 1}
+    host = PeerId(b"h" * 32)
+    found = experts_in_untrusted("ffn.2d1", [Found(host, "", values["ffn.2d1"][0], 9.0)])
+    assert list(found) == [(8, 0), (8, 1), (8, 2)]
+    ((replica,), *_) = found.values()
+    assert (replica.contact, replica.ends_at, replica.call_s) == (Contact(host, address), 9.0, 0.5)
+    many = announcements([ExpertUid("wide", (3, column)) for column in range(MAX_NUMBERS)], address)
+    assert len(many["wide.2d0"]) == 2
+    entries = [Found(host, str(number), value, 9.0) for number, value in enumerate(many["wide.2d0"])]
+    assert len(experts_in_untrusted("wide.2d0", entries)) == MAX_NUMBERS
 
 
 async def test_declared_experts_are_found(autojump_clock: MockClock) -> None:
     """Every expert of a grid is found at its host, one-dimensional ones too; the others are None."""
     async with open_swarm(DirectNetwork(), 6) as nodes:
-        await declare_experts(nodes[0], list(all_uids("ffn", (3, 4))), HOSTS[0], expiration=now() + 60)
-        await declare_experts(nodes[1], uids("flat.7"), HOSTS[1], expiration=now() + 60)
+        await announce(nodes[0], list(all_uids("ffn", (3, 4))), life_s=60)
+        await announce(nodes[1], uids("flat.7"), life_s=60)
         async with open_expert_directory(nodes[5]) as directory:
             found = await find_experts(directory, [*all_uids("ffn", (3, 4)), *uids("flat.7", "ffn.3.0", "no.1")])
-            assert list(found.values()) == [HOSTS[0]] * 12 + [HOSTS[1], None, None]
-            children = await directory.children(["ffn.", "ffn.2.", "nowhere."])
-            assert children == {
-                "ffn.": {0: None, 1: None, 2: None},
-                "ffn.2.": dict.fromkeys(range(4), HOSTS[0]),
-                "nowhere.": {},
-            }
+            assert list(found.values()) == [contact(nodes[0])] * 12 + [contact(nodes[1]), None, None]
+            assert await directory.living("ffn", (2, 9)) == dict.fromkeys(
+                itertools.product(range(2), range(4)), contact(nodes[0])
+            )
+            assert await directory.living("nowhere", (2, 2)) == {}
 
 
 async def test_silence_is_how_an_expert_disappears(autojump_clock: MockClock) -> None:
-    """An expert that is not announced again is gone at its expiration, even from a fresh cache."""
+    """An expert that is not announced again is gone when its announcement has ended, even from a fresh cache."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
         (uid,) = uids("ffn.1.1")
-        end = now() + 7.0
-        await declare_experts(nodes[0], [uid], HOSTS[0], expiration=end)
+        issued = now()
+        await announce(nodes[0], [uid], life_s=7.0)
+        stored = now()
         async with open_expert_directory(nodes[1], config=DirectoryConfig(ttl_s=100.0, idle_s=100.0)) as directory:
-            assert (await find_experts(directory, [uid]))[uid] == HOSTS[0]
-            await trio.sleep_until(end - 0.1)
-            assert (await find_experts(directory, [uid]))[uid] == HOSTS[0]
-            await trio.sleep_until(end)
+            assert (await find_experts(directory, [uid]))[uid] == contact(nodes[0])
+            await trio.sleep_until(issued + 6.9)
+            assert (await find_experts(directory, [uid]))[uid] == contact(nodes[0])
+            await trio.sleep_until(stored + 7.1)
             assert (await find_experts(directory, [uid]))[uid] is None
 
 
@@ -96,25 +110,68 @@ async def test_a_withdrawn_expert_is_invisible(autojump_clock: MockClock) -> Non
     """After a withdrawal readers do not see the expert; those of other hosts and in the same row stay."""
     async with open_swarm(DirectNetwork(), 6) as nodes:
         mine, theirs = uids("ffn.0.0", "ffn.0.1", "ffn.1.0"), uids("ffn.0.2", "ffn.1.1")
-        await declare_experts(nodes[0], mine, HOSTS[0], expiration=now() + 60)
-        await declare_experts(nodes[1], theirs, HOSTS[1], expiration=now() + 60)
-        await withdraw_experts(nodes[0], [*mine, *theirs, *uids("ffn.9.9")], HOSTS[0])
+        stays = uids("ffn.0.7")
+        first = await announce(nodes[0], [*mine, *stays], life_s=60)
+        await announce(nodes[1], theirs, life_s=60)
+        await first.withdraw([*mine, *theirs, *uids("ffn.9.9")])
         async with open_expert_directory(nodes[5]) as directory:
-            found = await find_experts(directory, [*mine, *theirs])
-            assert list(found.values()) == [None] * 3 + [HOSTS[1]] * 2
-        assert all((await declare_experts(nodes[0], mine, HOSTS[0], expiration=now() + 60)).values()), "it may return"
+            found = await find_experts(directory, [*mine, *theirs, *stays])
+            assert list(found.values()) == [None] * 3 + [contact(nodes[1])] * 2 + [contact(nodes[0])]
+        assert await first.announce(mine) == [], "it may return"
         async with open_expert_directory(nodes[4]) as directory:
-            assert list((await find_experts(directory, mine)).values()) == [HOSTS[0]] * 3
+            assert list((await find_experts(directory, mine)).values()) == [contact(nodes[0])] * 3
 
 
-async def test_a_host_that_announces_for_longer_keeps_the_expert(autojump_clock: MockClock) -> None:
-    """Of two hosts with one expert the later expiration stands, and the other is told."""
-    async with open_swarm(DirectNetwork(), 4) as nodes:
+async def test_a_row_costs_a_signature_for_each_of_its_hosts(autojump_clock: MockClock) -> None:
+    """256 experts of a row on 16 nodes: 16 signatures are verified when they are first read, and none again."""
+    async with open_swarm(DirectNetwork(), 17) as nodes:
+        for number, node in enumerate(nodes[:16]):
+            await announce(node, [ExpertUid("ffn", (3, 16 * number + column)) for column in range(16)])
+        reader = nodes[16]
+        verified = reader.statistics().verified
+        for most in (16, 0):
+            async with open_expert_directory(reader) as directory:
+                assert len(await directory.living("ffn", (8, 256))) == 256
+            assert reader.statistics().verified - verified <= most
+            verified = reader.statistics().verified
+
+
+async def test_several_hosts_of_one_expert_do_not_disturb_each_other(autojump_clock: MockClock) -> None:
+    """Each has its own announcement: one that is withdrawn or ends leaves the others."""
+    async with open_swarm(DirectNetwork(), 6) as nodes:
         (uid,) = uids("ffn.1.1")
-        assert (await declare_experts(nodes[0], [uid], HOSTS[0], expiration=now() + 60))[uid]
-        assert not (await declare_experts(nodes[1], [uid], HOSTS[1], expiration=now() + 30))[uid]
-        async with open_expert_directory(nodes[2]) as directory:
-            assert (await find_experts(directory, [uid]))[uid] == HOSTS[0]
+        hosts = [await announce(node, [uid], life_s=life_s) for node, life_s in zip(nodes, (30, 60, 90), strict=False)]
+
+        async def found() -> set[DhtNode]:
+            replicas = (await find_replicas(nodes[5], [uid]))[uid]
+            return {node for node in nodes for replica in replicas if replica.contact == contact(node)}
+
+        assert await found() == set(nodes[:3])
+        await hosts[1].withdraw([uid])
+        assert await found() == {nodes[0], nodes[2]}
+        await trio.sleep(35)
+        assert await found() == {nodes[2]}
+        await hosts[2].withdraw([uid])
+        assert await found() == set()
+
+
+async def test_a_reader_goes_from_one_host_of_an_expert_to_the_next(autojump_clock: MockClock) -> None:
+    """From memory, until all of them have failed."""
+    network = DirectNetwork()
+    async with open_swarm(network, 6) as nodes:
+        (uid,) = uids("ffn.1.1")
+        for node in nodes[:3]:
+            await announce(node, [uid])
+        async with open_expert_directory(nodes[5]) as directory:
+            tried: list[Contact | None] = [(await find_experts(directory, [uid]))[uid]]
+            before = len(network.calls)
+            while (last := tried[-1]) is not None:
+                directory.health.failed(host_target(last), now(), "no answer")
+                tried.append(directory.another(str(uid), last))
+            assert len(tried) == 4
+            assert set(tried[:-1]) == {contact(node) for node in nodes[:3]}
+            assert (await find_experts(directory, [uid]))[uid] is None
+            assert dht_calls(network, before) == 0
 
 
 async def test_a_training_step_asks_the_dht_nothing(autojump_clock: MockClock) -> None:
@@ -122,7 +179,7 @@ async def test_a_training_step_asks_the_dht_nothing(autojump_clock: MockClock) -
     network = DirectNetwork()
     async with open_swarm(network, 4) as nodes:
         wanted = list(all_uids("ffn", (2, 2)))
-        await declare_experts(nodes[0], wanted, HOSTS[0], expiration=now() + 600)
+        await announce(nodes[0], wanted, life_s=300)
         async with open_expert_directory(nodes[1]) as directory:
             await find_experts(directory, wanted)
             for _ in range(100):
@@ -138,25 +195,25 @@ async def test_the_background_sees_what_is_new(autojump_clock: MockClock) -> Non
     """A new expert is seen within the time to live of its prefix, which is shorter for empty ones."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
         first, second, third = uids("ffn.0.0", "ffn.0.1", "new.0.0")
-        await declare_experts(nodes[0], [first], HOSTS[0], expiration=now() + 600)
+        await announce(nodes[0], [first], life_s=300)
         async with open_expert_directory(nodes[1]) as directory:
             assert list((await find_experts(directory, [first, second, third])).values()) == [
-                HOSTS[0],
+                contact(nodes[0]),
                 None,
                 None,
             ]
-            await declare_experts(nodes[0], [second, third], HOSTS[1], expiration=now() + 600)
+            await announce(nodes[2], [second, third], life_s=300)
             await trio.sleep(DirectoryConfig().negative_ttl_s)
-            assert (await find_experts(directory, [third]))[third] == HOSTS[1]
+            assert (await find_experts(directory, [third]))[third] == contact(nodes[2])
             await trio.sleep(DirectoryConfig().ttl_s - DirectoryConfig().negative_ttl_s)
-            assert (await find_experts(directory, [second]))[second] == HOSTS[1]
+            assert (await find_experts(directory, [second]))[second] == contact(nodes[2])
 
 
 async def test_an_idle_prefix_is_no_longer_refreshed(autojump_clock: MockClock) -> None:
     """When nobody asks any more, the traffic ends after idle_s."""
     network = DirectNetwork()
     async with open_swarm(network, 2) as nodes, open_expert_directory(nodes[1]) as directory:
-        await directory.children(["ffn."])
+        await directory.prefetch("ffn", (2, 2))
         await trio.sleep(DirectoryConfig().idle_s + 2 * DirectoryConfig().ttl_s)
         before = len(network.calls)
         await trio.sleep(30)
@@ -167,15 +224,15 @@ async def test_concurrent_readers_share_one_lookup(autojump_clock: MockClock) ->
     """Twenty tasks that ask for one prefix at once cause the calls of one, even if the first is cancelled."""
     network = DirectNetwork()
     async with open_swarm(network, 8) as nodes:
-        await declare_experts(nodes[0], uids("ffn.0.0"), HOSTS[0], expiration=now() + 600)
+        await announce(nodes[0], uids("ffn.0.0"), life_s=300)
         before = len(network.calls)
-        await nodes[6].get("ffn.0.")
+        await nodes[6].get("ffn.2d0")
         one_lookup = dht_calls(network, before)
         answers: list[Any] = []
         async with open_expert_directory(nodes[7]) as directory:
 
             async def read() -> None:
-                answers.append(await directory.children(["ffn.0."]))
+                answers.append(await directory.living("ffn", (1, 1)))
 
             before = len(network.calls)
             async with trio.open_nursery() as nursery:
@@ -184,7 +241,7 @@ async def test_concurrent_readers_share_one_lookup(autojump_clock: MockClock) ->
                 assert answers == []
                 for _ in range(20):
                     nursery.start_soon(read)
-            assert answers == [{"ffn.0.": {0: HOSTS[0]}}] * 20
+            assert answers == [{(0, 0): contact(nodes[0])}] * 20
             assert dht_calls(network, before) <= one_lookup + 1
 
 
@@ -192,18 +249,18 @@ async def test_a_failing_host_is_avoided_for_a_while(autojump_clock: MockClock) 
     """After a reported failure a host's experts are dead for 1 s, then 2 s, up to 60; a success clears it."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
         wanted = uids("ffn.0.0", "ffn.0.1")
-        await declare_experts(nodes[0], wanted[:1], HOSTS[0], expiration=now() + 6000)
-        await declare_experts(nodes[0], wanted[1:], HOSTS[1], expiration=now() + 6000)
+        await announce(nodes[0], wanted[:1], life_s=300)
+        await announce(nodes[2], wanted[1:], life_s=300)
         async with open_expert_directory(nodes[1]) as directory:
             for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-                directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
+                directory.health.failed(host_target(contact(nodes[0])), now(), "no answer")
                 started = now()
-                assert list((await find_experts(directory, wanted)).values()) == [None, HOSTS[1]]
-                assert avoided(directory) == [HOSTS[0].peer_id]
+                assert list((await find_experts(directory, wanted)).values()) == [None, contact(nodes[2])]
+                assert avoided(directory) == [contact(nodes[0]).peer_id]
                 await trio.sleep_until(started + pause_s)
-                assert list((await find_experts(directory, wanted)).values()) == [HOSTS[0], HOSTS[1]]
-            directory.health.succeeded(host_target(HOSTS[0]))
-            directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
+                assert list((await find_experts(directory, wanted)).values()) == [contact(nodes[0]), contact(nodes[2])]
+            directory.health.succeeded(host_target(contact(nodes[0])))
+            directory.health.failed(host_target(contact(nodes[0])), now(), "no answer")
             await trio.sleep(1.0)
             assert avoided(directory) == []
 
@@ -212,34 +269,34 @@ async def test_a_failing_expert_is_avoided_and_not_its_host(autojump_clock: Mock
     """For 1 s, then 2 s; failures during a pause are those of calls that were under way, and make it no longer."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
         bad, good = uids("ffn.0.0", "ffn.0.1")
-        await declare_experts(nodes[0], [bad, good], HOSTS[0], expiration=now() + 6000)
+        await announce(nodes[0], [bad, good], life_s=300)
         async with open_expert_directory(nodes[1]) as directory:
             for pause_s in (1.0, 2.0, 4.0):
                 for _ in range(3):
-                    directory.avoid(str(bad), HOSTS[0], "not finite")
+                    directory.avoid(str(bad), contact(nodes[0]), "not finite")
                 started = now()
-                assert await find_experts(directory, [bad, good]) == {bad: None, good: HOSTS[0]}
+                assert await find_experts(directory, [bad, good]) == {bad: None, good: contact(nodes[0])}
                 assert avoided(directory) == [str(bad)]
                 await trio.sleep_until(started + pause_s)
-                assert (await find_experts(directory, [bad]))[bad] == HOSTS[0]
+                assert (await find_experts(directory, [bad]))[bad] == contact(nodes[0])
 
 
 async def test_a_busy_host_is_passed_over_while_there_are_others(autojump_clock: MockClock) -> None:
     """For as long as it said, the longest counts; where all hosts are busy they are chosen all the same."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
-        await declare_experts(nodes[0], uids("ffn.0.0", "ffn.0.1"), HOSTS[0], expiration=now() + 60)
-        await declare_experts(nodes[1], uids("ffn.0.2"), HOSTS[1], expiration=now() + 60)
+        await announce(nodes[0], uids("ffn.0.0", "ffn.0.1"), life_s=60)
+        await announce(nodes[1], uids("ffn.0.2"), life_s=60)
         async with open_expert_directory(nodes[3]) as directory:
             grid = (2, 4)
-            everybody = {(0, 0): HOSTS[0], (0, 1): HOSTS[0], (0, 2): HOSTS[1]}
+            everybody = {(0, 0): contact(nodes[0]), (0, 1): contact(nodes[0]), (0, 2): contact(nodes[1])}
             assert await directory.living("ffn", grid) == everybody
-            directory.busy(HOSTS[0], 2.0)
-            directory.busy(HOSTS[0], 1.0)
-            assert await directory.living("ffn", grid) == {(0, 2): HOSTS[1]}
-            directory.busy(HOSTS[1], 1.0)
+            directory.busy(contact(nodes[0]), 2.0)
+            directory.busy(contact(nodes[0]), 1.0)
+            assert await directory.living("ffn", grid) == {(0, 2): contact(nodes[1])}
+            directory.busy(contact(nodes[1]), 1.0)
             assert await directory.living("ffn", grid) == everybody
             await trio.sleep(1.5)
-            assert await directory.living("ffn", grid) == {(0, 2): HOSTS[1]}
+            assert await directory.living("ffn", grid) == {(0, 2): contact(nodes[1])}
             await trio.sleep(1.0)
             assert await directory.living("ffn", grid) == everybody
 
@@ -248,57 +305,68 @@ async def test_with_no_backoff_nobody_is_avoided(autojump_clock: MockClock) -> N
     """As in experiments whose failures are drawn for each call anew."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
         wanted = uids("ffn.0.0", "ffn.0.1")
-        await declare_experts(nodes[0], wanted, HOSTS[0], expiration=now() + 60)
+        await announce(nodes[0], wanted, life_s=60)
         async with open_expert_directory(nodes[1], config=DirectoryConfig(backoff_base_s=0.0)) as directory:
-            directory.health.failed(host_target(HOSTS[0]), now(), "no answer")
-            directory.avoid("ffn.0.0", HOSTS[0], "not finite")
-            assert list((await find_experts(directory, wanted)).values()) == [HOSTS[0]] * 2
+            directory.health.failed(host_target(contact(nodes[0])), now(), "no answer")
+            directory.avoid("ffn.0.0", contact(nodes[0]), "not finite")
+            assert list((await find_experts(directory, wanted)).values()) == [contact(nodes[0])] * 2
             assert avoided(directory) == []
 
 
-MALFORMED: list[tuple[str, Any]] = [
-    ("-1", True),
-    ("01", True),
-    ("x", True),
-    ("", True),
-    ("100000", True),
-    ("3", 1),
-    ("3", "true"),
-    ("3", None),
-    ("3", [b"short", "h", 1]),
-    ("3", [bytes(32), "h", 0]),
-    ("3", [bytes(32), 5, 1]),
-    ("3", {"host": "h"}),
+GOOD = ["10.1.0.1", 2000, [5, 5], None]
+MALFORMED: list[Any] = [
+    True,
+    None,
+    "text",
+    [],
+    GOOD[:3],
+    [*GOOD, 1],
+    ["", *GOOD[1:]],
+    ["h", 0, [5, 5], None],
+    ["h", 1, [5, -1], None],
+    ["h", 1, [5, 100_000], None],
+    ["h", 1, [5, 5.0], None],
+    ["h", 1, [5, 5], -1.0],
+    ["h", 1, [5, 5], 1],
+    ["h", 1, [8, 5], None],
+    ["h", 1, [5], None],
+    {"host": "h"},
 ]
 
 
 async def test_malformed_records_are_ignored(autojump_clock: MockClock) -> None:
-    """What a stranger writes under a prefix is no child, and the good entries beside it stay."""
+    """What a stranger writes under a key is no expert, and the good entries beside it stay."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
-        for number, (subkey, value) in enumerate(MALFORMED):
-            await declare_experts(nodes[0], uids(f"ffn{number}.5"), HOSTS[0], expiration=now() + 60)
-            assert await nodes[1].store(f"ffn{number}.", value, subkey=subkey, expiration=now() + 100)
-        await nodes[1].store("plain.", "boo", expiration=now() + 100)  # not even a dictionary
+        for number, value in enumerate(MALFORMED):
+            await announce(nodes[0], uids(f"ffn{number}.5.5"))
+            assert await nodes[1].store(f"ffn{number}.2d0", value, life_s=100)
+        assert await nodes[1].store("ffn.2d0", GOOD, life_s=100)
+        for number, case in enumerate(MALFORMED):
+            record = await nodes[2].get(f"ffn{number}.2d0")
+            assert len(record) == 2
+            found = experts_in_untrusted(f"ffn{number}.2d0", record)
+            assert [(each, [one.contact for one in several]) for each, several in found.items()] == [
+                ((5, 5), [contact(nodes[0])])
+            ], case
         async with open_expert_directory(nodes[2]) as directory:
-            for number, case in enumerate(MALFORMED):
-                assert await directory.children([f"ffn{number}."]) == {f"ffn{number}.": {5: HOSTS[0]}}, case
-            assert await directory.children(["plain."]) == {"plain.": {}}
+            assert await directory.living("ffn0", (16, 9)) == {(5, 5): contact(nodes[0])}
+            address = Address("10.1.0.1", 2000)
+            assert await directory.living("ffn", (16, 9)) == {(5, 5): Contact(nodes[1].peer_id, address)}, "no mistake"
 
 
 async def test_one_missed_replica_hides_nobody(autojump_clock: MockClock) -> None:
-    """If a later lookup finds less (replicas lost the record), what was known stays until it expires."""
+    """If a later look finds less (holders lost the record), what was known stays until it ends."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
         (uid,) = uids("ffn.0")
-        end = now() + 60
-        await declare_experts(nodes[0], [uid], HOSTS[0], expiration=end)
+        await announce(nodes[0], [uid], life_s=60)
         async with open_expert_directory(nodes[1]) as directory:
             await find_experts(directory, [uid])
             for node in nodes:
-                node._storage._put(key_id("ffn."), None)
-            assert await nodes[1].get("ffn.") is None
+                node._storage.sweep(now() + 1000)
+            assert nodes[1]._storage.get(key_id("ffn.1d0"), now()) == ()
             await trio.sleep(30)
-            assert (await find_experts(directory, [uid]))[uid] == HOSTS[0]
-            await trio.sleep_until(end)
+            assert (await find_experts(directory, [uid]))[uid] == contact(nodes[0])
+            await trio.sleep(31)
             assert (await find_experts(directory, [uid]))[uid] is None
 
 
@@ -313,8 +381,8 @@ async def test_beam_search_equals_exhaustive_search(autojump_clock: MockClock) -
     grid_size = (4, 4, 4)
     async with open_swarm(DirectNetwork(), 8) as nodes:
         grid = list(all_uids("ffn", grid_size))
-        await declare_experts(nodes[0], grid[:32], HOSTS[0], expiration=now() + 60)
-        await declare_experts(nodes[1], grid[32:], HOSTS[1], expiration=now() + 60)
+        await announce(nodes[0], grid[:32], life_s=60)
+        await announce(nodes[1], grid[32:], life_s=60)
         rng = np.random.default_rng(0)
         scores = [rng.normal(size=(6, size)) for size in grid_size]
         everybody = set(itertools.product(*map(range, grid_size)))
@@ -323,49 +391,57 @@ async def test_beam_search_equals_exhaustive_search(autojump_clock: MockClock) -
         for sample, chosen in enumerate(found.tolist()):
             assert list(map(tuple, chosen)) == exhaustive(scores, everybody, sample, 3)
             for expert in map(tuple, chosen):
-                assert contacts[expert] == HOSTS[0 if expert[0] < 2 else 1]
+                assert contacts[expert] == contact(nodes[0 if expert[0] < 2 else 1])
 
 
 async def test_beam_search_goes_around_the_dead(autojump_clock: MockClock) -> None:
     """Withdrawn experts, a withdrawn row and avoided hosts are not chosen; the next best living ones are."""
     async with open_swarm(DirectNetwork(), 8) as nodes:
-        for row in range(4):
-            await declare_experts(
-                nodes[row],
-                list(all_uids("ffn", (4, 4)))[4 * row : 4 * row + 4],
-                HOSTS[row],
-                expiration=now() + 60,
-            )
-        await withdraw_experts(nodes[3], list(all_uids("ffn", (4, 4)))[12:], HOSTS[3])
+        grid = list(all_uids("ffn", (4, 4)))
+        rows = [await announce(nodes[row], grid[4 * row : 4 * row + 4]) for row in range(4)]
+        await rows[3].withdraw(grid[12:])
         scores = [np.array([[0.0, 1.0, 2.0, 3.0]]), np.array([[0.0, 0.1, 0.2, 0.3]])]
         async with open_expert_directory(nodes[7]) as directory:
-            directory.health.failed(host_target(HOSTS[2]), now(), "no answer")
+            directory.health.failed(host_target(contact(nodes[2])), now(), "no answer")
             (chosen,), _ = await directory.beam_search("ffn", scores, 2)
             assert chosen.tolist() == [[1, 3], [1, 2]]
-            directory.health.succeeded(host_target(HOSTS[2]))
+            directory.health.succeeded(host_target(contact(nodes[2])))
             (chosen,), contacts = await directory.beam_search("ffn", scores, 20)
             assert chosen[:2].tolist() == [[2, 3], [2, 2]]
             assert np.count_nonzero(chosen[:, 0] >= 0) == len(contacts) == 12
 
 
-async def test_beam_search_looks_up_each_dimension_once(autojump_clock: MockClock) -> None:
-    """64 samples on a 3-D grid take the time of three lookups, and the second batch no time at all."""
+async def test_beam_search_looks_a_grid_up_once(autojump_clock: MockClock) -> None:
+    """64 samples on a 3-D grid take the time of one look, for its rows share a record, and the second batch none."""
     async with open_swarm(DirectNetwork(), 6) as nodes:
-        await declare_experts(nodes[0], list(all_uids("ffn", (4, 4, 4))), HOSTS[0], expiration=now() + 60)
+        await announce(nodes[0], list(all_uids("ffn", (4, 4, 4))), life_s=60)
         rng = np.random.default_rng(0)
         async with open_expert_directory(nodes[5]) as directory:
             started = now()
-            await nodes[4].get("ffn.")
-            one_lookup_s = now() - started
+            await nodes[4].get("ffn.3d0")
+            one_look_s = now() - started
             started = now()
             await directory.beam_search("ffn", [rng.normal(size=(64, 4)) for _ in range(3)], 16)
-            # 16 lookups at a time is the node's own bound, and the last dimension has exactly 16 prefixes.
-            assert now() - started <= 3.5 * one_lookup_s
+            assert now() - started <= 1.5 * one_look_s
             started = now()
             found, _ = await directory.beam_search("ffn", [rng.normal(size=(64, 4)) for _ in range(3)], 16)
             assert now() == started
             assert found.shape == (64, 16, 3)
             assert (found >= 0).all()
+
+
+async def test_a_prefetched_grid_costs_its_first_step_nothing(autojump_clock: MockClock) -> None:
+    """All records of 20 rows are there, one look each, and the search answers at once."""
+    network = DirectNetwork()
+    async with open_swarm(network, 6) as nodes:
+        await announce(nodes[0], list(all_uids("ffn", (20, 2))), life_s=60)
+        async with open_expert_directory(nodes[5]) as directory:
+            await directory.prefetch("ffn", (20, 2))
+            placed, started = len(network.calls), now()
+            scores = [np.random.default_rng(0).normal(size=(32, size)) for size in (20, 2)]
+            chosen, _ = await directory.beam_search("ffn", scores, 4)
+            assert (now(), len(network.calls)) == (started, placed)
+            assert (chosen >= 0).all()
 
 
 async def test_beam_search_of_nothing(autojump_clock: MockClock) -> None:

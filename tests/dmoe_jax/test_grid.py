@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmoe_jax.directory.grid import (
-    ExpertUid,
-    all_uids,
-    expand_grid_pattern,
-    key_prefix,
-    parse_uid,
-    steps,
-)
+from dmoe_jax.directory.grid import ExpertUid, all_uids, expand_grid_pattern, key_prefix, parse_uid
 
 VALID = ["ffn.0", "ffn.3.17", "a-b_C9.99999", "x.0.0.0.0", "7.1", "-.1", "_.10.100"]
 INVALID = [
@@ -66,12 +59,11 @@ def test_every_uid_survives_a_round_trip(prefix: str, coordinates: list[int]) ->
     assert parse_uid(str(uid)) == uid
 
 
-def test_steps_are_the_partial_paths() -> None:
-    """ffn.3.17 is reached through `ffn.` and `ffn.3.`; the key of a path is its last prefix."""
-    uid = parse_uid("ffn.3.17")
-    assert steps(uid) == (("ffn.", "3"), ("ffn.3.", "17"))
-    assert steps(parse_uid("ffn.3")) == (("ffn.", "3"),)
+def test_a_partial_path_has_a_name() -> None:
+    """It ends with a dot; that of a whole path is the uid and a dot."""
+    assert key_prefix("ffn", ()) == "ffn."
     assert key_prefix("ffn", (3,)) == "ffn.3."
+    assert key_prefix("ffn", (3, 17)) == f"{parse_uid('ffn.3.17')}."
 
 
 @pytest.mark.parametrize(("prefix", "coordinates"), [("a.b", (1,)), ("", (1,)), ("a", ()), ("a", (-1,))])

@@ -40,6 +40,7 @@ class Wire:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
         self.moved_bytes, self.bulk = caller.moved_bytes, caller.bulk
+        self.is_reached, self.reach = caller.is_reached, caller.reach
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.bodies: list[Any] = []
         self.asked: list[list[str]] = []

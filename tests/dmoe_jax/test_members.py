@@ -1,7 +1,6 @@
 """Who takes part in a swarm, as announced in a DHT of direct calls, in virtual time."""
 
 import math
-import random
 from typing import Any
 
 import pytest
@@ -12,61 +11,65 @@ from dmoe_jax.directory.directory import open_expert_directory
 from dmoe_jax.directory.members import (
     MAX_FACTS,
     MAX_GRIDS,
+    _key,
     check_info,
     declare_member,
     list_members,
     withdraw_member,
 )
+from dmoe_net.dht.node import DhtNode
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.wire.versions import CALLS
 from tests.net.direct_network import DirectNetwork, open_swarm
 
-RNG = random.Random(0)
-HOSTS = sorted((Contact(PeerId.draw(RNG), Address("10.1.0.1", 2000 + n)) for n in range(4)), key=lambda c: c.peer_id)
 NODE: dict[str, Any] = {"role": "node", "state": "serving", "experts": 4, "grids": ["layer0", "layer1"]}
 TRAINER: dict[str, Any] = {"role": "trainer", "step": 17, "loss": 2.5}
 
 
-def now() -> float:
-    return trio.current_time()
+def contact(node: DhtNode) -> Contact:
+    assert node.address is not None
+    return Contact(node.peer_id, node.address)
 
 
 async def test_members_announce_and_withdraw_themselves(autojump_clock: MockClock) -> None:
     """Nodes, and trainers that listen nowhere, are listed by swarm until they withdraw or fall silent."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
-        end = now() + 60
-        for number, host in enumerate(HOSTS[:2]):
-            info = NODE | {"experts": number}
-            assert await declare_member(nodes[number], "demo", host.peer_id, host, info, expiration=end + number)
+        first, second, third, fourth = nodes
+        assert await declare_member(first, "demo", contact(first), NODE, life_s=60.0)
         # The same peer once more in another role, and a client.
-        assert await declare_member(nodes[0], "demo", HOSTS[0].peer_id, HOSTS[0], TRAINER, expiration=end)
-        assert await declare_member(nodes[2], "demo", HOSTS[2].peer_id, None, TRAINER, expiration=end)
-        await declare_member(nodes[0], "other", HOSTS[3].peer_id, HOSTS[3], NODE, expiration=end)
-        listed = await list_members(nodes[3], "demo")
-        assert [(m.peer_id, m.role, m.contact) for m in listed] == [
-            (HOSTS[0].peer_id, "node", HOSTS[0]),
-            (HOSTS[0].peer_id, "trainer", HOSTS[0]),
-            (HOSTS[1].peer_id, "node", HOSTS[1]),
-            (HOSTS[2].peer_id, "trainer", None),
-        ]
-        assert listed[0].info == NODE | {"experts": 0}
-        assert listed[3].info == TRAINER
-        await withdraw_member(nodes[1], "demo", HOSTS[1].peer_id, "trainer")
-        await withdraw_member(nodes[0], "demo", HOSTS[0].peer_id, "node")
-        left = [(HOSTS[0].peer_id, "trainer"), (HOSTS[1].peer_id, "node"), (HOSTS[2].peer_id, "trainer")]
-        assert [(m.peer_id, m.role) for m in await list_members(nodes[3], "demo")] == left
-        await trio.sleep_until(end + 0.5)
-        assert [m.peer_id for m in await list_members(nodes[3], "demo")] == [HOSTS[1].peer_id]
+        assert await declare_member(first, "demo", contact(first), TRAINER, life_s=60.0)
+        assert await declare_member(second, "demo", contact(second), NODE | {"experts": 1}, life_s=70.0)
+        assert await declare_member(third, "demo", None, TRAINER, life_s=60.0)
+        await declare_member(fourth, "other", contact(fourth), NODE, life_s=60.0)
+
+        async def listed() -> list[tuple[DhtNode, str]]:
+            by_id = {node.peer_id: node for node in nodes}
+            return [(by_id[member.peer_id], member.role) for member in await list_members(fourth, "demo")]
+
+        def ordered(*members: tuple[DhtNode, str]) -> list[tuple[DhtNode, str]]:
+            return sorted(members, key=lambda each: (each[0].peer_id, each[1]))
+
+        everybody = (first, "node"), (first, "trainer"), (second, "node"), (third, "trainer")
+        assert await listed() == ordered(*everybody)
+        found = {(member.peer_id, member.role): member for member in await list_members(fourth, "demo")}
+        assert found[second.peer_id, "node"].info == NODE | {"experts": 1}
+        assert found[second.peer_id, "node"].contact == contact(second)
+        assert found[third.peer_id, "trainer"].contact is None
+        assert 50 < found[third.peer_id, "trainer"].left_s <= 60
+        await withdraw_member(second, "demo", "trainer")
+        await withdraw_member(first, "demo", "node")
+        assert await listed() == ordered(*everybody[1:])
+        await trio.sleep(62.0)
+        assert await listed() == [(second, "node")]
 
 
 async def test_served_prefixes_are_those_of_all_nodes(autojump_clock: MockClock) -> None:
     """Each once, sorted; of a swarm without nodes there are none."""
-    async with open_swarm(DirectNetwork(), 2) as nodes, open_expert_directory(nodes[1], swarm="demo") as directory:
+    async with open_swarm(DirectNetwork(), 3) as nodes, open_expert_directory(nodes[1], swarm="demo") as directory:
         assert await directory.served_prefixes() == ()
-        for host, grids in ((HOSTS[0], ["b", "a"]), (HOSTS[1], ["b", "c"])):
-            info = NODE | {"grids": grids}
-            await declare_member(nodes[0], "demo", host.peer_id, host, info, expiration=now() + 60)
-        await declare_member(nodes[0], "demo", HOSTS[2].peer_id, None, TRAINER, expiration=now() + 60)
+        for node, grids in zip(nodes, (["b", "a"], ["b", "c"]), strict=False):
+            await declare_member(node, "demo", contact(node), NODE | {"grids": grids}, life_s=60.0)
+        await declare_member(nodes[2], "demo", None, TRAINER, life_s=60.0)
         assert await directory.served_prefixes() == ("a", "b", "c")
 
 
@@ -94,14 +97,12 @@ async def test_only_sound_facts_are_told_and_believed(autojump_clock: MockClock,
     info, message = BAD_INFOS[kind]
     with pytest.raises(ValueError, match=message):
         check_info(info)
-    async with open_swarm(DirectNetwork(), 2) as nodes:
-        good = HOSTS[0]
-        await declare_member(nodes[0], "demo", good.peer_id, good, NODE, expiration=now() + 60)
+    async with open_swarm(DirectNetwork(), 3) as nodes:
+        good, bad, reader = nodes
+        await declare_member(good, "demo", contact(good), NODE, life_s=60.0)
         for role in ("node", "trainer"):
-            await nodes[0].store(
-                "members:demo", [None, info, CALLS], subkey=f"{HOSTS[1].peer_id}/{role}", expiration=now() + 60
-            )
-        assert [member.peer_id for member in await list_members(nodes[1], "demo")] == [good.peer_id]
+            await bad.store(_key("demo", bad.peer_id), [None, info, CALLS], suffix=role, life_s=60.0)
+        assert [member.peer_id for member in await list_members(reader, "demo")] == [good.peer_id]
 
 
 def test_a_loss_that_is_not_a_number_is_not_announced() -> None:
@@ -110,21 +111,22 @@ def test_a_loss_that_is_not_a_number_is_not_announced() -> None:
         check_info(TRAINER | {"loss": math.nan})
 
 
+OTHER = Contact(PeerId(bytes(32)), Address("10.6.6.6", 6))
 FORGERIES: list[tuple[str, Any]] = [
     ("junk", [None, TRAINER, CALLS]),
-    (f"{HOSTS[1].peer_id}/trainer", ["junk", TRAINER, CALLS]),
-    (f"{HOSTS[1].peer_id}/trainer", "junk"),
-    (f"{HOSTS[1].peer_id}/trainer", [None, TRAINER, CALLS, 1]),
-    (f"{HOSTS[1].peer_id}/node", [None, TRAINER, CALLS]),
-    (f"{HOSTS[1].peer_id}", [None, TRAINER, CALLS]),
-    (f"{HOSTS[1].peer_id}/trainer", [[HOSTS[2].peer_id.raw, "10.6.6.6", 6], TRAINER, CALLS]),
-    (f"{HOSTS[1].peer_id}/trainer", [None, TRAINER, "two"]),
+    ("trainer", ["junk", TRAINER, CALLS]),
+    ("trainer", "junk"),
+    ("trainer", [None, TRAINER, CALLS, 1]),
+    ("node", [None, TRAINER, CALLS]),
+    ("", [None, TRAINER, CALLS]),
+    ("trainer", [[OTHER.peer_id.raw, "10.6.6.6", 6], TRAINER, CALLS]),
+    ("trainer", [None, TRAINER, "two"]),
 ]
 
 
-@pytest.mark.parametrize(("subkey", "value"), FORGERIES)
-async def test_malformed_announcements_are_left_out(autojump_clock: MockClock, subkey: str, value: Any) -> None:
+@pytest.mark.parametrize(("suffix", "value"), FORGERIES)
+async def test_malformed_announcements_are_left_out(autojump_clock: MockClock, suffix: str, value: Any) -> None:
     """Another role or peer than the entry is for, or no announcement at all."""
     async with open_swarm(DirectNetwork(), 2) as nodes:
-        assert await nodes[0].store("members:demo", value, subkey=subkey, expiration=now() + 60)
+        assert await nodes[0].store(_key("demo", nodes[0].peer_id), value, suffix=suffix, life_s=60.0)
         assert await list_members(nodes[1], "demo") == ()

@@ -181,7 +181,7 @@ async def test_a_peer_shows_its_connections_and_its_dht() -> None:
         trio.open_nursery() as nursery,
     ):
         assert first.rpc.address is not None
-        await first.dht.store("key", 1, expiration=first.dht.clock.now() + 60)
+        await first.dht.store("key", 1, life_s=60)
         first.rpc.add_handler("stuck", stuck)
 
         async def call() -> None:

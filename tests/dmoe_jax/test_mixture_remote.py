@@ -138,6 +138,18 @@ async def test_dead_node_is_masked_then_avoided(autojump_clock: trio.testing.Moc
         assert swarm.statistics.failed + swarm.statistics.late == silent
 
 
+async def test_a_mixture_looks_its_grid_up_when_it_is_made(autojump_clock: trio.testing.MockClock) -> None:
+    """The first step asks the DHT for nothing."""
+    async with direct_swarm() as (swarm, _, network):
+        params, targets, _ = make_problem()
+        mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST)
+        await trio.sleep(1.0)
+        network.calls.clear()
+        await remote_step(mixture)(params, targets)
+        asked = {method for source, _, method in network.calls if source is None}
+        assert asked == {"expert.forward", "expert.backward"}
+
+
 async def test_nobody_answers_leaves_the_input(autojump_clock: trio.testing.MockClock) -> None:
     """Without any expert a sample passes unchanged, its gradient too; "raise" gives the step up instead."""
     async with direct_swarm() as (swarm, callers, network):

@@ -23,26 +23,29 @@ from dmoe_jax.node.server import open_expert_node
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.errors import CallRefused, RemoteFailure
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
 from tests.dmoe_jax.node_rig import HOST, SGD, AsideDevice, open_rig, rows
-from tests.dmoe_jax.small_swarm import find_experts
+from tests.dmoe_jax.small_swarm import find_experts, identity_of
 from tests.net.direct_network import DirectNetwork
 
 
 async def test_a_node_is_listed_while_it_compiles(autojump_clock: trio.testing.MockClock) -> None:
     """It answers its status and is announced as compiling; its experts only when they are warm. All is taken back."""
     network = DirectNetwork(latency_s=0.01)
+    keys = [identity_of(index) for index in range(3)]
     meeting, host, asker = (
-        network.caller(address, PeerId.draw(random.Random(index)))
-        for index, address in enumerate((Address("meeting", 1), HOST, None))
+        network.caller(address, key.peer_id)
+        for address, key in zip((Address("meeting", 1), HOST, None), keys, strict=True)
     )
     clock = SwarmClock(start_s=50.0)
     expert = expert_from_linen(nn.Dense(4, name="listed"), rows(1))
     backends = {"ffn.0.1": ExpertBackend(expert, SGD, expert.init(jax.random.key(0)))}
     config = NodeConfig(warm_up_rows=4)
     async with (
-        open_dht_node(meeting, clock=clock, rng=random.Random(5)) as observer,
-        open_dht_node(host, clock=clock, rng=random.Random(6), initial_peers=[Address("meeting", 1)]) as host_dht,
+        open_dht_node(meeting, identity=keys[0], clock=clock, rng=random.Random(5)) as observer,
+        open_dht_node(
+            host, identity=keys[1], clock=clock, rng=random.Random(6), initial_peers=[Address("meeting", 1)]
+        ) as host_dht,
         trio.open_nursery() as nursery,
     ):
 

@@ -143,7 +143,7 @@ def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
         ("--distributed a:1 --num-processes 2 --process-id 2", "--process-id must be from 0 to .* got 2 of 2"),
         ("--distributed a --num-processes 2 --process-id 0", "--distributed: expected .*HOST:PORT, got 'a'"),
         ("--distributed a:1 --num-processes 2 --process-id 0 --devices all", "--devices would have no effect beside"),
-        ("--distributed a:1 --num-processes 2 --process-id 0 --replicate", "--distributed does not go together with"),
+        ("--distributed a:1 --num-processes 2 --process-id 0 --replicas 2", "--distributed does not go together with"),
     ],
 )
 def test_wrong_flags(

@@ -26,12 +26,12 @@ from dmoe_jax.node.server import open_expert_node
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.errors import CallRefused, NetError, PeerBusy, PeerTimeout, RemoteFailure
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
 from dmoe_net.rpc.base import Reply
 from dmoe_net.wire.compression import Compressed, Compression
 from dmoe_net.wire.tensors import as_received
 from tests.dmoe_jax.node_rig import EXPERT, HOST, SGD, XL, open_rig, rows
-from tests.dmoe_jax.small_swarm import find_experts
+from tests.dmoe_jax.small_swarm import find_experts, identity_of
 from tests.net.direct_network import DirectNetwork
 
 KNOWN_COMPRESSIONS = "expected a compression among float16, bfloat16, blockwise8, or none at all, got "
@@ -267,9 +267,9 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
     """Found while the node lives, beyond the life of one record, and gone at once after a clean end."""
     uids = [parse_uid(uid) for uid in ("ffn.0.1", "ffn.2.3", "xl.0")]
     network = DirectNetwork(latency_s=0.01)
+    keys = identity_of(0), identity_of(1)
     meeting, host = (
-        network.caller(Address(name, 1), PeerId.draw(random.Random(index)))
-        for index, name in enumerate(("meeting", "node"))
+        network.caller(Address(name, 1), key.peer_id) for name, key in zip(("meeting", "node"), keys, strict=True)
     )
     clock = SwarmClock(start_s=50.0)
     backends = {
@@ -277,8 +277,10 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
     }
     config = NodeConfig(announce_period_s=10.0, record_lifetime_s=30.0)
     async with (
-        open_dht_node(meeting, clock=clock, rng=random.Random(5)) as observer,
-        open_dht_node(host, clock=clock, rng=random.Random(6), initial_peers=[Address("meeting", 1)]) as host_dht,
+        open_dht_node(meeting, identity=keys[0], clock=clock, rng=random.Random(5)) as observer,
+        open_dht_node(
+            host, identity=keys[1], clock=clock, rng=random.Random(6), initial_peers=[Address("meeting", 1)]
+        ) as host_dht,
     ):
         async with open_expert_node(host, host_dht, backends, device=InlineDevice(), config=config):
             for _ in range(2):

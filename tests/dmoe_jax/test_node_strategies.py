@@ -19,8 +19,8 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.saving import ExpertSaver, saved_uids
 from dmoe_jax.node.sharding import Place, PlacedDevice, placed
 from dmoe_jax.node.stacked import Strategies, stack_up
-from dmoe_jax.replicas.copies import CopyLayout
-from dmoe_jax.replicas.replica_averager import add_average
+from dmoe_jax.placement.averager import add_average
+from dmoe_jax.placement.copies import CopyLayout
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
 from tests.dmoe_jax.test_node_turns import UIDS, TurnDevice, ask_all, backends
 

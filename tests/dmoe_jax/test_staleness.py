@@ -225,7 +225,7 @@ class Spy:
     def __init__(self, caller: DirectCaller) -> None:
         self._caller = caller
         self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
-        self.moved_bytes = caller.moved_bytes
+        self.moved_bytes, self.is_reached, self.reach = caller.moved_bytes, caller.is_reached, caller.reach
         self.bulk = caller.bulk
         self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
         self.said: dict[str, list[tuple[dict[str, Any], bytes, Any]]] = {FORWARD: [], BACKWARD: []}

@@ -154,7 +154,7 @@ def test_device_costs_and_faults_strike_the_experts_alone() -> None:
                 network, make_backends(), num_nodes=1, seed=0, device=lambda host: cost, faults=faults
             )
             async with open_trainer(network, seed=0, join=join) as swarm:
-                assert len((await swarm.directory.children(["ffn.0."]))["ffn.0."]) == GRID[1]
+                assert len(await swarm.directory.living("ffn", GRID)) == 6
                 start_s = trio.current_time()
                 await step_of(swarm)()
                 statistics = swarm.statistics

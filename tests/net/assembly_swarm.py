@@ -17,9 +17,9 @@ from dmoe_net.averaging.grouping.matchmaker import Matchmaker
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
-from dmoe_net.dht.lookup import LookupConfig
 from dmoe_net.dht.node import DhtNode, open_dht_node
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Handler, Reply, Request
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
 from dmoe_net.transport.sim import run, simulate
@@ -33,7 +33,7 @@ LINE = MoshpitGrid(side=8, dims=1)
 SQUARE = MoshpitGrid(side=8, dims=2)
 SCHEMA = b"a vector of 3"
 CONFIG = AssemblyConfig()
-SMALL_DHT = DhtConfig(bucket_size=6, replicas=3, lookup=LookupConfig(beam_size=6))
+SMALL_DHT = DhtConfig(bucket_size=6, replicas=3)
 """Enough for 64 peers, and a third of the calls."""
 
 
@@ -89,13 +89,20 @@ class Swarm:
 
         async def live() -> None:
             rng = random.Random(host)
-            peer_id = PeerId.draw(rng)
+            identity = Identity.from_seed(rng.randbytes(32))
             listen = None if client else Address(host, 1)
             joins = [Address("host0", 1)] if self.peers else []
-            transport = self.network.transport(host, peer_id)
+            transport = self.network.transport(host, identity.peer_id)
             async with (
-                open_rpc_peer(transport, peer_id=peer_id, listen=listen) as rpc,
-                open_dht_node(rpc, clock=SwarmClock.virtual(), rng=rng, initial_peers=joins, config=SMALL_DHT) as dht,
+                open_rpc_peer(transport, peer_id=identity.peer_id, listen=listen) as rpc,
+                open_dht_node(
+                    rpc,
+                    identity=identity,
+                    clock=SwarmClock.virtual(),
+                    rng=rng,
+                    initial_peers=joins,
+                    config=SMALL_DHT,
+                ) as dht,
             ):
                 for method, handler in fakes.items():
                     rpc.add_handler(f"averaging.model.{method}", handler)
@@ -168,12 +175,11 @@ def check_disjoint(peers: Sequence[Peer], found: Sequence[Group | None]) -> None
     assert set(counts.values()) <= {1}
 
 
-def declare(peer: Peer, *, grid: MoshpitGrid = LINE, lives_s: float = 1.0) -> Awaitable[bool]:
+def declare(peer: Peer, *, grid: MoshpitGrid = LINE, lives_s: float = 1.0) -> Awaitable[int]:
     """Leave a declaration in the DHT as if the peer looked for a group."""
     expiration = peer.dht.clock.now() + lives_s
     value = declaration_of(Candidate(contact=peer.member().contact, expiration=expiration))
-    key = group_key("model", grid, 0, 0)
-    return peer.dht.store(key, value, subkey=str(peer.rpc.peer_id), expiration=expiration)
+    return peer.dht.store(group_key("model", grid, 0, 0), value, life_s=lives_s)
 
 
 def willing_until(end_s: float) -> Handler:

@@ -10,7 +10,8 @@ import trio
 
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
 from dmoe_net.transport.sim import run, simulate
 from dmoe_net.transport.sim.links import Constant
@@ -44,13 +45,14 @@ class Place:
 async def open_place(swarm: Swarm, name: str, *, client_mode: bool = False) -> AsyncIterator[Place]:
     """A peer alone on host `name`, joined through the root if that is somebody else."""
     rng = random.Random(f"{swarm.seed}/{name}")
-    peer_id = PeerId.draw(rng)
-    transport = swarm.network.transport(name, peer_id)
+    identity = Identity.from_seed(rng.randbytes(32))
+    transport = swarm.network.transport(name, identity.peer_id)
     listen = None if client_mode else Address(name, PORT)
     async with (
-        open_rpc_peer(transport, peer_id=peer_id, listen=listen) as rpc,
+        open_rpc_peer(transport, peer_id=identity.peer_id, listen=listen) as rpc,
         open_dht_node(
             rpc,
+            identity=identity,
             clock=SwarmClock.virtual(),
             rng=rng,
             initial_peers=() if name == ROOT.host else (ROOT,),

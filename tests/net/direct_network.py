@@ -16,10 +16,10 @@ import trio
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.dht.records import Entry
 from dmoe_net.dht.routing_table import key_id, node_id
 from dmoe_net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.peer_health import PeerHealth
 from dmoe_net.rpc.base import Body, Handler, Reply, Request
 from dmoe_net.rpc.bulk import BulkTraffic
@@ -98,10 +98,29 @@ class DirectCaller:
         self.address = address
         self.health = PeerHealth()
         self.bulk = BulkTraffic()
+        self._reached: set[Contact] = set()
 
     def moved_bytes(self, peer_id: PeerId) -> int:
         """Nothing ever: calls are answered by a function."""
         return 0
+
+    def is_reached(self, contact: Contact) -> bool:
+        """True if this peer was ever called at its address."""
+        return contact in self._reached
+
+    async def reach(self, contact: Contact, *, timeout_s: float) -> None:
+        """Sleep once, and look who is there."""
+        with trio.move_on_after(timeout_s):
+            await trio.sleep(self._network.latency())
+            callee = self._network.target(self.address, contact.address)
+            if callee is None:
+                await trio.sleep_forever()
+            assert callee is not None
+            if callee.peer_id != contact.peer_id:
+                raise DialFailed(f"{callee.peer_id.short} answers at {contact.address}")
+            self._reached.add(contact)
+            return
+        raise DialFailed(f"cannot connect to {contact}")
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve a method; the bound on concurrency is kept."""
@@ -171,6 +190,7 @@ class DirectCaller:
             if callee is None:
                 await trio.sleep_forever()
             assert callee is not None
+            self._reached.add(Contact(callee.peer_id, address))
             return await callee.serve(method, body, self._network.hand_over(method, tensors), self, on_partial)
         raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
@@ -246,9 +266,11 @@ def open_node(
 ) -> Any:
     """One node at `address_of(index)`, its id and all its randomness drawn from `index`; not entered yet."""
     rng = random.Random(index)
-    caller = network.caller(address_of(index), PeerId.draw(rng))
+    identity = Identity.from_seed(rng.randbytes(32))
+    caller = network.caller(address_of(index), identity.peer_id)
     return open_dht_node(
         caller,
+        identity=identity,
         clock=SwarmClock.virtual(),
         rng=rng,
         initial_peers=initial,
@@ -264,7 +286,7 @@ def now() -> float:
 
 def holders(nodes: list[DhtNode], key: str) -> list[DhtNode]:
     """The nodes that keep a record themselves."""
-    return [node for node in nodes if node._storage.get(key_id(key), now()) is not None]
+    return [node for node in nodes if node._storage.get(key_id(key), now())]
 
 
 def nearest(nodes: list[DhtNode], key: str, count: int) -> set[PeerId]:
@@ -274,6 +296,7 @@ def nearest(nodes: list[DhtNode], key: str, count: int) -> set[PeerId]:
 
 
 async def value_at(node: DhtNode, key: str) -> Any:
-    """The plain value that a node finds; its dictionary, or None."""
+    """The only value under a key that a node finds; None if there is none."""
     found = await node.get(key)
-    return found.value if isinstance(found, Entry) else found
+    assert len(found) < 2
+    return found[0].value if found else None

@@ -67,8 +67,8 @@ async def _quiet() -> None:
     await trio.testing.wait_all_tasks_blocked(0.03)
 
 
-async def _one_minute() -> None:
-    await trio.sleep(60.0)
+async def _ten_seconds() -> None:
+    await trio.sleep(10.0)
 
 
 @asynccontextmanager
@@ -101,7 +101,7 @@ async def _sim(check_frames: bool) -> AsyncIterator[Ends]:
             server=network.transport("server", PeerId(b"s" * 32)),
             any_port=Address("server", 0),
             client_host="laptop",
-            settle=_one_minute,
+            settle=_ten_seconds,
         )
 
 

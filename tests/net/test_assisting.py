@@ -1,6 +1,6 @@
 """Auxiliary peers: they learn what is averaged, reduce it, and follow when that changes. In virtual time."""
 
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -113,11 +113,12 @@ def test_most_peers_plan_counts_and_rubbish_does_not() -> None:
     big, too_big = (AveragingPlan.of(size=size, grid=GRID, schema="") for size in (10**9, MAX_ASSISTED_SIZE + 1))
 
     async def body(swarm: Swarm) -> None:
-        async with open_place(swarm, "ann") as place:
+        async with open_place(swarm, "ann") as place, AsyncExitStack() as stack:
             assert await find_plan(place.dht, "x") is None
             plans = [big, PLAN, PLAN, *[too_big] * 3]
             for number, value in enumerate([*(each.to_value() for each in plans), [1, 2, 3], None, "plan"]):
-                await place.dht.store(plan_key("x"), value, subkey=f"peer{number}", expiration=1000.0)
+                other = await stack.enter_async_context(open_place(swarm, f"peer{number}"))
+                assert await other.dht.store(plan_key("x"), value, life_s=300)
             assert await find_plan(place.dht, "x") == PLAN
 
     in_swarm(body)

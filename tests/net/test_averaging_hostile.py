@@ -69,9 +69,7 @@ async def lead(place: Place, reduce: Handler) -> None:
         place.rpc.add_handler(f"averaging.{PREFIX}.{name}", handler)
     while True:
         candidate = Candidate(contact=Contact(place.rpc.peer_id, address), expiration=expiration())
-        await place.dht.store(
-            KEY, declaration_of(candidate), subkey=str(place.rpc.peer_id), expiration=candidate.expiration
-        )
+        await place.dht.store(KEY, declaration_of(candidate), life_s=1.0)
         await trio.sleep(0.3)
 
 

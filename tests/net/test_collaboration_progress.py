@@ -16,7 +16,7 @@ from dmoe_net.averaging.collaboration.progress import (
     reports_in_untrusted,
 )
 from dmoe_net.averaging.grouping.group import Role
-from dmoe_net.dht.records import Dictionary, make_entry
+from dmoe_net.dht.entries import Found
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, PeerId
 
@@ -69,16 +69,9 @@ def test_a_report_comes_back_as_it_was_and_strangers_are_passed_over() -> None:
     sent = report(1, role=Role.CLIENT, address=None)
     assert parse_report_untrusted(report_to_wire(sent), IDS[1]) == sent
     wire = report_to_wire(sent)
-    record = Dictionary(
-        entries={
-            str(IDS[1]): make_entry(wire, 200.0),
-            str(IDS[2]): make_entry([*wire[:-1], math.inf], 200.0),
-            str(IDS[3]): make_entry(None, 200.0),
-            str(IDS[4]): make_entry(report_to_wire(replace(sent, at=1e9)), 200.0),
-            "nobody": make_entry(wire, 200.0),
-        }
-    )
-    assert reports_in_untrusted(record, now=100.0) == ([sent], [IDS[3]])
+    values = [wire, [*wire[:-1], math.inf], None, report_to_wire(replace(sent, at=1e9))]
+    record = [Found(IDS[number], "", value, 200.0) for number, value in enumerate(values, start=1)]
+    assert reports_in_untrusted(record, now=100.0) == [sent]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
@@ -30,7 +31,7 @@ async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock
     """After four of the five holders die without a word, the value is still found."""
     network = DirectNetwork()
     async with open_swarm(network, 16) as nodes:
-        await nodes[0].store("key", "alive", expiration=now() + 3600)
+        await nodes[0].store("key", "alive", life_s=300)
         kept = holders(nodes, "key")
         network.take_down(*(node.address for node in kept[:4] if node.address))
         asker = next(node for node in nodes if node not in kept)
@@ -43,17 +44,17 @@ async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> 
     async with open_swarm(network, 10) as nodes:
         dead = [nodes[4], nodes[7]]
         network.take_down(address_of(4), address_of(7))
-        await nodes[0].get("anything")
+        await nodes[0].find_nearest(0)
         await trio.sleep(3.5)
         assert nodes[0].statistics().blacklisted == tuple(sorted(node.peer_id for node in dead))
         assert not {c.peer_id for c in nodes[0].contacts()} & {node.peer_id for node in dead}
         asked_before = len(network.calls)
-        await nodes[0].get("anything")
+        await nodes[0].find_nearest(0)
         targets = {target for source, target, _ in network.calls[asked_before:] if source == nodes[0].address}
         assert not targets & {address_of(4), address_of(7)}
         network.bring_up(address_of(4), address_of(7))
         for node in dead:
-            await node.get("anything")  # their calls announce them; they are pinged and known again
+            await node.find_nearest(0)  # their calls announce them; they are pinged and known again
         await trio.sleep(1.0)
         assert nodes[0].statistics().blacklisted == ()
         assert nodes[0].statistics().contacts == 9
@@ -67,13 +68,13 @@ async def test_a_split_swarm_heals(autojump_clock: MockClock) -> None:
         network.partition(*(address_of(index) for index in range(6, 12)))
         for _ in range(3):
             for node in nodes:
-                await node.get("anything")
+                await node.find_nearest(0)
             await trio.sleep(60)
         ours = {node.peer_id for node in island}
         assert all({c.peer_id for c in node.contacts()} == ours - {node.peer_id} for node in island)
-        assert await island[0].store("island", 1, expiration=now() + 3600)
-        assert await mainland[0].store("mainland", 2, expiration=now() + 3600)
-        assert await mainland[1].get("island") is None
+        assert await island[0].store("island", 1, life_s=300)
+        assert await mainland[0].store("mainland", 2, life_s=300)
+        assert await mainland[1].get("island") == ()
         network.partition()
         await trio.sleep(240)
         for node in nodes:
@@ -89,7 +90,7 @@ async def test_a_swarm_survives_its_first_node(autojump_clock: MockClock) -> Non
         network.take_down(address_of(0))
         await trio.sleep(120)
         async with open_node(network, 20, [address_of(5)]) as late:
-            assert await late.store("key", 1, expiration=now() + 60)
+            assert await late.store("key", 1, life_s=60)
             assert await value_at(nodes[3], "key") == 1
 
 
@@ -112,7 +113,7 @@ async def test_records_are_handed_to_a_nearer_newcomer(autojump_clock: MockClock
     network, config = DirectNetwork(), DhtConfig(replicas=2)
     async with open_swarm(network, 3, config=config) as first:
         for number in range(20):
-            await first[0].store(f"key{number}", number, expiration=now() + 3600)
+            await first[0].store(f"key{number}", number, life_s=300)
         async with AsyncExitStack() as stack:
             everybody = list(first)
             for index in range(10, 16):
@@ -129,9 +130,13 @@ async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockCl
     network = DirectNetwork()
     async with open_swarm(network, 5) as nodes:
         old = nodes[4].peer_id
-        caller = network.caller(address_of(4), PeerId.draw(random.Random(77)))
+        identity = Identity.from_seed(b"r" * 32)
         async with open_dht_node(
-            caller, clock=SwarmClock.virtual(), rng=random.Random(7), initial_peers=[address_of(0)]
+            network.caller(address_of(4), identity.peer_id),
+            identity=identity,
+            clock=SwarmClock.virtual(),
+            rng=random.Random(7),
+            initial_peers=[address_of(0)],
         ) as reborn:
             await trio.sleep(1.0)
             for node in nodes[:4]:
@@ -157,36 +162,39 @@ async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock)
     network = DirectNetwork()
     async with open_swarm(network, 2) as nodes:
         stranger = network.caller(None, PeerId.draw(random.Random(9)))
-        good = {"client": True, "target": bytes(32)}
+        good = {"client": True, "target": bytes(32), "contacts": 5, "record": True}
         bad_calls: list[tuple[str, dict[str, Any]]] = [
             ("dht.ping", {}),
             ("dht.ping", {"client": 1}),
-            ("dht.find", {"client": True, "target": b"short", "record": True}),
+            ("dht.ping", {"client": True, "dead": [b"x"]}),
+            ("dht.find", {**good, "target": b"short"}),
             ("dht.find", {**good, "record": "yes"}),
-            ("dht.find", {**good, "record": True, "after": 7}),
+            ("dht.find", {**good, "contacts": 33}),
+            ("dht.find", {**good, "since": [1]}),
             ("dht.store", good),
             ("dht.store", {**good, "entries": [["a", 1]]}),
-            ("dht.store", {**good, "entries": [["a", b"x" * 20_000, 50.0]]}),
-            ("dht.store", {**good, "entries": [["a", 1, float("nan")]]}),
+            ("dht.store", {**good, "entries": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]]}),
         ]
         for method, body in bad_calls:
-            with pytest.raises(CallRefused, match=r"must|DHT"):
+            with pytest.raises(CallRefused, match=r"must|DHT|signed"):
                 await stranger.call(address_of(0), method, body, timeout_s=3.0)
         assert nodes[0].statistics().records == 0
-        assert await nodes[1].store("key", 1, expiration=now() + 60)
+        assert await nodes[1].store("key", 1, life_s=60)
 
 
 HOSTILE_BODIES: list[Any] = [
     {},
     {"peer_id": b"short", "contacts": []},
-    {"peer_id": bytes(32), "contacts": [], "accepted": [True], "now": 0.0},
+    {"peer_id": bytes(32), "contacts": [], "verdicts": [True], "now": 0.0},
     {"contacts": [[bytes(32), "h", 70_000]]},
-    {"contacts": [], "entries": [["a", 1, float("inf")]]},
-    {"contacts": [], "entries": [["a", 1, 1e6]], "more": True},
-    {"contacts": [], "entries": [], "more": True},
+    {"contacts": [], "copy": [1, 2, False], "entries": [["a", 1, float("inf")]], "now": 0.0},
+    {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
+    {"contacts": [], "copy": [1, 2, True], "now": 0.0},
+    {"contacts": [], "copy": [1, 2, False], "now": 0.0},
+    {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
     {
         "contacts": [[(n).to_bytes(32, "big"), "10.9.9.9", 9] for n in range(32)],
-        "accepted": [False],
+        "verdicts": [False],
         "now": 0,
     },
 ]
@@ -214,7 +222,7 @@ async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[
         await trio.sleep(1.0)
         assert any(contact.peer_id == hostile_id for contact in nodes[0].contacts())
         for number in range(5):
-            assert await nodes[number].store(f"key{number}", number, expiration=now() + 3600)
+            assert await nodes[number].store(f"key{number}", number, life_s=300)
         for number in range(5):
             assert await value_at(nodes[5 - number], f"key{number}") == number
         # What a hostile peer invents is never believed: the contacts 0 to 31 do not exist.
@@ -240,16 +248,21 @@ async def test_a_peer_has_one_node_at_a_time_and_another_afterwards(autojump_clo
     """Twice in a row a peer joins and is found; a second node beside the first is refused and does no harm."""
     network = DirectNetwork()
     async with open_swarm(network, 3) as nodes:
-        caller = network.caller(address_of(9), PeerId(b"9" * 32))
+        identity = Identity.from_seed(b"9" * 32)
+        caller = network.caller(address_of(9), identity.peer_id)
 
         def opened() -> Any:
             return open_dht_node(
-                caller, clock=SwarmClock.virtual(), rng=random.Random(9), initial_peers=[address_of(0)]
+                caller,
+                identity=identity,
+                clock=SwarmClock.virtual(),
+                rng=random.Random(9),
+                initial_peers=[address_of(0)],
             )
 
         for number in range(2):
             async with opened() as node:
-                assert await node.store("key", number, expiration=now() + 60 + number)
+                assert await node.store("key", number, life_s=60)
                 with pytest.raises(ValueError, match=r"dht\.ping"):
                     await opened().__aenter__()
                 await trio.sleep(1.0)
@@ -266,7 +279,7 @@ async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) 
             await nodes[1].get("key")
         assert scope.cancelled_caught
         assert nodes[1].statistics().blacklisted == ()
-        assert await nodes[1].store("key", 1, expiration=now() + 600)
+        assert await nodes[1].store("key", 1, life_s=300)
         assert await value_at(nodes[2], "key") == 1
 
 
@@ -275,7 +288,7 @@ async def test_refresh_finds_what_nobody_looks_for(autojump_clock: MockClock) ->
     network = DirectNetwork()
     async with open_swarm(network, 5) as nodes:
         network.take_down(address_of(4))
-        await trio.sleep(800)
+        await trio.sleep(2000)
         assert all(c.address != address_of(4) for node in nodes[:4] for c in node.contacts())
 
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.lookup import Lookup, LookupConfig
 from dmoe_net.dht.peer_book import MAX_LOST, PeerBook
-from dmoe_net.dht.records import make_entry
 from dmoe_net.dht.routing_table import NodeId, node_id
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.peer_health import PeerHealth
 
-CONFIG = LookupConfig(parallelism=3, beam_size=5, slow_after_s=1.0)
+CONFIG = LookupConfig(parallelism=3, beam_size=5)
 
 
 def contact(node: NodeId) -> Contact:
@@ -25,6 +24,17 @@ def contact(node: NodeId) -> Contact:
 
 def peers(*nodes: NodeId) -> list[Contact]:
     return [contact(node) for node in nodes]
+
+
+def lookup_of(
+    target: NodeId,
+    seeds: list[Contact],
+    *,
+    local_id: NodeId = 100,
+    config: LookupConfig = CONFIG,
+    patience_s: float = 1.0,
+) -> Lookup:
+    return Lookup(target, seeds, local_id=local_id, config=config, patience=lambda peer_id: patience_s)
 
 
 def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
@@ -37,14 +47,14 @@ def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
 
 def test_the_nearest_are_asked_first() -> None:
     """Of the seeds the alpha nearest to the target are asked, nearest first; then it waits."""
-    lookup = Lookup(0, peers(9, 4, 7, 1, 8), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(9, 4, 7, 1, 8))
     assert ask_all(lookup, 0.0) == [1, 4, 7]
     assert lookup.next(0.0) == 1.0
 
 
 def test_a_nearer_peer_is_asked_next() -> None:
     """An answer's contacts enter the order by distance."""
-    lookup = Lookup(0, peers(4, 5, 6, 7), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(4, 5, 6, 7))
     ask_all(lookup, 0.0)
     lookup.on_success(contact(5).peer_id, peers(2, 4))
     assert ask_all(lookup, 0.1) == [2]
@@ -52,7 +62,7 @@ def test_a_nearer_peer_is_asked_next() -> None:
 
 def test_without_progress_the_whole_beam_is_asked() -> None:
     """After alpha answers that brought nobody nearer, all of the beam is asked at once (Kademlia, 2.3)."""
-    lookup = Lookup(0, peers(1, 2, 3, 4, 5, 6, 7, 8), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(1, 2, 3, 4, 5, 6, 7, 8))
     assert ask_all(lookup, 0.0) == [1, 2, 3]
     for node in (1, 2):
         lookup.on_success(contact(node).peer_id, [])
@@ -67,7 +77,7 @@ def test_without_progress_the_whole_beam_is_asked() -> None:
 
 def test_a_failure_lets_the_next_nearest_into_the_beam() -> None:
     """A dead peer does not count: the sixth nearest takes its place in a beam of five."""
-    lookup = Lookup(0, peers(1, 2, 3, 4, 5, 6), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(1, 2, 3, 4, 5, 6))
     done: list[NodeId] = []
     while asked := ask_all(lookup, 0.0):
         for node in asked:
@@ -81,8 +91,8 @@ def test_a_failure_lets_the_next_nearest_into_the_beam() -> None:
 
 
 def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
-    """After slow_after_s others are asked in its stead; its late answer counts."""
-    lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=LookupConfig(parallelism=1, beam_size=2))
+    """After that others are asked in its stead; its late answer counts."""
+    lookup = lookup_of(0, peers(1, 2, 3, 4), local_id=100, config=LookupConfig(parallelism=1, beam_size=2))
     assert ask_all(lookup, 0.0) == [1]
     assert ask_all(lookup, 0.9) == []
     assert ask_all(lookup, 1.0) == [2]
@@ -96,9 +106,9 @@ def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
 
 def test_where_everybody_is_slow_nobody_is_skipped() -> None:
     """With fewer than beam_size answers each silent peer is awaited until it answers or fails."""
-    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(1, 2, 3))
     assert ask_all(lookup, 0.0) == [1, 2, 3]
-    assert lookup.next(50.0) == math.inf
+    assert lookup.next(1.0) == math.inf
     lookup.on_success(contact(3).peer_id, peers(4))
     assert ask_all(lookup, 51.0) == [4]
     lookup.on_success(contact(4).peer_id, [])
@@ -109,34 +119,77 @@ def test_where_everybody_is_slow_nobody_is_skipped() -> None:
     assert lookup.closest() == tuple(peers(1, 3, 4))
 
 
-def test_copies_of_a_record_are_merged() -> None:
-    """A value lookup walks the whole beam and keeps the copy that expires latest."""
-    lookup = Lookup(0, peers(1, 2, 3), local_id=100, config=CONFIG)
-    ask_all(lookup, 0.0)
-    lookup.on_success(contact(1).peer_id, [], make_entry("old", 5.0))
-    lookup.on_success(contact(2).peer_id, [], make_entry("new", 9.0))
-    assert lookup.next(0.0) == 1.0
-    lookup.on_success(contact(3).peer_id, [], make_entry("older", 1.0))
+def test_a_lookup_of_a_record_ends_at_enough_copies() -> None:
+    """Two that hold the record end it, whoever else was to be asked; fewer, and the whole beam is walked."""
+    config = LookupConfig(parallelism=3, beam_size=5, copies=2)
+    lookup = lookup_of(0, peers(1, 2, 3, 4), config=config)
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    lookup.on_success(contact(3).peer_id, peers(5), holds=True)
+    lookup.on_success(contact(1).peer_id, [])
+    assert ask_all(lookup, 0.0) == [4, 5]
+    lookup.on_success(contact(4).peer_id, [], holds=True)
     assert lookup.next(0.0) is None
-    assert lookup.record == make_entry("new", 9.0)
+    assert lookup.holders == peers(3, 4)
+    lookup = lookup_of(0, peers(1, 2), config=config)
+    assert ask_all(lookup, 0.0) == [1, 2]
+    lookup.on_success(contact(1).peer_id, [], holds=True)
+    assert lookup.next(0.0) == 1.0
+    lookup.on_success(contact(2).peer_id, [])
+    assert lookup.next(0.0) is None
+    assert lookup.holders == peers(1)
+
+
+def test_a_walk_to_a_record_begins_with_few_questions() -> None:
+    """One more than the copies it wants; each answer without a copy, failure or silence lets it ask two more."""
+    config = LookupConfig(parallelism=8, beam_size=7, copies=2)
+    lookup = lookup_of(0, peers(*range(1, 12)), config=config)
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    lookup.on_success(contact(1).peer_id, [])
+    assert ask_all(lookup, 0.1) == [4, 5, 6]
+    lookup.on_failure(contact(2).peer_id)
+    assert ask_all(lookup, 0.2) == [7, 8]
+    walk = lookup_of(0, peers(*range(1, 12)), config=LookupConfig(parallelism=8, beam_size=10))
+    assert len(ask_all(walk, 0.0)) == 8
+
+
+def test_nobody_is_silent_while_this_process_is_late() -> None:
+    """A timer that comes two seconds late says nothing of others: they are granted as much again, once."""
+    lookup = lookup_of(0, peers(1, 2, 3, 4, 5))
+    assert ask_all(lookup, 0.0) == [1, 2, 3]
+    assert lookup.next(0.0) == 1.0
+    assert lookup.next(3.0) == 5.0
+    assert ask_all(lookup, 5.0) == [4, 5]
+
+
+def test_each_peer_is_granted_its_own_patience() -> None:
+    """A near one is given up sooner than a far one."""
+    patience = {contact(1).peer_id: 0.2, contact(2).peer_id: 0.8}
+    config = LookupConfig(parallelism=2, beam_size=2)
+    lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=config, patience=patience.__getitem__)
+    assert ask_all(lookup, 0.0) == [1, 2]
+    assert lookup.next(0.0) == 0.2
+    patience |= {contact(3).peer_id: 1.0, contact(4).peer_id: 1.0}
+    assert ask_all(lookup, 0.2) == [3]
+    assert ask_all(lookup, 0.7) == []
+    assert ask_all(lookup, 0.8) == [4]
 
 
 def test_knowing_nobody_is_finished() -> None:
     """Without seeds there is nothing to do, and the own id is no seed."""
-    assert Lookup(0, [], local_id=100, config=CONFIG).next(0.0) is None
-    assert Lookup(0, peers(100), local_id=100, config=CONFIG).next(0.0) is None
+    assert lookup_of(0, []).next(0.0) is None
+    assert lookup_of(0, peers(100)).next(0.0) is None
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
     """Unknown, unasked and repeated answers change nothing."""
-    lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=CONFIG)
+    lookup = lookup_of(0, peers(1, 2, 3, 4))
     ask_all(lookup, 0.0)
-    lookup.on_success(contact(77).peer_id, peers(50), make_entry("x", 1.0))
-    lookup.on_success(contact(4).peer_id, peers(50), make_entry("x", 1.0))
+    lookup.on_success(contact(77).peer_id, peers(50), holds=True)
+    lookup.on_success(contact(4).peer_id, peers(50), holds=True)
     lookup.on_failure(contact(4).peer_id)
-    assert lookup.record is None
+    assert lookup.holders == []
     lookup.on_success(contact(1).peer_id, [])
-    lookup.on_success(contact(1).peer_id, peers(0), make_entry("x", 1.0))
+    lookup.on_success(contact(1).peer_id, peers(0), holds=True)
     lookup.on_failure(contact(1).peer_id)
     assert lookup.closest() == (contact(1),)
     assert ask_all(lookup, 0.0) == [4]
@@ -145,7 +198,7 @@ def test_answers_that_nobody_asked_for_are_ignored() -> None:
 def test_inventors_of_ever_nearer_peers_are_outlasted() -> None:
     """A hostile swarm that always knows somebody nearer gets max_queries questions and no more."""
     config = LookupConfig(parallelism=3, beam_size=5, max_queries=40)
-    lookup = Lookup(0, peers(1 << 200), local_id=1 << 255, config=config)
+    lookup = lookup_of(0, peers(1 << 200), local_id=1 << 255, config=config)
     rounds = 0
     while (step := lookup.next(0.0)) is not None:
         assert isinstance(step, Contact)
@@ -174,8 +227,8 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
     dead = {c.peer_id for c in swarm if rng.random() < dead_share}
     silent = {c.peer_id for c in swarm if rng.random() < dead_share / 2}
     known = {c.peer_id: rng.sample(swarm, min(size, 8)) for c in swarm}
-    config = LookupConfig(parallelism=parallelism, beam_size=beam_size, slow_after_s=1.0, max_queries=50)
-    lookup = Lookup(rng.getrandbits(256), rng.sample(swarm, min(size, 3)), local_id=1, config=config)
+    config = LookupConfig(parallelism=parallelism, beam_size=beam_size, max_queries=50)
+    lookup = lookup_of(rng.getrandbits(256), rng.sample(swarm, min(size, 3)), local_id=1, config=config)
     now, open_since, asked = 0.0, dict[PeerId, float](), list[PeerId]()
     for _ in range(1000):
         step = lookup.next(now)
@@ -214,7 +267,7 @@ def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int)
     """As long as each answer brings somebody nearer, never more than alpha questions are open."""
     rng = random.Random(seed)
     config = LookupConfig(parallelism=parallelism, beam_size=20)
-    lookup = Lookup(0, [contact((1 << 250) + n) for n in range(10)], local_id=1 << 255, config=config)
+    lookup = lookup_of(0, [contact((1 << 250) + n) for n in range(10)], local_id=1 << 255, config=config)
     is_open: list[Contact] = []
     for depth in range(249, 200, -1):
         while isinstance(step := lookup.next(0.0), Contact):
@@ -232,19 +285,19 @@ def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
     swarm = [contact(rng.getrandbits(256)) for _ in range(size)]
     target = rng.getrandbits(256)
     by_distance = sorted(swarm, key=lambda c: node_id(c.peer_id) ^ target)
-    lookup = Lookup(target, [rng.choice(swarm)], local_id=1, config=LookupConfig(beam_size=10))
+    lookup = lookup_of(target, [rng.choice(swarm)], local_id=1, config=LookupConfig(beam_size=10))
     while (step := lookup.next(0.0)) is not None:
         assert isinstance(step, Contact)
         lookup.on_success(step.peer_id, by_distance[:10])
     assert lookup.closest() == tuple(by_distance[:10])
 
 
-@pytest.mark.parametrize("name", ["parallelism", "beam_size", "slow_after_s", "max_queries"])
+@pytest.mark.parametrize("name", ["parallelism", "beam_size", "max_queries"])
 def test_parameters_must_be_positive(name: str) -> None:
     """Zero is refused for each of them."""
     make: Callable[..., LookupConfig] = LookupConfig
     with pytest.raises(ValueError, match="positive"):
-        make(**{name: 0})
+        make(**{"beam_size": 5, name: 0})
 
 
 class Book(PeerBook):
@@ -253,6 +306,7 @@ class Book(PeerBook):
     def __init__(self, **config: int) -> None:
         self.to_check: list[Contact] = []
         self.newcomers: list[Contact] = []
+        self.unreachable: set[Contact] = set()
         super().__init__(
             0,
             config=DhtConfig(**config),  # type: ignore[arg-type]
@@ -260,6 +314,7 @@ class Book(PeerBook):
             now=0.0,
             check=self.to_check.append,
             hand_over=self.newcomers.append,
+            is_reached=lambda contact: contact not in self.unreachable,
         )
 
 
@@ -311,15 +366,54 @@ def test_a_caller_must_prove_its_address() -> None:
 
 
 def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
-    """Callers that would not fit wait unpinged; only a contact silent for a minute is checked."""
-    known, top = Book(bucket_size=2, depth_modulo=1), 1 << 255
+    """Callers that would not fit are left alone; one that answers waits for a place, and then a contact that was silent
+    for a minute is checked."""
+    known, top = Book(bucket_size=2, depth_modulo=1, replicas=2), 1 << 255
     for low in (1, 2):
         known.answered(contact(top + low), 0.0)
     known.answered(contact(5), 0.0)
-    known.heard_from(contact(top + 3), 59.0)
+    known.heard_from(contact(top + 3), 60.0)
+    known.answered(contact(top + 4), 59.0)
     assert known.to_check == []
-    known.heard_from(contact(top + 4), 60.0)
+    known.answered(contact(top + 4), 60.0)
     assert known.to_check == [contact(top + 1)]
+    known.failed(contact(top + 1), 61.0, "silent")
+    assert contact(top + 4) in known.table.contacts()
+
+
+def test_a_peer_that_answers_on_its_own_connection_has_proven_no_address() -> None:
+    """It is checked by a dial, and stays out of the table until that has brought it."""
+    known = Book()
+    known.unreachable.add(contact(9))
+    for now in (0.0, 1.0):
+        known.answered(contact(9), now)
+    assert known.to_check == [contact(9)] * 2
+    assert len(known.table) == 0
+    known.unreachable.clear()
+    known.answered(contact(9), 2.0)
+    assert known.table.contacts() == (contact(9),)
+    known.unreachable.add(contact(9))  # its connection has ended since
+    known.answered(contact(9), 3.0)
+    assert known.to_check == [contact(9)] * 2
+
+
+def test_the_dead_are_named_to_others_for_a_minute_and_doubts_are_checked() -> None:
+    """Eight at most, the last ones; whoever is told checks a contact that it has not seen for five seconds."""
+    known = Book()
+    for number in range(1, 11):
+        known.answered(contact(number), 0.0)
+        known.failed(contact(number), float(number), "silent")
+    assert known.dead(10.0) == tuple(contact(number).peer_id for number in range(3, 11))
+    assert known.dead(65.0) == tuple(contact(number).peer_id for number in range(5, 11))
+    known.answered(contact(7), 66.0)
+    assert contact(7).peer_id not in known.dead(66.0)
+    other = Book()
+    other.answered(contact(7), 100.0)
+    other.doubted(contact(7).peer_id, 104.0)
+    other.doubted(contact(8).peer_id, 110.0)
+    assert other.to_check == []
+    other.doubted(contact(7).peer_id, 106.0)
+    assert other.to_check == [contact(7)]
 
 
 def test_lost_peers_are_bounded() -> None:

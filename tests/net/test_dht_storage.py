@@ -1,123 +1,191 @@
-"""Storage: bounded, expiring, and rejected stores change nothing."""
+"""The entries that one node keeps: owners, changes, ends of lives, and who pays for what does not fit."""
 
 import random
+from itertools import count
 
-from dmoe_net.dht.records import Dictionary, Entry, make_entry
-from dmoe_net.dht.storage import RecordStorage
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dmoe_net.dht import storage as module
+from dmoe_net.dht.entries import Entry, Subkey
+from dmoe_net.dht.storage import MAX_ENTRIES, MAX_OF_OWNER, NO_ROOM, EntryStorage
+from dmoe_net.identity import PeerId
 
-def storage(max_keys: int = 100, max_bytes: int = 10**6) -> RecordStorage:
-    return RecordStorage(max_keys=max_keys, max_bytes=max_bytes)
-
-
-def store(into: RecordStorage, key: int, value: object, expiration: float, now: float = 0.0) -> bool:
-    return into.store(key, [(None, make_entry(value, expiration))], now)[0]
-
-
-def test_a_record_is_there_until_it_expires() -> None:
-    """Readable strictly before its expiration, and swept after it."""
-    held = storage()
-    assert store(held, 1, "x", 10.0)
-    found = held.get(1, 9.999)
-    assert isinstance(found, Entry)
-    assert found.value == "x"
-    assert held.get(1, 10.0) is None
-    assert held.sweep(9.0) == 0
-    assert held.sweep(10.0) == 1
-    assert (len(held), held.bytes_held) == (0, 0)
+PEERS = [PeerId(bytes([number]) * 32) for number in range(250)]
+_numbers = count(1)
 
 
-def test_a_rejected_store_does_not_shorten_a_life() -> None:
-    """Hivemind's defect X1: a rejected store at +0.2 s made the value of +10 s vanish at +0.2 s. Not here."""
-    held = storage()
-    assert store(held, 1, "good", 10.0)
-    assert not store(held, 1, "older", 0.2)
-    assert held.sweep(5.0) == 0
-    assert held.get(1, 5.0) == make_entry("good", 10.0)
+def entry(owner: int = 0, sequence: int = 1, *, suffix: str = "", size: int = 10, value: bytes | None = b"") -> Entry:
+    """An entry of a peer by its number; storage looks at no signature, only whether two are the same."""
+    return Entry(
+        subkey=Subkey(PEERS[owner % 250] if owner < 250 else PeerId(owner.to_bytes(32)), suffix),
+        sequence=sequence,
+        issued_at=0.0,
+        life_s=300.0,
+        raw_value=None if value is None else b"x" * size,
+        public_key=bytes(32),
+        signature=next(_numbers).to_bytes(64),
+    )
 
 
-def test_an_accepted_store_lengthens_a_life() -> None:
-    """The old expiration is void once a later one is stored."""
-    held = storage()
-    store(held, 1, "old", 2.0)
-    store(held, 1, "new", 10.0)
-    assert held.sweep(5.0) == 0
-    assert held.get(1, 5.0) == make_entry("new", 10.0)
+def stored(
+    storage: EntryStorage,
+    *entries: Entry,
+    key: int = 1,
+    account: int | None = None,
+    left_s: float = 30.0,
+    now: float = 0.0,
+) -> list[bool]:
+    """Store entries of one owner; True for each that was taken."""
+    who = entries[0].owner if account is None else PEERS[account]
+    return [each is None for each in storage.store(key, [(e, left_s) for e in entries], account=who, now=now)]
 
 
-def test_what_has_expired_is_not_stored() -> None:
-    """A store that ends now or earlier is rejected, also beside good ones, and verdicts keep their order."""
-    held = storage()
-    updates = [("a", make_entry(1, 5.0)), ("b", make_entry(2, 4.0)), ("c", make_entry(3, 6.0))]
-    assert held.store(1, updates, 4.5) == (True, False, True)
-    record = held.get(1, 4.5)
-    assert isinstance(record, Dictionary)
-    assert sorted(record.entries) == ["a", "c"]
+def living(storage: EntryStorage, key: int = 1, now: float = 0.0) -> list[Entry]:
+    return [held.entry for held in storage.get(key, now)]
 
 
-def test_an_expired_value_is_no_obstacle() -> None:
-    """A dead plain value does not keep a subkey out, although nobody swept."""
-    held = storage()
-    store(held, 1, "dead", 5.0)
-    assert held.store(1, [("a", make_entry(1, 6.0))], 5.5) == (True,)
+def test_a_higher_sequence_of_the_same_owner_replaces_and_nothing_else() -> None:
+    """Others have subkeys of their own, lower sequences are refused with what stands, the same one is no conflict."""
+    storage = EntryStorage(max_bytes=10**6)
+    first, other, third = entry(0, 5), entry(1, 1), entry(0, 6)
+    assert stored(storage, first) == stored(storage, other) == [True]
+    assert living(storage) == [first, other]
+    assert stored(storage, first) == [True]
+    (refused,) = storage.store(1, [(entry(0, 4), 30.0)], account=PEERS[0], now=0.0)
+    assert refused is not None
+    assert refused.held == first
+    (forked,) = storage.store(1, [(entry(0, 5), 30.0)], account=PEERS[0], now=0.0)
+    assert forked is not None
+    assert forked.held == first, "two entries of one sequence: the first one stands"
+    assert stored(storage, third) == [True]
+    assert living(storage) == [other, third]
+    assert stored(storage, entry(0, 7, value=None)) == [True]
+    assert [each.is_withdrawn for each in living(storage)] == [False, True]
+    assert stored(storage, first) == [False], "what was withdrawn does not come back"
 
 
-def test_subkeys_expire_one_by_one() -> None:
-    """A dictionary shrinks as its entries end and goes with the last."""
-    held = storage()
-    held.store(1, [("a", make_entry(1, 5.0)), ("b", make_entry(2, 8.0))], 0.0)
-    record = held.get(1, 6.0)
-    assert isinstance(record, Dictionary)
-    assert list(record.entries) == ["b"]
-    assert held.sweep(7.0) == 0
-    assert held.sweep(8.0) == 1
+def test_entries_end_by_the_steady_clock() -> None:
+    """An entry is there until its life has ended; then it is remembered, so that nobody brings it or an older one back,
+    for as long as it could be taken for a new one: 300 s of life from its issue at 0, and 120 s of doubt."""
+    storage = EntryStorage(max_bytes=10**6)
+    stored(storage, entry(0, 9), left_s=10.0, now=100.0)
+    stored(storage, entry(1, 1), left_s=20.0, now=100.0)
+    assert len(living(storage, now=109.9)) == 2
+    assert [each.owner for each in living(storage, now=110.0)] == [PEERS[1]]
+    assert stored(storage, entry(0, 2), now=110.0) == [False]
+    assert storage.sweep(419.0) == 0
+    assert storage.sweep(420.0) == 2
+    assert (len(storage), storage.bytes_held) == (0, 0)
 
 
-def test_the_earliest_expiring_make_room() -> None:
-    """Beyond max_keys the record that ends first goes; if it is the newcomer, it is not accepted."""
-    held = storage(max_keys=2)
-    store(held, 1, "a", 10.0)
-    store(held, 2, "b", 5.0)
-    assert store(held, 3, "c", 7.0)
-    assert sorted(key for key, _ in held.items(0.0)) == [1, 3]
-    assert not store(held, 4, "d", 6.0)
-    assert sorted(key for key, _ in held.items(0.0)) == [1, 3]
+def test_a_later_sight_never_makes_an_entry_live_longer_than_from_its_first() -> None:
+    """Whoever brings an entry first with little time left cannot end it; who brings it last cannot revive it."""
+    storage = EntryStorage(max_bytes=10**6)
+    one = entry(0, 1)
+    stored(storage, one, account=7, left_s=1.0, now=0.0)
+    assert stored(storage, one, left_s=300.0, now=10.0) == [True]
+    (held,) = storage.get(1, 299.0)
+    assert (held.ends_at, held.account) == (300.0, PEERS[0]), "its owner is charged once it comes itself"
+    stored(storage, one, left_s=300.0, now=299.0)
+    assert storage.get(1, 300.0) == ()
 
 
-def test_bytes_are_bounded_too() -> None:
-    """Beyond max_bytes records go until the rest fits."""
-    held = storage(max_bytes=2500)
-    for key in range(4):
-        store(held, key, b"x" * 1000, 10.0 + key)
-    assert sorted(key for key, _ in held.items(0.0)) == [2, 3]
-    assert held.bytes_held <= 2500
+def test_only_what_changed_since_is_read() -> None:
+    """Numbers of changes go over all records, so that they stay good when a record was forgotten."""
+    storage = EntryStorage(max_bytes=10**6)
+    stored(storage, entry(0, 1))
+    stored(storage, entry(1, 1))
+    (_, second) = storage.get(1, 0.0)
+    assert storage.since(1, 0, 0.0) == storage.get(1, 0.0)
+    assert storage.since(1, second.change, 0.0) == ()
+    renewed = entry(0, 2)
+    stored(storage, renewed)
+    assert [held.entry for held in storage.since(1, second.change, 0.0)] == [renewed]
+    stored(storage, entry(0, 2), key=2)
+    assert [held.entry for held in storage.since(1, second.change, 0.0)] == [renewed]
+    storage.sweep(1000.0)
+    again = entry(1, 2)
+    stored(storage, again, now=1000.0)
+    assert [held.entry for held in storage.since(1, second.change, 1000.0)] == [again]
 
 
-def test_expired_records_go_before_living_ones() -> None:
-    """When room is short, the dead make it."""
-    held = storage(max_keys=2)
-    store(held, 1, "dead", 1.0)
-    store(held, 2, "alive", 9.0)
-    assert store(held, 3, "new", 8.0, now=2.0)
-    assert sorted(key for key, _ in held.items(2.0)) == [2, 3]
+def test_an_owner_has_few_entries_in_a_record() -> None:
+    """Its oldest one makes room for one more than `MAX_OF_OWNER`; in other records it has as many again."""
+    storage = EntryStorage(max_bytes=10**6)
+    for number in range(MAX_OF_OWNER + 1):
+        assert stored(storage, entry(0, 1, suffix=str(number)))[0]
+    assert [each.suffix for each in living(storage)] == [str(n) for n in range(1, MAX_OF_OWNER + 1)]
+    assert stored(storage, entry(0, 1), key=2) == [True]
 
 
-def test_the_books_balance_after_many_stores() -> None:
-    """After 3000 random stores, sweeps and evictions the counted bytes are those of what is held."""
-    rng = random.Random(0)
-    held = storage(max_keys=50, max_bytes=20_000)
-    reference: dict[int, float] = {}
-    for step in range(3000):
-        now = step / 100
-        key, expiration = rng.randrange(100), now + rng.random() * 3
-        store(held, key, b"x" * rng.randrange(500), expiration, now)
-        if step % 50 == 0:
-            held.sweep(now)
-        reference[key] = max(expiration, reference.get(key, 0.0))
-        assert len(held) <= 50
-        assert held.bytes_held <= 20_000
-    final = list(held.items(30.0))
-    assert all(record.expiration <= reference[key] for key, record in final)
-    held.sweep(1000.0)
-    assert (len(held), held.bytes_held) == (0, 0)
-    assert final
+def test_a_flood_of_a_record_costs_the_flooders_entries() -> None:
+    """Ten thousand junk entries of as many owners, brought by one peer, and the honest ones are there."""
+    storage = EntryStorage(max_bytes=10**9)
+    honest = [entry(number, 1) for number in range(5)]
+    for each in honest:
+        assert stored(storage, each) == [True]
+    flooder = 200
+    for number in range(10_000):
+        assert stored(storage, entry(1000 + number), account=flooder) == [True]
+        if number % 1000 == 0:
+            assert set(honest) <= set(living(storage))
+    assert set(honest) <= set(living(storage))
+    assert len(living(storage)) <= MAX_ENTRIES
+    late = entry(6, 1)
+    assert stored(storage, late) == [True], "and there is room for honest ones that come after it"
+    assert late in living(storage)
+
+
+def test_a_record_full_of_owners_that_pay_for_themselves_refuses_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody of those holds more than the newcomer would: the first come stay until they end."""
+    monkeypatch.setattr(module, "MAX_ENTRIES", 8)
+    storage = EntryStorage(max_bytes=10**6)
+    for number in range(8):
+        assert stored(storage, entry(number)) == [True]
+    assert storage.store(1, [(entry(9), 30.0)], account=PEERS[9], now=0.0) == [NO_ROOM]
+    assert stored(storage, entry(3, 2)) == [True], "renewals need no room"
+    assert stored(storage, entry(9), now=30.0) == [True]
+
+
+def test_a_flood_of_keys_costs_the_flooders_entries() -> None:
+    """Beyond the bound of all records the account that holds most gives up its oldest ones."""
+    size = entry(size=1000).size_bytes
+    storage = EntryStorage(max_bytes=100 * size)
+    honest = [entry(number, size=1000) for number in range(20)]
+    for key, each in enumerate(honest):
+        stored(storage, each, key=key)
+    for number in range(1000):
+        assert stored(storage, entry(1000 + number, size=1000), key=10_000 + number, account=99) == [True]
+        assert storage.bytes_held <= 100 * size
+    for key, each in enumerate(honest):
+        assert living(storage, key) == [each]
+    newest = [key for key in range(10_000, 11_000) if living(storage, key)]
+    assert newest[-1] == 10_999, "of the flood the newest ones are left"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 6), st.integers(0, 40)), max_size=60))
+def test_sums_stay_true(steps: list[tuple[int, int, int, int]]) -> None:
+    """After any stores, ends and evictions the sums are what counting anew gives."""
+    storage, now = EntryStorage(max_bytes=1500), 0.0
+    for key, owner, sequence, wait in steps:
+        now += wait
+        stored(storage, entry(owner, sequence, size=100), key=key, account=owner // 2, left_s=50.0, now=now)
+        if wait % 3 == 0:
+            storage.sweep(now)
+        held = [each for record in storage._records.values() for each in record.entries.values()]
+        assert storage.bytes_held == sum(each.entry.size_bytes for each in held) <= 1500
+        for peer in PEERS[:3]:
+            own = [each for each in held if each.account == peer]
+            assert storage._bytes_of.get(peer, 0) == sum(each.entry.size_bytes for each in own)
+            assert len(storage._accounts.get(peer, {})) == len(own)
+        assert storage._count_held == len(held)
+
+
+def test_the_heap_of_ends_does_not_grow_with_renewals() -> None:
+    """A thousand renewals of ten entries leave some dozens of rows."""
+    storage, rng = EntryStorage(max_bytes=10**6), random.Random(0)
+    for sequence in range(1, 1001):
+        stored(storage, entry(rng.randrange(10), sequence), now=float(sequence))
+    assert len(storage._ends) <= 2 * 10 + 64

@@ -26,7 +26,7 @@ from dmoe_net.averaging.grouping.join_messages import (
 )
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
 from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, Speeds
-from dmoe_net.dht.records import Dictionary, Entry, make_entry
+from dmoe_net.dht.entries import Found
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.wire.codec import decode_untrusted, encode
@@ -169,20 +169,12 @@ def test_garbage_is_only_ever_a_protocol_error(data: st.DataObject) -> None:
 
 
 def test_declarations_are_read_past_rubbish() -> None:
-    """Good ones are found; None, nonsense, and ones that outlive their entry are passed over."""
+    """Good ones are found; None and nonsense are passed over."""
     good = candidate(1, 50.0)
-    entries: dict[str, Entry] = {
-        str(peer(1)): make_entry(declaration_of(good), 60.0),
-        str(peer(2)): make_entry(None, 60.0),
-        str(peer(3)): make_entry(declaration_of(candidate(3, 61.0)), 60.0),
-        str(peer(4)): make_entry(["host", 1], 60.0),
-        str(peer(5)): make_entry(["host", 0, 50.0], 60.0),
-        str(peer(6)): make_entry(["host", 1, "soon"], 60.0),
-        "g" * 64: make_entry(declaration_of(good), 60.0),
-        "short": make_entry(declaration_of(good), 60.0),
-    }
-    assert candidates_in_untrusted(Dictionary(entries=entries)) == (good,)
-    assert candidates_in_untrusted(make_entry(1, 60.0)) == candidates_in_untrusted(None) == ()
+    values = [declaration_of(good), None, ["host", 1], ["host", 0, 50.0], ["host", 1, "soon"]]
+    record = [Found(peer(number), "", value, 60.0) for number, value in enumerate(values, start=1)]
+    assert candidates_in_untrusted(record) == (good,)
+    assert candidates_in_untrusted(()) == ()
 
 
 @pytest.mark.parametrize("host_length", [4, 255])

@@ -15,10 +15,11 @@ from dmoe_net.averaging.state.sharing import SharedState, StateSource
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import open_dht_node
 from dmoe_net.identity import Address
+from dmoe_net.keys import Identity
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim import simulate
 from dmoe_net.transport.sim.links import Constant, HostOptions
-from tests.net.sim_hosts import in_simulation, peer
+from tests.net.sim_hosts import in_simulation
 
 MB = 8e6
 """A megabyte a second, as hosts have it: in bits."""
@@ -38,10 +39,14 @@ async def test_a_state_that_was_downloaded_tells_of_the_line() -> None:
         opened = stack.enter_async_context
         network = await opened(simulate(latency=Constant(0.02), hosts=lines.__getitem__))
         for host in lines:
-            transport, rng, is_first = network.transport(host, peer(host)), random.Random(host), host == "donor"
-            caller = await opened(open_rpc_peer(transport, peer_id=peer(host), listen=Address(host, 7)))
+            identity = Identity.from_seed(random.Random(host).randbytes(32))
+            transport, rng, is_first = network.transport(host, identity.peer_id), random.Random(host), host == "donor"
+            caller = await opened(open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address(host, 7)))
             entrances = () if is_first else (Address("donor", 7),)
-            dht = await opened(open_dht_node(caller, clock=SwarmClock.virtual(), rng=rng, initial_peers=entrances))
+            node = open_dht_node(
+                caller, identity=identity, clock=SwarmClock.virtual(), rng=rng, initial_peers=entrances
+            )
+            dht = await opened(node)
             source = StateSource(lambda: 7, snapshot) if is_first else None
             config = AveragerConfig(speeds=Speeds(up=5e5))
             averager = open_averager(caller, dht, PLAN, prefix="x", rng=rng, state=source, config=config)

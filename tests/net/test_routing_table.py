@@ -132,12 +132,14 @@ def test_splitting_ends_at_the_last_bit() -> None:
 
 
 def test_stale_buckets_come_oldest_first() -> None:
-    """Only buckets without a lookup since the limit are named, by an id inside them, the stalest first."""
-    table = RoutingTable(0, bucket_size=1, depth_modulo=1)
+    """Only buckets with room, to which no lookup went since the limit, are named, by an id inside them, the stalest
+    first."""
+    table = RoutingTable(0, bucket_size=2, depth_modulo=1)
     low, high = 5, (1 << 255) + 5
-    table.add(contact_at(low), 0.0)
-    table.add(contact_at(high), 0.0)
+    for node in (low, low + 1, high):
+        table.add(contact_at(node), 0.0)
     assert table.bucket_count == 2
+    table.remove(contact_at(low + 1).peer_id)
     table.looked_up(low, 20.0)
     table.looked_up(high, 10.0)
     rng = random.Random(0)
@@ -145,3 +147,5 @@ def test_stale_buckets_come_oldest_first() -> None:
     assert (first >> 255, second >> 255) == (1, 0)
     assert [target >> 255 for target in table.stale_targets(older_than=15.0, rng=rng)] == [1]
     assert table.stale_targets(older_than=10.0, rng=rng) == ()
+    table.add(contact_at(low + 1), 0.0)
+    assert [target >> 255 for target in table.stale_targets(older_than=30.0, rng=rng)] == [1]

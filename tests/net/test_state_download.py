@@ -41,8 +41,7 @@ def start_liar(swarm: Swarm, offer: Callable[[Any], Awaitable[Reply]], chunk: Ha
             place.rpc.add_handler("averaging.trunk.state.chunk", chunk)
             assert place.rpc.address is not None
             contact = contact_to_wire(Contact(place.rpc.peer_id, place.rpc.address))
-            expiration = place.dht.clock.now() + 1000.0
-            await place.dht.store("trunk.state", [9, contact], subkey=str(place.rpc.peer_id), expiration=expiration)
+            await place.dht.store("trunk.state", [9, contact], life_s=300)
             await trio.sleep_forever()
 
     swarm.network.start("liar", live)

@@ -68,7 +68,7 @@ async def open_averager(
             gather = opened(closing(AllGather(caller, prefix=within, config=config.gather)))
         nursery = await stack.enter_async_context(background_nursery())
         if role is not Role.AUXILIARY:
-            nursery.start_soon(announce_plan, dht, prefix, caller.peer_id, plan)
+            nursery.start_soon(announce_plan, dht, prefix, plan)
         if state is not None:
             nursery.start_soon(StateSharing(caller, dht, prefix=within, source=state, config=config.state).run)
         yield Averager(

@@ -1,6 +1,6 @@
 """Plans: the vectors that peers of one name average, announced in the DHT for each other and for auxiliary peers.
 
-    DHT, PREFIX.plan / peer id      [size, side, dims, schema, whether it is reduced, meaning]
+    DHT, PREFIX.plan                [size, side, dims, schema, whether it is reduced, meaning]
 
 Peers of one name and one plan meet under `AveragingPlan.within(PREFIX)`: groups, states and progress of other plans are
 elsewhere, so that numbers of different meaning never come together. Anybody can write here: an auxiliary peer takes the
@@ -10,7 +10,6 @@ plan that most peers have. One that nobody follows costs it nothing but waiting.
 import contextlib
 import hashlib
 import logging
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,9 @@ import trio
 from dmoe_net.averaging.drawing import drawn_size
 from dmoe_net.averaging.gathering import SparseLayout
 from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_net.dht.entries import Value
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.dht.records import Dictionary, Value
-from dmoe_net.errors import NetError, RemoteProtocolError
-from dmoe_net.identity import PeerId
+from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.meaning import check_meaning, differing, is_meaning
 from dmoe_net.wire.fields import FLAG, Field, integer, octets, row_untrusted
 
@@ -155,31 +153,26 @@ def parse_plan_untrusted(value: object) -> AveragingPlan:
         raise RemoteProtocolError(f"bad plan: {error}") from error
 
 
-async def announce_plan(dht: DhtNode, prefix: str, peer_id: PeerId, plan: AveragingPlan) -> None:
+async def announce_plan(dht: DhtNode, prefix: str, plan: AveragingPlan) -> None:
     """Announce the plan until cancelled, then withdraw it; warn of peers of this name who have another one."""
-    said, expiration = "", 0.0
+    said = ""
     try:
         while True:
-            expiration = dht.clock.now() + 3 * ANNOUNCE_PERIOD_S
-            await dht.store(plan_key(prefix), plan.to_value(), subkey=str(peer_id), expiration=expiration)
+            await dht.store(plan_key(prefix), plan.to_value(), life_s=3 * ANNOUNCE_PERIOD_S)
             others = await why_apart(dht, prefix, plan)
             if others and others != said:
                 _log.warning("%s", others)
             said = others
             await trio.sleep(ANNOUNCE_PERIOD_S)
     finally:
-        with trio.move_on_after(_WITHDRAWAL_S, shield=True), contextlib.suppress(NetError):
-            end = math.nextafter(expiration, math.inf)
-            await dht.store(plan_key(prefix), None, subkey=str(peer_id), expiration=end)
+        with trio.move_on_after(_WITHDRAWAL_S, shield=True):
+            await dht.withdraw(plan_key(prefix))
 
 
 async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
     """A sentence about peers of this name that average by another plan, and so never meet this peer; empty if there are
-    none, or the DHT cannot be asked."""
-    try:
-        others = [each for each in await _announced(dht, prefix) if each.schema != plan.schema]
-    except NetError:
-        return ""
+    none."""
+    others = [each for each in await _announced(dht, prefix) if each.schema != plan.schema]
     if not others:
         return ""
     theirs, ours = differing(others[0].facts(), plan.facts())
@@ -190,11 +183,7 @@ async def why_apart(dht: DhtNode, prefix: str, plan: AveragingPlan) -> str:
 
 
 async def find_plan(dht: DhtNode, prefix: str) -> AveragingPlan | None:
-    """The plan to assist with that most peers have announced; None if there is none.
-
-    Raises:
-      NetError: the DHT cannot be asked.
-    """
+    """The plan to assist with that most peers have announced; None if there is none."""
     found = await _announced(dht, prefix)
     votes = Counter(plan for plan in found if plan.size <= MAX_ASSISTED_SIZE and plan.is_reduced)
     # The hash decides between equals: all who look choose the same.
@@ -203,9 +192,8 @@ async def find_plan(dht: DhtNode, prefix: str) -> AveragingPlan | None:
 
 async def _announced(dht: DhtNode, prefix: str) -> list[AveragingPlan]:
     """Plans under this name that can be read."""
-    record = await dht.get(plan_key(prefix))
     found = []
-    for entry in record.entries.values() if isinstance(record, Dictionary) else ():
+    for entry in await dht.get(plan_key(prefix)):
         with contextlib.suppress(RemoteProtocolError):
             found.append(parse_plan_untrusted(entry.value))
     return found
@@ -214,7 +202,6 @@ async def _announced(dht: DhtNode, prefix: str) -> list[AveragingPlan]:
 async def wait_for_plan(dht: DhtNode, prefix: str) -> AveragingPlan:
     """Do as `find_plan` does, and look again until there is one."""
     while True:
-        with contextlib.suppress(NetError):
-            if (plan := await find_plan(dht, prefix)) is not None:
-                return plan
+        if (plan := await find_plan(dht, prefix)) is not None:
+            return plan
         await trio.sleep(_POLL_S)

@@ -1,8 +1,8 @@
 """The calls of a DHT node, outgoing and incoming: send, serve, check what comes, and keep the peer book."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import trio
@@ -10,20 +10,20 @@ import trio
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht import messages
 from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.copies import Position
+from dmoe_net.dht.entries import EntryReader
+from dmoe_net.dht.messages import Find, FindReply, SignedEntries
+from dmoe_net.dht.patience import Patience
 from dmoe_net.dht.peer_book import PeerBook
-from dmoe_net.dht.records import Record, SubkeyEntry, merge_entries
 from dmoe_net.dht.routing_table import NodeId
-from dmoe_net.dht.storage import RecordStorage
+from dmoe_net.dht.storage import EntryStorage, Refusal, Verdict
 from dmoe_net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
-from dmoe_net.identity import Address, Contact, address_of
+from dmoe_net.identity import Address, Contact, PeerId, address_of
 from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
 from dmoe_net.wire.fields import FLAG, PEER_ID
 
 PEER_ERRORS = (PeerUnavailable, CallFailed, RemoteProtocolError)
 """Errors that a peer can cause. `LocalProtocolError` would be a bug here and has to surface."""
-
-MAX_PAGES = 64
-"""Most pages of one record: 2.5 MiB, more than any record may hold."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,15 +36,12 @@ class DhtCalls:
 
     caller: Caller
     book: PeerBook
-    storage: RecordStorage
+    storage: EntryStorage
+    reader: EntryReader
     clock: SwarmClock
     config: DhtConfig
     is_client: bool
-
-    @property
-    def latest_expiration(self) -> float:
-        """Latest expiration that a record may have now, swarm time."""
-        return self.clock.now() + self.config.max_lifetime_s
+    patience: Patience = field(default_factory=Patience)
 
     async def ping(self, target: Contact | Address) -> Contact:
         """Ask who listens there. Only an answer goes into the book: of a failure nobody is known."""
@@ -69,52 +66,58 @@ class DhtCalls:
         return tuple(answered)
 
     async def check(self, contact: Contact) -> None:
-        """Ping a contact; if it does not answer, or another peer does, the contact goes."""
+        """Reach a contact at its own address; if it is not there, or another peer is, the contact goes.
+
+        A peer that has called us answers on its own connection whatever it says of its address, so that does not count.
+        """
         with self._noting(contact):
-            await self._ask_who(contact)
+            if self.caller.is_reached(contact):
+                await self._ask_who(contact)
+            else:
+                await self.caller.reach(contact, timeout_s=self.config.rpc_timeout_s)
 
     async def _ask_who(self, target: Contact | Address) -> Contact:
         body = await self._call(target, messages.PING, {})
         return Contact(PEER_ID.of_untrusted(body, "peer_id"), address_of(target))
 
     async def find(
-        self, contact: Contact, target: NodeId, *, record: bool
-    ) -> tuple[tuple[Contact, ...], Record | None]:
-        """Contacts near `target` and, if wanted, the peer's copy of the record."""
-        found: Record | None = None
-        after: str | None = None
-        contacts: tuple[Contact, ...] = ()
-        for _ in range(MAX_PAGES):
-            with self._noting(contact):
-                body = await self._call(contact, messages.FIND, messages.find_body(target, record=record, after=after))
-                reply = messages.parse_find_reply_untrusted(body, latest_expiration=self.latest_expiration)
-                last = reply.entries[-1][0] if reply.entries else None
-                if reply.more and (last is None or (after is not None and last <= after)):
-                    raise RemoteProtocolError(f"{contact} pages a record without getting on")
-            contacts = contacts or reply.contacts
-            now = self.clock.now()
-            found, _ = merge_entries(found, [update for update in reply.entries if update[1].expiration > now])
-            if not reply.more:
-                break
-            after = last
-        return contacts, found
+        self, contact: Contact, target: NodeId, *, contacts: int, record: bool = False, since: Position | None = None
+    ) -> FindReply:
+        """Ask a peer for contacts near `target` and, if wanted, for a page of the changes of its copy of the record."""
+        question = Find(target, contacts, record, since, self.book.dead(trio.current_time()))
+        with self._noting(contact):
+            body = await self._call(contact, messages.FIND, messages.find_body(question))
+            found = messages.parse_found_untrusted(body, target, self.reader)
+            found = found._replace(contacts=found.contacts[:contacts])
+            if found.more and (not found.entries or found.position == since):
+                raise RemoteProtocolError(f"{contact} pages a record without getting on")
+        return found
 
-    async def store(self, contact: Contact, target: NodeId, entries: Sequence[SubkeyEntry]) -> tuple[bool, ...]:
-        """Store entries at one peer; True for each that the peer accepted."""
-        accepted: list[bool] = []
+    async def store(
+        self, contact: Contact, target: NodeId, entries: SignedEntries
+    ) -> tuple[list[Verdict], tuple[Contact, ...]]:
+        """Store entries at one peer.
+
+        Returns: the verdict for each, and the peers nearest to the target that the peer knows.
+        """
+        verdicts: list[Verdict] = []
+        nearest: tuple[Contact, ...] = ()
         for batch in messages.batches(entries):
             with self._noting(contact):
-                answer = await self._call(contact, messages.STORE, messages.store_body(target, batch))
-                accepted += messages.parse_store_reply_untrusted(answer, count=len(batch))
-        return tuple(accepted)
+                body = messages.store_body(target, batch, self.book.dead(trio.current_time()))
+                answer = await self._call(contact, messages.STORE, body)
+                verdicts += messages.parse_stored_untrusted(answer, target, self.reader, count=len(batch))
+                nearest = messages.contacts_untrusted(answer)
+        return verdicts, nearest
 
     async def _call(self, target: Contact | Address, method: str, body: Body) -> Body:
         body = {**body, "client": self.is_client}
-        asked_at = self.clock.ticks()
+        asked_at, started = self.clock.ticks(), trio.current_time()
         answer = (await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)).body
         peer_id = PEER_ID.of_untrusted(answer, "peer_id")
         if isinstance(target, Contact) and peer_id != target.peer_id:
             raise RemoteProtocolError(f"expected {target}, but {peer_id.short} answered there")
+        self.patience.note(peer_id, trio.current_time() - started, trio.current_time())
         self.clock.read(peer_id, messages.SECONDS.of_untrusted(answer, "now"), asked_at=asked_at)
         return answer
 
@@ -142,25 +145,53 @@ class DhtCalls:
         try:
             body = answer(request)
             is_client = FLAG.of_untrusted(request.body, "client")
+            dead = messages.dead_untrusted(request.body)
         except RemoteProtocolError as error:
             raise CallRefused(str(error)) from error
+        now = trio.current_time()
         if not is_client and request.peer_address is not None:
-            self.book.heard_from(Contact(request.peer_id, request.peer_address), trio.current_time())
+            self.book.heard_from(Contact(request.peer_id, request.peer_address), now)
+        for peer_id in dead:
+            self.book.doubted(peer_id, now)
         return Reply(body={**body, "peer_id": self.caller.peer_id.raw, "now": self.clock.now()})
 
     def _answer_ping(self, _: Request) -> Body:
         return {}
 
     def _answer_find(self, request: Request) -> Body:
-        target, wants_record, after = messages.parse_find_untrusted(request.body)
-        # One more than is answered, since the caller itself may be among them and knows itself already.
-        nearest = self.book.table.nearest(target, self.config.bucket_size + 1)
-        contacts = [contact for contact in nearest if contact.peer_id != request.peer_id]
-        record = self.storage.get(target, self.clock.now()) if wants_record else None
-        reply = messages.FindReply(tuple(contacts[: self.config.bucket_size]), *messages.page(record, after))
-        return messages.find_reply_body(reply)
+        question, now = messages.parse_find_untrusted(request.body), self.clock.ticks()
+        held = self.storage.get(question.target, now) if question.record else ()
+        # Near a copy there are others, so that few contacts will do: most of an answer's cost are its contacts.
+        most = min(question.contacts, self.config.replicas) if held else question.contacts
+        contacts = self._nearest(question.target, most, request.peer_id)
+        if not held:
+            return messages.found_body(FindReply(contacts))
+        newest = held[-1].change
+        if question.since is not None and question.since.epoch == self.storage.epoch:
+            held = self.storage.since(question.target, question.since.change, now)
+        entries, change, more = messages.page(held, now)
+        position = Position(self.storage.epoch, change if more else newest)
+        return messages.found_body(FindReply(contacts, position, entries, more))
 
     def _answer_store(self, request: Request) -> Body:
-        body, latest = request.body, self.latest_expiration
-        target, entries = messages.parse_store_untrusted(body, latest_expiration=latest)
-        return {"accepted": list(self.storage.store(target, entries, self.clock.now()))}
+        target, entries = messages.parse_store_untrusted(request.body, self.reader)
+        verdicts = self.take(target, entries, request.peer_id)
+        nearest = self._nearest(target, self.config.replicas, request.peer_id)
+        return messages.stored_body(verdicts, nearest, owner=request.peer_id)
+
+    def take(self, target: NodeId, entries: SignedEntries, account: PeerId) -> list[Verdict]:
+        """Keep entries that a peer brought, this one or another; return a verdict for each."""
+        now, verdicts = self.clock.now(), list[Verdict]()
+        for entry, said_s in entries:
+            left_s = entry.left(now, said_s)
+            verdicts += (
+                self.storage.store(target, [(entry, left_s)], account=account, now=self.clock.ticks(), swarm_now=now)
+                if left_s > 0
+                else [Refusal(ahead_s=entry.issued_at - now)]
+            )
+        return verdicts
+
+    def _nearest(self, target: NodeId, count: int, asker: PeerId) -> tuple[Contact, ...]:
+        # One more than is answered, since the caller itself may be among them and knows itself already.
+        nearest = self.book.table.nearest(target, count + 1) if count else ()
+        return tuple(contact for contact in nearest if contact.peer_id != asker)[:count]

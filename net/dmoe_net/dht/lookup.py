@@ -3,34 +3,36 @@
 Theory of operation. The lookup keeps the peers it has heard of, ordered by their distance to the target, each in one
 `_State`. The shell calls `next(now)` until it is told to wait, asks each contact that it gets, and reports the outcome
 by `on_success` or `on_failure`. The lookup is finished when the `beam_size` nearest peers that can be reached have
-answered.
+answered, or when `copies` of these have said that they hold the record, if it is that which is looked for.
 
 - At most `parallelism` (alpha) questions are open at once. When alpha answers in a row brought nobody nearer,
   the lookup has *stalled*: it then asks all of the `beam_size` nearest at once (the paper's final round), and returns
   to alpha as soon as somebody nearer turns up.
-- A peer silent for `slow_after_s` becomes UNRESPONSIVE: it holds no place among the open questions, and once
-  `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure is
-  awaited: where everybody is slow, impatience would find nobody.
+- A peer that is silent for longer than it is granted becomes UNRESPONSIVE: it holds no place among the open questions,
+  and once `beam_size` others have answered the result does not wait for it. Otherwise its late answer or its failure
+  is awaited: where everybody is slow, impatience would find nobody. If it is this process that is late, because it
+  has too much to do, then answers may lie here unread: nobody counts as silent, or it would have even more to do.
 - Peers that invent ever nearer peers cannot keep a lookup going: it asks at most `max_queries` times.
 """
 
 import enum
 import math
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from dmoe_net.dht.records import Record, merge
 from dmoe_net.dht.routing_table import NodeId, node_id
 from dmoe_net.identity import Contact, PeerId
+
+_LATE_S = 0.02  # by which a timer may be late in a process that has time
 
 
 class _State(enum.Enum):
     NEW = enum.auto()
     """Heard of, not asked. Left by being asked."""
     WAITING = enum.auto()
-    """Asked, and counted against the parallelism. Left by an answer, a failure, or `slow_after_s`."""
+    """Asked, and counted against the parallelism. Left by an answer, a failure, or long silence."""
     UNRESPONSIVE = enum.auto()
     """Asked long ago; awaited only if the others are too few. Left by a late answer or a failure."""
     SUCCEEDED = enum.auto()
@@ -43,23 +45,25 @@ class _State(enum.Enum):
 class LookupConfig:
     """Parameters of a lookup."""
 
-    parallelism: int = 3
+    beam_size: int
+    """Number of the nearest peers that must have answered."""
+    parallelism: int = 5
     """alpha of the paper: open questions while the lookup makes progress."""
-    beam_size: int = 20
-    """k of the paper: how many of the nearest peers must have answered."""
-    slow_after_s: float = 1.0
-    """Silence in seconds after which others are asked in a peer's stead."""
-    max_queries: int = 200
-    """Most questions of one lookup: ten times what the beam needs, room for a swarm that is mostly dead."""
+    copies: int = 0
+    """Number of peers holding the record at which the lookup ends; 0: the record is not looked for."""
+    max_queries: int = 100
+    """Most questions of one lookup: ten times what it needs, room for a swarm that is mostly dead."""
 
     def __post_init__(self) -> None:
-        if self.parallelism < 1 or self.beam_size < 1 or self.max_queries < 1 or not self.slow_after_s > 0:
+        if min(self.beam_size, self.parallelism, self.max_queries) < 1 or self.copies < 0:
             raise ValueError(f"every parameter of a lookup must be positive, got {self}")
 
 
 @dataclass(slots=True, kw_only=True)
 class _Peer:
     contact: Contact
+    other: Contact | None = None
+    """The same peer at another address, to be tried if it is not at the first."""
     state: _State = _State.NEW
     slow_at: float = 0.0
 
@@ -71,18 +75,29 @@ class Lookup:
       target: the id walked towards.
       seeds: contacts to begin with.
       local_id: the own place.
+      patience: returns the seconds of silence that a peer is granted, before others are asked in its stead.
     """
 
-    def __init__(self, target: NodeId, seeds: Iterable[Contact], *, local_id: NodeId, config: LookupConfig) -> None:
+    def __init__(
+        self,
+        target: NodeId,
+        seeds: Iterable[Contact],
+        *,
+        local_id: NodeId,
+        config: LookupConfig,
+        patience: Callable[[PeerId], float],
+    ) -> None:
         self.target = target
-        self.record: Record | None = None
-        """Every copy of the target's record that turned up, merged."""
+        self.config = config
+        self.holders: list[Contact] = []
+        """Peers that said that they hold the record, in the order of their answers."""
         self.queries = 0
         self._local_id = local_id
-        self._config = config
+        self._patience = patience
         self._peers: dict[int, _Peer] = {}  # by distance, which names a peer as well as its id does
         self._order: list[int] = []  # the same distances, sorted
         self._without_progress = 0
+        self._due = math.inf  # when `next` is to be called
         self._finished = False
         self._learn(seeds)
 
@@ -92,57 +107,86 @@ class Lookup:
         Returns:
           a contact to be asked for others near the target (and for the record); a time before which there is nothing
           to do unless an outcome is reported, infinite if only that can help: every question must have one at some
-          time, that is, every call a timeout; or None when the lookup is finished: read `closest()` and `record`, open
+          time, that is, every call a timeout; or None when the lookup is finished: read `closest()` and `holders`, open
           questions may be abandoned.
         """
         if self._finished:
             return None
+        late_s, self._due = max(0.0, now - self._due), math.inf
         for peer in self._peers.values():
-            if peer.state is _State.WAITING and now >= peer.slow_at:
+            if peer.state is not _State.WAITING or now < peer.slow_at:
+                continue
+            if late_s > _LATE_S:
+                peer.slow_at = now + late_s
+            else:
                 peer.state = _State.UNRESPONSIVE
         waiting = [peer for peer in self._peers.values() if peer.state is _State.WAITING]
         until = min((peer.slow_at for peer in waiting), default=math.inf)
         candidate, is_complete = self._scan()
-        if candidate is not None and self.queries >= self._config.max_queries:
+        if candidate is not None and self.queries >= self.config.max_queries:
             is_complete = not waiting
         elif candidate is not None:
-            has_stalled = self._without_progress >= self._config.parallelism
-            if len(waiting) >= max(self._config.parallelism, self._config.beam_size if has_stalled else 0):
+            has_stalled = self._without_progress >= self.config.parallelism
+            if len(waiting) >= max(self._open_questions(), self.config.beam_size if has_stalled else 0):
+                self._due = until
                 return until
             candidate.state = _State.WAITING
-            candidate.slow_at = now + self._config.slow_after_s
+            candidate.slow_at = now + self._patience(candidate.contact.peer_id)
             self.queries += 1
             return candidate.contact
         if not is_complete:
+            self._due = until
             return until
         self._finished = True
         return None
 
-    def on_success(self, peer_id: PeerId, closer: Iterable[Contact], record: Record | None = None) -> None:
-        """Take in a peer's answer, contacts and perhaps a record. Ignored unless its question is still open."""
+    def on_success(self, peer_id: PeerId, closer: Iterable[Contact], *, holds: bool = False) -> None:
+        """Take in a peer's answer: contacts, and True if it holds the record. Ignored unless its question is open."""
         peer = self._asked(peer_id)
         if peer is None or self._finished:
             return
         peer.state = _State.SUCCEEDED
-        self.record = merge(self.record, record)
         nearest = self._order[0]
         self._learn(closer)
+        if holds:
+            self.holders.append(peer.contact)
+        if 0 < self.config.copies <= len(self.holders) and self._near_holders() >= self.config.copies:
+            self._finished = True
+            return
         self._without_progress = 0 if self._order[0] < nearest else self._without_progress + 1
 
     def on_failure(self, peer_id: PeerId) -> None:
         """Note that a peer did not answer usefully."""
-        if (peer := self._asked(peer_id)) is not None:
-            peer.state = _State.FAILED
+        if (peer := self._asked(peer_id)) is None:
+            return
+        peer.state = _State.FAILED
+        if peer.other is not None:  # who named the first address may have lied
+            peer.contact, peer.other, peer.state = peer.other, None, _State.NEW
 
     def closest(self) -> tuple[Contact, ...]:
         """The nearest peers that answered, nearest first, at most `beam_size`."""
         nearest = (self._peers[distance] for distance in self._order)
         answered = (peer.contact for peer in nearest if peer.state is _State.SUCCEEDED)
-        return tuple(islice(answered, self._config.beam_size))
+        return tuple(islice(answered, self.config.beam_size))
 
     def unresponsive(self) -> tuple[Contact, ...]:
         """Peers that were asked and given up on while their calls were still open: worth a check."""
         return tuple(p.contact for p in self._peers.values() if p.state is _State.UNRESPONSIVE)
+
+    def _open_questions(self) -> int:
+        """Most open questions now. A walk to a record begins with one more than the copies that it wants, for the
+        nearest known peers may have them, and asks two more for each that was asked in vain."""
+        if not self.config.copies:
+            return self.config.parallelism
+        in_vain = sum(peer.state not in (_State.NEW, _State.WAITING) for peer in self._peers.values())
+        return min(self.config.parallelism, self.config.copies + 1 + 2 * in_vain)
+
+    def _near_holders(self) -> int:
+        """Number of holders among the `beam_size` nearest peers that have not failed: anybody on the way may say that
+        it holds a record."""
+        near = (self._peers[distance] for distance in self._order)
+        beam = islice((peer.contact for peer in near if peer.state is not _State.FAILED), self.config.beam_size)
+        return len(set(beam).intersection(self.holders))
 
     def _asked(self, peer_id: PeerId) -> _Peer | None:
         """The peer, if its question is open."""
@@ -154,16 +198,20 @@ class Lookup:
         for contact in contacts:
             node = node_id(contact.peer_id)
             distance = node ^ self.target
-            if node != self._local_id and distance not in self._peers:
+            if node == self._local_id:
+                continue
+            if (known := self._peers.get(distance)) is None:
                 self._peers[distance] = _Peer(contact=contact)
                 insort(self._order, distance)
+            elif known.other is None and known.contact.address != contact.address:
+                known.other = contact
 
     def _scan(self) -> tuple[_Peer | None, bool]:
         """The nearest peer to ask among the beam, and whether the whole beam has answered.
 
         The beam is the `beam_size` nearest peers that answered, are being waited for, or have not been asked.
         """
-        room = self._config.beam_size
+        room = self.config.beam_size
         is_complete, has_silent = True, False
         for distance in self._order:
             peer = self._peers[distance]

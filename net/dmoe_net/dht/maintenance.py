@@ -7,10 +7,10 @@ from contextlib import suppress
 import trio
 
 from dmoe_net.dht.calls import PEER_ERRORS, DhtCalls
-from dmoe_net.dht.records import as_updates
 from dmoe_net.dht.routing_table import NodeId
+from dmoe_net.dht.storage import EntryStorage
 from dmoe_net.errors import DialFailed
-from dmoe_net.identity import Address, Contact, PeerId, address_of
+from dmoe_net.identity import Address, Contact, address_of
 
 MAX_JOBS = 256
 """Most jobs waiting. Further ones are dropped: a peer that is met again makes the same job again."""
@@ -28,15 +28,15 @@ class JobQueue:
     def __init__(self) -> None:
         self._send, self.waiting = trio.open_memory_channel[tuple[Contact, bool]](MAX_JOBS)
         """Contacts, each with True to ping it, or False to send it the records that it should hold."""
-        self.checking: set[PeerId] = set()
-        """Peers whose check waits or is under way: one at a time is enough."""
+        self.checking: set[Contact] = set()
+        """Contacts whose check waits or is under way: one at a time is enough."""
         self.dropped = 0
         """Jobs dropped because the queue was full."""
 
     def check(self, contact: Contact) -> None:
         """Have a contact pinged soon."""
-        if contact.peer_id not in self.checking and self._put(contact, True):
-            self.checking.add(contact.peer_id)
+        if contact not in self.checking and self._put(contact, True):
+            self.checking.add(contact)
 
     def hand_over(self, contact: Contact) -> None:
         """Have a contact sent the records that it should hold."""
@@ -52,32 +52,51 @@ class JobQueue:
 
 
 class Maintenance:
-    """The background of one node. `lookup` walks towards an id and thereby fills the table."""
+    """The background of one node.
+
+    Args:
+      lookup: walks towards an id until so many of the nearest peers have answered, and thereby fills the table.
+      read: what the node has read of others.
+    """
 
     def __init__(
         self,
         *,
         initial_peers: Sequence[Contact | Address],
+        remembered: Sequence[Contact],
         jobs: JobQueue,
         calls: DhtCalls,
-        lookup: Callable[[NodeId], Awaitable[object]],
+        lookup: Callable[[NodeId, int], Awaitable[object]],
+        read: EntryStorage,
         rng: random.Random,
     ) -> None:
         others = (peer for peer in initial_peers if address_of(peer) != calls.caller.address)
         self.initial_peers = tuple(dict.fromkeys(others))
+        self.remembered = tuple(peer for peer in remembered if peer.peer_id != calls.caller.peer_id)
         self.jobs, self.calls, self.lookup = jobs, calls, lookup
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
+        self.read = read
         # A stream of its own for each task: the draws of one do not depend on when the others run.
         streams = (random.Random(rng.getrandbits(64)) for _ in range(3))
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
 
     async def join(self) -> None:
-        """Meet the swarm through the initial peers; DialFailed if there are some, and none answered."""
-        if not self.initial_peers:
+        """Meet the swarm through the initial peers, and those remembered; DialFailed if initial ones were named, and
+        nobody answered."""
+        self.book.remember(self.remembered)
+        targets = (*self.initial_peers, *self.remembered)
+        if not targets:
             return
-        if not await self._ask(self.initial_peers, grace_s=self.config.bootstrap_grace_s):
+        if not await self._ask(targets, grace_s=self.config.bootstrap_grace_s):
+            if not self.initial_peers:
+                return  # they are tried again by and by
             raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
-        await self.lookup(self.book.table.local_id)
+        await self._meet_neighbours()
+        self.calls.clock.follow()
+
+    async def _meet_neighbours(self) -> None:
+        """Walk to the own id: those who keep what is near it, and as many again, learn of this node."""
+        await self.lookup(self.book.table.local_id, 2 * self.config.replicas)
 
     async def run(self) -> None:
         """Do everything below until cancelled, whatever peers do."""
@@ -93,13 +112,15 @@ class Maintenance:
             with suppress(*PEER_ERRORS):  # the peer book knows
                 await (self.calls.check(contact) if is_check else self._hand_over(contact))
             if is_check:
-                self.jobs.checking.discard(contact.peer_id)
+                self.jobs.checking.discard(contact)
 
     async def _hand_over(self, newcomer: Contact) -> None:
-        for key, record in list(self.storage.items(self.calls.clock.now())):
+        for key in [key for key, _ in self.storage.items(self.calls.clock.ticks())]:
             await trio.lowlevel.checkpoint()  # a full storage takes a while
             if self.book.owes(newcomer, key, replicas=self.config.replicas):
-                await self.calls.store(newcomer, key, as_updates(record))
+                now = self.calls.clock.ticks()
+                held = [(each.entry, each.ends_at - now) for each in self.storage.get(key, now)]
+                await self.calls.store(newcomer, key, held)
 
     async def _refresh(self) -> None:
         """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""
@@ -108,7 +129,7 @@ class Maintenance:
             await trio.sleep(_jitter(period_s, self._refresh_rng))
             stale = self.book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
             for target in stale[:MAX_STALE_BUCKETS]:
-                await self.lookup(target)
+                await self.lookup(target, self.config.replicas)
 
     async def _rejoin(self) -> None:
         """Try the initial peers and some lost ones: a split swarm becomes one again, and clocks stay together."""
@@ -122,10 +143,10 @@ class Maintenance:
             lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
             answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
             if any(contact.address not in known for contact in answered):
-                await self.lookup(self.book.table.local_id)
+                await self._meet_neighbours()
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
-        """Ping peers, follow the clocks of the initial ones among them, and return those that answered."""
+        """Ping peers, follow their clocks, and return those that answered."""
         answered = await self.calls.ping_all(targets, grace_s=grace_s)
         guides = {address_of(peer) for peer in self.initial_peers}
         self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
@@ -134,7 +155,9 @@ class Maintenance:
     async def _sweep(self) -> None:
         while True:
             await trio.sleep(_jitter(self.config.sweep_period_s, self._sweep_rng))
-            self.storage.sweep(self.calls.clock.now())
+            for storage in (self.storage, self.read):
+                storage.sweep(self.calls.clock.ticks())
+            self.calls.clock.follow()
 
 
 def _jitter(period_s: float, rng: random.Random) -> float:

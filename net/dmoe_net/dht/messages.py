@@ -1,34 +1,46 @@
 """The messages of DHT nodes: three calls, each a small CBOR map.
 
-    dht.ping   {client}                          -> {peer_id, now}
-    dht.find   {client, target, record, after?}  -> {peer_id, now, contacts, entries?, more?}
-    dht.store  {client, target, entries}         -> {peer_id, now, accepted}
+    dht.ping   {client}                                            -> {peer_id, now}
+    dht.find   {client, target, contacts, record, since?, dead?}   -> {peer_id, now, contacts, copy?, entries?}
+    dht.store  {client, target, entries, dead?}                    -> {peer_id, now, verdicts, contacts}
 
 `client` true says: do not put me into your table. `peer_id` in each answer tells who answered at an address, `now` is
 the answerer's swarm time; `dmoe_net.dht.calls` writes and reads these three. Ids travel as 32 bytes, contacts as `[id,
-host, port]`, entries as `[subkey or None, value, expiration]` (a plain value is the single entry under None).
+host, port]`, entries as the rows of `dmoe_net.dht.entries`.
 
-A message must fit a header of 64 KiB. Values therefore travel in pages of `PAGE_BYTES`: `more` says that subkeys
-follow the last one given, and the caller asks again with `after`; stores are cut by `batches`.
+`contacts` of a question is the number of contacts near the target that are wanted; answers to a store name the nearest
+ones. `dead` names peers that did not answer of late. `copy` is `[epoch, change, more]` of the answerer's copy of the
+record, and missing if it has none; `entries` are those that changed after `since`, `[epoch, change]`, in the order of
+changes. A verdict is true (taken), false (no room), the row of the entry that stands there instead, or the seconds by
+which the entry's times are ahead of the answerer's.
+
+A message must fit a header of 64 KiB. Entries therefore travel in pages of `PAGE_BYTES`: `more` is true if further ones
+follow, and the caller asks again since the change that it was told; stores are cut by `batches`.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from dmoe_net.dht.records import (
-    MAX_SUBKEY_BYTES,
-    MAX_SUBKEYS,
-    Record,
-    SubkeyEntry,
-    as_updates,
-    check_subkey,
-    make_entry,
-)
+from dmoe_net.dht.copies import Position
+from dmoe_net.dht.entries import Entry, EntryReader, entry_to_wire
 from dmoe_net.dht.routing_table import NodeId
+from dmoe_net.dht.storage import MAX_ENTRIES, NO_ROOM, Held, Refusal, Verdict
 from dmoe_net.errors import RemoteProtocolError
-from dmoe_net.identity import PEER_ID_BYTES, Address, Contact
+from dmoe_net.identity import PEER_ID_BYTES, Address, Contact, PeerId
 from dmoe_net.rpc.base import Body
-from dmoe_net.wire.fields import FLAG, HOST, PEER_ID, PORT, Field, octets, optional, row_untrusted, rows, several, text
+from dmoe_net.wire.fields import (
+    FLAG,
+    HOST,
+    PEER_ID,
+    PORT,
+    Field,
+    integer,
+    octets,
+    optional,
+    row_untrusted,
+    rows,
+    several,
+)
 
 PING, FIND, STORE = "dht.ping", "dht.find", "dht.store"
 
@@ -38,15 +50,22 @@ PAGE_BYTES = 40 * 1024
 MAX_CONTACTS = 32
 """Most contacts of one answer."""
 
-_LATEST_S = 2.0**63
+MAX_DEAD = 8
+"""Most peers that a question names as dead."""
+
+_LATEST_S = 2.0**33
 SECONDS: Field[float] = Field(
     f"a number of seconds up to {_LATEST_S:g}",
     lambda value: type(value) in (int, float) and abs(value) <= _LATEST_S,
     float,
 )
-_AFTER = optional(text(0, MAX_SUBKEY_BYTES))
+_COUNTER = integer(0, 2**64 - 1)
+_COUNT = integer(0, MAX_CONTACTS)
 _CONTACTS = rows(MAX_CONTACTS)
-_ENTRIES = rows(MAX_SUBKEYS)
+_ENTRIES = rows(MAX_ENTRIES)
+_DEAD = optional(several(PEER_ID, MAX_DEAD))
+_SINCE: dict[str, Field[Any]] = {"epoch": _COUNTER, "change": _COUNTER}
+_COPY: dict[str, Field[Any]] = {**_SINCE, "more": FLAG}
 _TARGET: Field[NodeId] = Field(
     f"an id of {PEER_ID_BYTES} bytes",
     octets(PEER_ID_BYTES, PEER_ID_BYTES).holds,
@@ -54,111 +73,160 @@ _TARGET: Field[NodeId] = Field(
     lambda target: target.to_bytes(PEER_ID_BYTES, "big"),
 )
 
+SignedEntries = Sequence[tuple[Entry, float]]
+"""Entries with the seconds that are left of their lives."""
+
+
+class Find(NamedTuple):
+    """A question of `dht.find`."""
+
+    target: NodeId
+    """Id that contacts and record are near to."""
+    contacts: int
+    """Number of contacts wanted."""
+    record: bool = False
+    """True if the record is wanted."""
+    since: Position | None = None
+    """Change that the caller has seen last of this copy; None: none."""
+    dead: tuple[PeerId, ...] = ()
+    """Peers that did not answer the caller of late."""
+
 
 class FindReply(NamedTuple):
     """An answer to `dht.find`."""
 
     contacts: tuple[Contact, ...]
     """Contacts nearest to the target that the answerer knows."""
-    entries: tuple[SubkeyEntry, ...] = ()
-    """A page of the record, empty if there is none."""
+    position: Position | None = None
+    """Last change among the entries, or in the whole copy if no more follow; None: the answerer has no copy."""
+    entries: SignedEntries = ()
+    """Entries that changed since then, the oldest change first, with the seconds left of their lives."""
     more: bool = False
-    """True if further subkeys follow."""
+    """True if further entries follow."""
 
 
-def find_body(target: NodeId, *, record: bool, after: str | None = None) -> Body:
-    """A request of `dht.find`."""
-    body = {"target": _TARGET.pack(target), "record": record}
-    return body if after is None else {**body, "after": after}
+def find_body(question: Find) -> Body:
+    """A question of `dht.find`."""
+    body: dict[str, object] = {
+        "target": _TARGET.pack(question.target),
+        "contacts": question.contacts,
+        "record": question.record,
+        **_dead_body(question.dead),
+    }
+    return body if question.since is None else {**body, "since": list(question.since)}
 
 
-def store_body(target: NodeId, entries: Iterable[SubkeyEntry]) -> Body:
-    """A request of `dht.store`."""
-    return {"target": _TARGET.pack(target), "entries": _entries_to_wire(entries)}
+def store_body(target: NodeId, entries: SignedEntries, dead: Sequence[PeerId] = ()) -> Body:
+    """A question of `dht.store`."""
+    return {"target": _TARGET.pack(target), "entries": _entries_to_wire(entries), **_dead_body(dead)}
 
 
-def find_reply_body(reply: FindReply) -> Body:
+def found_body(found: FindReply) -> Body:
     """An answer to `dht.find`."""
-    body: dict[str, object] = {"contacts": [contact_to_wire(contact) for contact in reply.contacts]}
-    return {**body, "entries": _entries_to_wire(reply.entries), "more": reply.more} if reply.entries else body
+    body: dict[str, object] = {"contacts": [contact_to_wire(contact) for contact in found.contacts]}
+    if found.position is not None:
+        body["copy"] = [*found.position, found.more]
+    return {**body, "entries": _entries_to_wire(found.entries)} if found.entries else body
 
 
-def batches(entries: Iterable[SubkeyEntry]) -> Iterator[tuple[SubkeyEntry, ...]]:
+def stored_body(verdicts: Iterable[Verdict], nearest: Iterable[Contact], *, owner: PeerId) -> Body:
+    """An answer to `dht.store` of a peer; what stands in an entry's place is shown to its `owner` alone."""
+
+    def packed(verdict: Verdict) -> object:
+        if verdict is None:
+            return True
+        if verdict.held is not None and verdict.held.owner == owner:
+            return entry_to_wire(verdict.held, left_s=verdict.held.life_s)
+        return float(verdict.ahead_s) if verdict.ahead_s else False
+
+    return {"verdicts": [packed(verdict) for verdict in verdicts], "contacts": list(map(contact_to_wire, nearest))}
+
+
+def batches(entries: SignedEntries) -> Iterator[SignedEntries]:
     """Cut entries into batches that fit one message each."""
-    batch: list[SubkeyEntry] = []
+    batch: list[tuple[Entry, float]] = []
     used = 0
-    for subkey, entry in entries:
-        size = entry.size_bytes + len((subkey or "").encode())
-        if batch and used + size > PAGE_BYTES:
+    for entry, left_s in entries:
+        if batch and used + entry.size_bytes > PAGE_BYTES:
             yield tuple(batch)
             batch, used = [], 0
-        batch.append((subkey, entry))
-        used += size
+        batch.append((entry, left_s))
+        used += entry.size_bytes
     if batch:
         yield tuple(batch)
 
 
-def page(record: Record | None, after: str | None) -> tuple[tuple[SubkeyEntry, ...], bool]:
-    """(entries of one message whose subkeys follow `after`, in the order of subkeys; True if more follow)."""
-    rest = [
-        (subkey, entry)
-        for subkey, entry in (() if record is None else as_updates(record))
-        if after is None or subkey is None or subkey > after
-    ]
-    rest.sort(key=lambda each: each[0] or "")
-    taken = next(batches(rest), ())
-    return taken, len(taken) < len(rest)
+def page(held: Sequence[Held], now: float) -> tuple[SignedEntries, int, bool]:
+    """Cut one message's worth off the changes of a record.
+
+    Args:
+      held: entries in the order of changes.
+      now: seconds of the clock of `Held.ends_at`.
+
+    Returns: entries with the seconds left, the number of the last change among them (0: there are none), and True if
+      more follow.
+    """
+    taken = next(batches([(each.entry, each.ends_at - now) for each in held]), ())
+    return taken, held[len(taken) - 1].change if taken else 0, len(taken) < len(held)
 
 
-def parse_find_untrusted(body: Body) -> tuple[NodeId, bool, str | None]:
-    """A request of `dht.find`: target, True if the record is wanted, and the subkey after which to go on."""
-    return (
+def parse_find_untrusted(body: Body) -> Find:
+    """A question of `dht.find`."""
+    since = body.get("since")
+    return Find(
         _TARGET.of_untrusted(body, "target"),
+        _COUNT.of_untrusted(body, "contacts"),
         FLAG.of_untrusted(body, "record"),
-        _AFTER.of_untrusted(body, "after"),
+        None if since is None else Position(*row_untrusted(since, "since", **_SINCE)),
+        dead_untrusted(body),
     )
 
 
-def parse_store_untrusted(body: Body, *, latest_expiration: float) -> tuple[NodeId, tuple[SubkeyEntry, ...]]:
-    """A request of `dht.store`: target and entries."""
-    return _TARGET.of_untrusted(body, "target"), parse_entries_untrusted(body.get("entries"), latest_expiration)
+def parse_store_untrusted(body: Body, reader: EntryReader) -> tuple[NodeId, SignedEntries]:
+    """A question of `dht.store`: target and entries, verified."""
+    target = _TARGET.of_untrusted(body, "target")
+    return target, _read_entries_untrusted(body.get("entries"), target, reader)
 
 
-def parse_find_reply_untrusted(body: Body, *, latest_expiration: float) -> FindReply:
-    """An answer to `dht.find`."""
-    contacts = tuple(map(parse_contact_untrusted, _CONTACTS.of_untrusted(body, "contacts")))
-    entries = parse_entries_untrusted(body.get("entries", []), latest_expiration)
-    more = FLAG.of_untrusted(body, "more") if "more" in body else False
-    if any(subkey is None for subkey, _ in entries) and (len(entries) > 1 or more):
-        raise RemoteProtocolError("a plain value must be the only entry")
-    return FindReply(contacts, entries, more)
+def parse_found_untrusted(body: Body, target: NodeId, reader: EntryReader) -> FindReply:
+    """An answer to `dht.find` for this target."""
+    contacts = contacts_untrusted(body)
+    if (raw := body.get("copy")) is None:
+        return FindReply(contacts)
+    epoch, change, more = row_untrusted(raw, "copy", **_COPY)
+    return FindReply(
+        contacts, Position(epoch, change), _read_entries_untrusted(body.get("entries", []), target, reader), more
+    )
 
 
-def parse_store_reply_untrusted(body: Body, *, count: int) -> tuple[bool, ...]:
-    """An answer to `dht.store` of `count` entries: True for each that was accepted."""
-    accepted = several(FLAG, count).of_untrusted(body, "accepted")
-    if len(accepted) != count:
-        raise RemoteProtocolError(f"accepted must have {count} booleans, got {len(accepted)}")
-    return accepted
+def parse_stored_untrusted(body: Body, target: NodeId, reader: EntryReader, *, count: int) -> list[Verdict]:
+    """The verdicts of an answer to `dht.store` of `count` entries."""
+    raw = _ENTRIES.of_untrusted(body, "verdicts")
+    if len(raw) != count:
+        raise RemoteProtocolError(f"expected {count} verdicts, got {len(raw)}")
+
+    def parsed(verdict: object) -> Verdict:
+        if isinstance(verdict, bool):
+            return None if verdict else NO_ROOM
+        if isinstance(verdict, list):
+            return Refusal(held=reader.read_untrusted(target, verdict)[0])
+        return Refusal(ahead_s=SECONDS.read_untrusted(verdict, "a verdict"))
+
+    return list(map(parsed, raw))
 
 
-def parse_entries_untrusted(raw: object, latest_expiration: float) -> tuple[SubkeyEntry, ...]:
-    """Read a list of `[subkey or None, value, expiration]`; later expirations are brought down to
-    `latest_expiration`.
+def contacts_untrusted(body: Body) -> tuple[Contact, ...]:
+    """The contacts of an answer."""
+    return tuple(map(parse_contact_untrusted, _CONTACTS.of_untrusted(body, "contacts")))
 
-    Raises:
-      RemoteProtocolError: it is anything else, or larger than records may be.
-    """
-    entries: list[SubkeyEntry] = []
-    for item in _ENTRIES.read_untrusted(raw, "the DHT entries"):
-        if not isinstance(item, list) or len(item) != 3:
-            raise RemoteProtocolError("a DHT entry must be [subkey, value, expiration]")
-        subkey, value, expiration = item
-        try:
-            entries.append((check_subkey(subkey), make_entry(value, expiration, latest=latest_expiration)))
-        except ValueError as error:
-            raise RemoteProtocolError(f"bad DHT entry: {error}") from error
-    return tuple(entries)
+
+def dead_untrusted(body: Body) -> tuple[PeerId, ...]:
+    """The peers that a question names as dead."""
+    return _DEAD.of_untrusted(body, "dead") or ()
+
+
+def _read_entries_untrusted(raw: object, target: NodeId, reader: EntryReader) -> SignedEntries:
+    return [reader.read_untrusted(target, row) for row in _ENTRIES.read_untrusted(raw, "the DHT entries")]
 
 
 def parse_contact_untrusted(item: object) -> Contact:
@@ -172,5 +240,9 @@ def contact_to_wire(contact: Contact) -> list[object]:
     return [contact.peer_id.raw, contact.address.host, contact.address.port]
 
 
-def _entries_to_wire(entries: Iterable[SubkeyEntry]) -> list[object]:
-    return [[subkey, entry.value, entry.expiration] for subkey, entry in entries]
+def _entries_to_wire(entries: SignedEntries) -> list[object]:
+    return [entry_to_wire(entry, left_s=left_s) for entry, left_s in entries]
+
+
+def _dead_body(dead: Sequence[PeerId]) -> dict[str, object]:
+    return {"dead": [peer_id.raw for peer_id in dead]} if dead else {}

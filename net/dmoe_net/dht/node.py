@@ -1,30 +1,64 @@
 """A node of the DHT: the public face, and the shell around the lookup.
 
-async with open_dht_node(peer, clock=clock, rng=rng, initial_peers=[address]) as dht:
-    await dht.store("answer", 42, expiration=clock.now() + 60)
-    found = await dht.get("answer")
+async with open_dht_node(peer, identity=identity, clock=clock, rng=rng, initial_peers=[address]) as dht:
+    await dht.store("answer", 42, life_s=60)
+    found = await dht.get("answer")   # found[0].value == 42, found[0].owner == peer.peer_id
 """
 
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.calls import PEER_ERRORS, DhtCalls
 from dmoe_net.dht.config import DhtConfig
-from dmoe_net.dht.lookup import Lookup
+from dmoe_net.dht.copies import Copies, nearest
+from dmoe_net.dht.entries import (
+    MAX_LIFE_S,
+    MAX_SKEW_S,
+    Entry,
+    EntryReader,
+    Found,
+    Subkey,
+    Value,
+    check_life,
+    check_suffix,
+    encode_value,
+    sign_entry,
+)
+from dmoe_net.dht.lookup import Lookup, LookupConfig
 from dmoe_net.dht.maintenance import JobQueue, Maintenance
+from dmoe_net.dht.messages import FindReply, SignedEntries
 from dmoe_net.dht.peer_book import PeerBook
-from dmoe_net.dht.records import MAX_KEY_BYTES, Record, SubkeyEntry, Value, check_subkey, live, make_entry, merge
-from dmoe_net.dht.routing_table import NodeId, key_id, node_id
-from dmoe_net.dht.storage import RecordStorage
+from dmoe_net.dht.routing_table import MAX_KEY_BYTES, NodeId, key_id, node_id
+from dmoe_net.dht.storage import NO_ROOM, EntryStorage, Held, Verdict
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.keys import OPEN_SWARM, Identity
 from dmoe_net.nursery import background_nursery
 from dmoe_net.rpc.base import Caller, handlers
-from dmoe_net.wire.codec import decode_untrusted, encode
+
+_COPIES = 2
+"""Copies of a record that a reader takes: one holder may have come too late for some of its entries."""
+
+_STORE_BEAM = 8
+"""Nearest peers that a writer asks: more than keep the record, for some of them may not take it."""
+
+_LINGER_S = 2.0
+"""Seconds by which an entry outlives its end as its owner sees it: holders count from when it came to them."""
+
+_MAX_ISSUED = 65_536
+"""Entries of this node that are remembered; beyond it those that have ended are forgotten."""
+
+_MAX_PAGES = 32
+"""Most pages of one record: 1.25 MiB, more than any record may hold."""
+
+_CONTACTS = 12
+"""Contacts wanted of each peer on the way to a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +68,11 @@ class StoreItem:
     key: str
     """Name of the record, at most 512 bytes."""
     value: Value
-    """A value as `dmoe_net.dht.records` allows it."""
-    expiration: float
-    """Absolute swarm time, seconds; brought down to now plus `DhtConfig.max_lifetime_s`."""
-    subkey: str | None = None
-    """Name in the key's dictionary; None for the key's plain value."""
+    """A value as `dmoe_net.dht.entries` allows it."""
+    life_s: float
+    """Seconds that it lives, at most `MAX_LIFE_S`."""
+    suffix: str = ""
+    """Tells several entries of this peer under one key apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +86,9 @@ class DhtStatistics:
     records: int
     """Records kept for the swarm."""
     record_bytes: int
-    """Their encoded size (an upper bound)."""
+    """Bytes of their entries."""
+    verified: int
+    """Signatures of entries verified."""
     blacklisted: tuple[PeerId, ...]
     """Peers left alone now."""
     lookups: int
@@ -65,19 +101,30 @@ class DhtStatistics:
     """See `SwarmClock.skew_s`."""
 
 
+class _Issued(NamedTuple):
+    """The last entry that was issued under a subkey of this node."""
+
+    sequence: int
+    ends_at: float  # by the clock's ticks
+    life_s: float
+
+
 class DhtNode:
     """One peer's part of the DHT. Made by `open_dht_node`; every method may be cancelled at any time.
 
-    No method raises because of other peers: a store that reached nobody is False, a get that found nothing None.
+    No method raises because of other peers: a store that reached nobody counts 0, a get that found nothing is empty.
     """
 
     def __init__(
         self,
         caller: Caller,
         *,
+        identity: Identity,
+        swarm: bytes,
         clock: SwarmClock,
         rng: random.Random,
         initial_peers: Sequence[Contact | Address],
+        remembered: Sequence[Contact],
         is_client: bool,
         config: DhtConfig,
     ) -> None:
@@ -86,8 +133,17 @@ class DhtNode:
         self.clock = clock
         self.config = config
         self.health = caller.health
+        self._identity = identity
         self._own_contact = None if is_client or self.address is None else Contact(self.peer_id, self.address)
-        self._storage = RecordStorage(max_keys=config.max_keys, max_bytes=config.max_storage_bytes)
+        # Chance that changes nothing, not even in a simulation: it is only compared with another.
+        epoch = int.from_bytes(secrets.token_bytes(8))
+        self._storage = EntryStorage(max_bytes=config.max_storage_bytes, epoch=epoch)
+        self._read = EntryStorage(max_bytes=config.max_storage_bytes)  # what was read of others, while it lives
+        self._read_from = Copies(life_s=config.holders_life_s)
+        self._stored_at = Copies(life_s=config.holders_life_s)
+        self._unread: set[tuple[NodeId, PeerId]] = set()  # copies of which a page was read, and more follow
+        self._issued: dict[tuple[NodeId, str], _Issued] = {}
+        self._reader = EntryReader(swarm)
         self._jobs = JobQueue()
         self._book = PeerBook(
             node_id(self.peer_id),
@@ -96,20 +152,28 @@ class DhtNode:
             now=trio.current_time(),
             check=self._jobs.check,
             hand_over=self._jobs.hand_over,
+            is_reached=caller.is_reached,
         )
         self._calls = DhtCalls(
             caller=caller,
             book=self._book,
             storage=self._storage,
+            reader=self._reader,
             clock=clock,
             config=config,
             is_client=self.is_client,
         )
         self._maintenance = Maintenance(
-            initial_peers=initial_peers, jobs=self._jobs, calls=self._calls, lookup=self.find_nearest, rng=rng
+            initial_peers=initial_peers,
+            remembered=remembered,
+            jobs=self._jobs,
+            calls=self._calls,
+            lookup=self.find_nearest,
+            read=self._read,
+            rng=rng,
         )
-        # A table of thousands of keys must not open thousands of lookups: each is some twenty calls and their memory.
-        self._operations = trio.CapacityLimiter(config.max_concurrent_operations)
+        # A table of thousands of keys must not open thousands of lookups: each is some ten calls and their memory.
+        self._gets, self._stores = (trio.CapacityLimiter(config.max_concurrent_operations) for _ in range(2))
         self._lookups = 0
         self._queries = 0
 
@@ -118,77 +182,105 @@ class DhtNode:
         """True if the node only asks: it serves nothing, keeps nothing for others, and is in nobody's table."""
         return self._own_contact is None
 
-    async def store(self, key: str, value: Value, *, expiration: float, subkey: str | None = None) -> bool:
+    async def store(self, key: str, value: Value, *, life_s: float, suffix: str = "") -> int:
         """Store one value, as `store_many` does."""
-        item = StoreItem(key=key, value=value, expiration=expiration, subkey=subkey)
-        return (await self.store_many([item]))[0]
+        return (await self.store_many([StoreItem(key=key, value=value, life_s=life_s, suffix=suffix)]))[0]
 
-    async def store_many(self, items: Iterable[StoreItem]) -> list[bool]:
-        """Store values on the `replicas` peers nearest to each key. Items of one key share a lookup and its calls.
+    async def store_many(self, items: Iterable[StoreItem]) -> list[int]:
+        """Store values, signed by this peer, on the `replicas` peers nearest to each key.
 
-        This node is one of the replicas if it is among the nearest, and never in client mode. If cancelled, any of
-        the stores may or may not have happened.
+        A value takes the place of what this peer stored under the same key and suffix before; nobody else's entries
+        change. Items of one key share a lookup and its calls. This node is one of the replicas if it is among the
+        nearest, and never in client mode. If cancelled, any of the stores may or may not have happened.
 
         Returns:
-          for each item True if most of the replicas that answered accepted it. They do not if they hold something that
-          expires later (or, at the same time, differs), or if the item has expired.
+          for each item the number of peers that keep it now; 0 if nobody could be reached, or had room.
 
         Raises:
-          ValueError: a key, subkey, value or expiration is not allowed; nothing has been stored then.
+          ValueError: a key, suffix, value or life is not allowed; nothing has been stored then.
         """
         items = list(items)
-        latest = self._calls.latest_expiration
-        by_key: dict[str, list[int]] = {}
-        updates: list[SubkeyEntry] = []
+        by_key: dict[NodeId, list[int]] = {}
+        values = [encode_value(item.value) for item in items]
         for index, item in enumerate(items):
-            by_key.setdefault(_check_key(item.key), []).append(index)
-            entry = make_entry(item.value, min(item.expiration, latest))
-            # A copy: the caller may change a list afterwards.
-            entry = replace(entry, value=decode_untrusted(encode(entry.value)))
-            updates.append((check_subkey(item.subkey), entry))
-        results = [False] * len(items)
+            by_key.setdefault(key_id(check_key(item.key)), []).append(index)
+            check_suffix(item.suffix)
+            check_life(item.life_s)
+        counts = [0] * len(items)
 
-        async def store_key(key: str, indices: list[int]) -> None:
-            async with self._operations:
-                verdicts = await self._store(key_id(key), [updates[index] for index in indices])
-            for index, verdict in zip(indices, verdicts, strict=True):
-                results[index] = verdict
+        async def store_key(key: NodeId, indices: list[int]) -> None:
+            def issue() -> SignedEntries:
+                return [self._issue(key, items[i].suffix, values[i], items[i].life_s) for i in indices]
 
-        async with trio.open_nursery() as nursery:
-            for key, indices in by_key.items():
-                nursery.start_soon(store_key, key, indices)
-        return results
+            async with self._stores:
+                taken = await self._store(key, issue)
+            for index, count in zip(indices, taken, strict=True):
+                counts[index] = count
 
-    async def get(self, key: str) -> Record | None:
-        """Look a key up: ask all of the nearest peers and merge their copies; later expirations win.
+        await _each(store_key, by_key.items())
+        return counts
 
-        Returns:
-          the part that has not expired, read-only: an `Entry`, a `Dictionary` of entries by subkey, or None.
+    async def withdraw(self, key: str, suffix: str = "") -> None:
+        """Take back what this peer stored under a key and suffix, if that still lives."""
+        await self.withdraw_many([(key, suffix)])
+
+    async def withdraw_many(self, names: Iterable[tuple[str, str]]) -> None:
+        """Take back several entries of this peer, by key and suffix."""
+        by_key: dict[NodeId, list[str]] = {}
+        for key, suffix in names:
+            target = key_id(check_key(key))
+            issued = self._issued.get((target, check_suffix(suffix)))
+            if issued is not None and issued.ends_at + _LINGER_S > self.clock.ticks():
+                by_key.setdefault(target, []).append(suffix)
+
+        async def withdraw_key(key: NodeId, suffixes: list[str]) -> None:
+            def issue() -> SignedEntries:
+                # It has to stand for as long as somebody could still believe what it takes back.
+                lives = [min(self._issued[key, suffix].life_s + MAX_SKEW_S, MAX_LIFE_S) for suffix in suffixes]
+                return [self._issue(key, suffix, None, life) for suffix, life in zip(suffixes, lives, strict=True)]
+
+            async with self._stores:
+                await self._store(key, issue)
+
+        await _each(withdraw_key, by_key.items())
+
+    async def get(self, key: str, *, thoroughly: bool = False) -> tuple[Found, ...]:
+        """Look a record up: its living entries, in the order of owners and suffixes.
+
+        What was read before is remembered while it lives: a holder that lacks an entry does not take it away. Asks a
+        peer that held the record a moment ago for what changed since, else the peers nearest to the key, until two of
+        them have a copy.
+
+        Args:
+          thoroughly: True to read the copies of all peers that should keep the record: then an entry that one of them
+            has taken is found.
 
         Raises:
           ValueError: the key is not a string of at most 512 bytes.
         """
-        target = key_id(_check_key(key))
-        lookup = await self._walk(target, record=True)
-        now = self.clock.now()
-        return live(merge(self._storage.get(target, now), lookup.record), now)
+        target = key_id(check_key(key))
+        if thoroughly:
+            await self._walk_to_record(target, copies=self.config.replicas)
+        elif not await self._read_again(target):
+            await self._walk_to_record(target)
+        return self._living(target)
 
-    async def get_many(self, keys: Iterable[str]) -> dict[str, Record | None]:
+    async def get_many(self, keys: Iterable[str], *, thoroughly: bool = False) -> dict[str, tuple[Found, ...]]:
         """`get` for several keys, some at a time; each distinct key is looked up once."""
-        found: dict[str, Record | None] = dict.fromkeys(_check_key(key) for key in keys)
+        found: dict[str, tuple[Found, ...]] = {check_key(key): () for key in keys}
 
         async def get_one(key: str) -> None:
-            async with self._operations:
-                found[key] = await self.get(key)
+            async with self._gets:
+                found[key] = await self.get(key, thoroughly=thoroughly)
 
-        async with trio.open_nursery() as nursery:
-            for key in found:
-                nursery.start_soon(get_one, key)
+        await _each(get_one, [(key,) for key in found])
         return found
 
-    async def find_nearest(self, target: NodeId) -> tuple[Contact, ...]:
-        """The peers nearest to an id that answer, nearest first; without this node itself."""
-        return (await self._walk(target, record=False)).closest()
+    async def find_nearest(self, target: NodeId, beam_size: int | None = None) -> tuple[Contact, ...]:
+        """The peers nearest to an id that answer, nearest first, `bucket_size` of them unless told; without this node
+        itself."""
+        size = self.config.bucket_size if beam_size is None else beam_size
+        return (await self._walk(target, beam_size=size)).closest()
 
     def contacts(self) -> tuple[Contact, ...]:
         """The routing table's contacts."""
@@ -201,6 +293,7 @@ class DhtNode:
             buckets=self._book.table.bucket_count,
             records=len(self._storage),
             record_bytes=self._storage.bytes_held,
+            verified=self._reader.verified,
             blacklisted=self._book.left_alone(trio.current_time()),
             lookups=self._lookups,
             queries=self._queries,
@@ -208,55 +301,198 @@ class DhtNode:
             clock_skew_s=self.clock.skew_s,
         )
 
-    async def _store(self, target: NodeId, updates: Sequence[SubkeyEntry]) -> list[bool]:
-        candidates = list(await self.find_nearest(target))
-        if self._own_contact is not None:
-            candidates.append(self._own_contact)
-            candidates.sort(key=lambda contact: node_id(contact.peer_id) ^ target)
-        remaining = iter(candidates)
-        verdicts: list[tuple[bool, ...]] = []
+    def _issue(self, key: NodeId, suffix: str, value: bytes | None, life_s: float) -> tuple[Entry, float]:
+        """Sign the next entry of this node under a subkey."""
+        now, ticks = self.clock.now(), self.clock.ticks()
+        before = self._issued.get((key, suffix))
+        # A process that is started again goes on above what it issued before, unless its clock was set back.
+        sequence = max(int(now * 1000), 0 if before is None else before.sequence + 1)
+        if len(self._issued) > _MAX_ISSUED:
+            self._issued = {name: each for name, each in self._issued.items() if each.ends_at > ticks}
+        self._issued[key, suffix] = _Issued(sequence, ticks + life_s, life_s)
+        entry = sign_entry(
+            self._identity,
+            key,
+            suffix=suffix,
+            value=value,
+            sequence=sequence,
+            issued_at=now,
+            life_s=life_s,
+            swarm=self._reader.swarm,
+        )
+        return entry, entry.life_s
 
-        async def fill_one_replica() -> None:
-            for contact in remaining:  # shared: each takes the nearest that has not been tried
-                if contact == self._own_contact:
-                    verdicts.append(self._storage.store(target, updates, self.clock.now()))
-                    return
-                try:
-                    verdicts.append(await self._calls.store(contact, target, updates))
-                except PEER_ERRORS:
-                    continue
+    async def _store(self, target: NodeId, issue: Callable[[], SignedEntries]) -> list[int]:
+        """Store what `issue` signs at the nearest peers; return for each entry the number of those that took it."""
+        taken, is_outrun = await self._store_once(target, issue())
+        if is_outrun:  # an earlier life of this process, or another process with its key, has issued higher sequences
+            taken, _ = await self._store_once(target, issue())
+        return taken
+
+    async def _store_once(self, target: NodeId, entries: SignedEntries) -> tuple[list[int], bool]:
+        """Store entries; return the number of peers that took each, and True if one was outrun by another of ours."""
+        now = trio.current_time()
+        verdicts: dict[Contact, list[Verdict]] = {}
+        named: list[Contact] = []
+        failed: list[Contact] = []
+
+        async def store_at(contact: Contact) -> None:
+            if contact == self._own_contact:
+                verdicts[contact] = self._calls.take(target, entries, self.peer_id)
                 return
+            try:
+                verdicts[contact], theirs = await self._calls.store(contact, target, entries)
+            except PEER_ERRORS:
+                failed.append(contact)
+            else:
+                named.extend(self._book.usable(theirs, trio.current_time()))
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(self.config.replicas):
-                nursery.start_soon(fill_one_replica)
-        return [2 * sum(votes) > len(votes) for votes in zip(*verdicts, strict=True)] or [False] * len(updates)
+        async def fill(candidates: Sequence[Contact]) -> None:
+            """Store at the nearest of these, and where one fails at the next."""
+            wanted = [contact for contact in candidates[: self.config.replicas] if contact not in verdicts]
+            remaining = iter([contact for contact in candidates if contact not in verdicts])
 
-    async def _walk(self, target: NodeId, *, record: bool) -> Lookup:
+            async def fill_one(*_: object) -> None:
+                for contact in remaining:  # shared: each task takes the nearest that has not been tried
+                    await store_at(contact)
+                    if any(v is None or v.held is not None for v in verdicts.get(contact, ())):
+                        return
+
+            await _each(fill_one, [(contact,) for contact in wanted])
+
+        known = self._stored_at.holders(target, now)
+        await _each(store_at, [(contact,) for contact in known])
+        has_walked = not known or bool(failed)
+        if has_walked:
+            walk = await self._walk(target, beam_size=max(_STORE_BEAM, self.config.replicas))
+            own = () if self._own_contact is None else (self._own_contact,)
+            await fill(nearest((c for c in (*walk.closest(), *own) if c not in failed), target))
+        # Peers that came since the last walk, and are nearer than some of those that took it.
+        near = nearest((*verdicts, *named), target, self.config.replicas)
+        known_or_failed = {contact.peer_id for contact in (*verdicts, *failed)} | {self.peer_id}
+        await _each(store_at, [(contact,) for contact in near if contact.peer_id not in known_or_failed])
+        keepers = (c for c, each in verdicts.items() if any(v is None or v.held is not None for v in each))
+        holders = nearest(keepers, target, self.config.replicas)
+        if has_walked:
+            self._stored_at.walked(target, holders, trio.current_time())
+        else:
+            self._stored_at.changed(target, holders)
+        counts = [sum(verdict is None for verdict in votes) for votes in zip(*verdicts.values(), strict=True)]
+        return counts or [0] * len(entries), self._learn_sequences(target, verdicts.values())
+
+    def _learn_sequences(self, target: NodeId, verdicts: Iterable[Sequence[Verdict]]) -> bool:
+        """Take note of entries of this node that stand in the way of later ones; True if there are any."""
+        is_outrun = False
+        for verdict in (verdict for each in verdicts for verdict in each):
+            if verdict is not None and verdict.ahead_s:
+                self.clock.refused(verdict.ahead_s)
+            held = None if verdict is None else verdict.held
+            if held is None or held.owner != self.peer_id:
+                continue
+            issued = self._issued.get((target, held.suffix))
+            if issued is not None and held.sequence > issued.sequence:
+                self._issued[target, held.suffix] = issued._replace(sequence=held.sequence)
+                is_outrun = True
+        return is_outrun
+
+    def _living(self, target: NodeId) -> tuple[Found, ...]:
+        """What is known of a record, by what was read and by what is kept here."""
+        now, newest = self.clock.ticks(), dict[Subkey, Held]()
+        for held in (*self._read.get(target, now), *self._storage.get(target, now)):
+            before = newest.get(held.entry.subkey)
+            if before is None or before.entry.sequence < held.entry.sequence:
+                newest[held.entry.subkey] = held
+        return tuple(
+            Found(*subkey, held.entry.value, held.ends_at, held.entry.life_s)
+            for subkey, held in sorted(newest.items(), key=lambda item: item[0])
+            if not held.entry.is_withdrawn
+        )
+
+    async def _find(self, contact: Contact, target: NodeId, *, contacts: int, record: bool) -> FindReply:
+        """Ask a peer for contacts and for what changed in its copy of the record, and remember what it says."""
+        since = self._read_from.position(target, contact.peer_id) if record else None
+        found = await self._calls.find(contact, target, contacts=contacts, record=record, since=since)
+        (self._unread.add if found.more else self._unread.discard)((target, contact.peer_id))
+        if found.position is not None:
+            now, lives = self.clock.now(), list[tuple[Entry, float]]()
+            lives += ((entry, entry.left(now, said_s)) for entry, said_s in found.entries)
+            living = [each for each in lives if each[1] > 0]
+            verdicts = self._read.store(target, living, account=contact.peer_id, now=self.clock.ticks(), swarm_now=now)
+            # What could not be kept, or is of another time than this clock's, is read again the next time.
+            if len(living) == len(lives) and NO_ROOM not in verdicts:
+                self._read_from.read(target, contact.peer_id, found.position)
+        return found
+
+    async def _read_again(self, target: NodeId) -> bool:
+        """Read what changed at the nearest remembered holder; False if a walk is needed."""
+        holders = self._read_from.holders(target, trio.current_time())
+        if not holders:
+            return False
+        # In turn: one that holds something back, or that writers have left, hides it for no longer than until the next.
+        holds = await self._read_on(self._read_from.next_holder(target), target)
+        if not holds:
+            self._read_from.forget(target)
+        return holds
+
+    async def _read_on(self, contact: Contact, target: NodeId) -> bool:
+        """Read all that changed in a peer's copy, page by page; False if it has none, or fails."""
+        patience_s = self._calls.patience.of(contact.peer_id, trio.current_time())
+        with trio.move_on_after(patience_s) as scope:
+            try:
+                for _ in range(_MAX_PAGES):
+                    found = await self._find(contact, target, contacts=0, record=True)
+                    if not found.more:
+                        return found.position is not None
+                    scope.deadline = min(scope.deadline + patience_s, trio.current_time() + self.config.rpc_timeout_s)
+            except PEER_ERRORS:
+                return False
+            return True
+        return False
+
+    async def _walk_to_record(self, target: NodeId, *, copies: int = _COPIES) -> None:
+        """Walk to the peers that hold a record, until so many copies were read, and remember them."""
+        own = self._own_contact is not None and bool(self._storage.get(target, self.clock.ticks()))
+        walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own)
+        self._read_from.walked(target, walk.holders, trio.current_time())
+        # Further pages are no part of the walk, in which a peer that takes long is passed over.
+        unread = [(holder, target) for holder in walk.holders if (target, holder.peer_id) in self._unread]
+        self._unread = {each for each in self._unread if each[0] != target}
+        await _each(self._read_on, unread)
+
+    async def _walk(self, target: NodeId, *, beam_size: int, copies: int = 0) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
         now = trio.current_time()
-        seeds = self._book.usable(table.nearest(target, self.config.lookup.beam_size), now)
-        lookup = Lookup(target, seeds, local_id=local_id, config=self.config.lookup)
+        seeds = self._book.usable(table.nearest(target, self.config.bucket_size), now)
+        lookup = Lookup(
+            target,
+            seeds,
+            local_id=local_id,
+            config=LookupConfig(beam_size=beam_size, parallelism=self.config.parallelism, copies=copies),
+            patience=lambda peer_id: self._calls.patience.of(peer_id, trio.current_time()),
+        )
         table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
-            await self._carry_out(lookup, record=record)
+            await self._carry_out(lookup)
         for contact in lookup.unresponsive():
             self._jobs.check(contact)
         self._lookups += 1
         self._queries += lookup.queries
         return lookup
 
-    async def _carry_out(self, lookup: Lookup, *, record: bool) -> None:
+    async def _carry_out(self, lookup: Lookup) -> None:
         changed = trio.Event()
+        contacts, record = max(_CONTACTS, lookup.config.beam_size), lookup.config.copies > 0
 
         async def ask(contact: Contact) -> None:
             try:
-                contacts, found = await self._calls.find(contact, lookup.target, record=record)
+                found = await self._find(contact, lookup.target, contacts=contacts, record=record)
             except PEER_ERRORS:
                 lookup.on_failure(contact.peer_id)
             else:
-                usable = self._book.usable(contacts, trio.current_time())
-                lookup.on_success(contact.peer_id, usable, found)
+                usable = self._book.usable(found.contacts, trio.current_time())
+                # Anybody can say that nothing in its copy is news; of a copy something must have been seen.
+                is_seen = bool(found.entries) or self._read_from.position(lookup.target, contact.peer_id) is not None
+                lookup.on_success(contact.peer_id, usable, holds=found.position is not None and is_seen)
             changed.set()
 
         async with trio.open_nursery() as nursery:
@@ -274,9 +510,12 @@ class DhtNode:
 async def open_dht_node(
     caller: Caller,
     *,
+    identity: Identity,
     clock: SwarmClock,
     rng: random.Random,
+    swarm: bytes = OPEN_SWARM,
     initial_peers: Sequence[Contact | Address] = (),
+    remembered: Sequence[Contact] = (),
     client_mode: bool = False,
     config: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
 ) -> AsyncIterator[DhtNode]:
@@ -285,16 +524,30 @@ async def open_dht_node(
 
     Args:
       caller: places and serves the calls; one DHT node at a time serves on it.
+      identity: key of the same peer; signs its entries.
+      swarm: tag of the swarm for which they are signed, see `dmoe_net.keys.Membership.tag`.
       initial_peers: peers to join through, tried all at once; a contact must be who it says, an address may be anybody.
         Without any, the node is the first of a new swarm.
+      remembered: peers of an earlier life of this one, tried beside the initial ones; none of them need answer.
       client_mode: only ask, never serve; implied when `caller` listens nowhere.
 
     Raises:
       DialFailed: naming the initial peers, when there are any and none answered.
-      ValueError: another DHT node serves on `caller`.
+      ValueError: another DHT node serves on `caller`, or the identity is another peer's.
     """
-    is_client = client_mode or caller.address is None
-    node = DhtNode(caller, clock=clock, rng=rng, initial_peers=initial_peers, is_client=is_client, config=config)
+    if identity.peer_id != caller.peer_id:
+        raise ValueError(f"the identity is that of {identity.peer_id}, the caller is {caller.peer_id}")
+    node = DhtNode(
+        caller,
+        identity=identity,
+        swarm=swarm,
+        clock=clock,
+        rng=rng,
+        initial_peers=initial_peers,
+        remembered=remembered,
+        is_client=client_mode or caller.address is None,
+        config=config,
+    )
     with handlers(caller, node._calls.handlers()):
         await node._maintenance.join()
         async with background_nursery() as nursery:
@@ -302,7 +555,15 @@ async def open_dht_node(
             yield node
 
 
-def _check_key(key: str) -> str:
+def check_key(key: str) -> str:
+    """Return a record's key. Raises ValueError if it is no string of at most `MAX_KEY_BYTES`."""
     if not isinstance(key, str) or len(key.encode()) > MAX_KEY_BYTES:
         raise ValueError(f"a DHT key is a string of at most {MAX_KEY_BYTES} bytes, got {key!r:.80}")
     return key
+
+
+async def _each(work: Callable[..., Awaitable[object]], arguments: Iterable[tuple[object, ...]]) -> None:
+    """Do a work for each of these arguments, all at once."""
+    async with trio.open_nursery() as nursery:
+        for each in arguments:
+            nursery.start_soon(work, *each)

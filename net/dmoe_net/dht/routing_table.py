@@ -17,6 +17,9 @@ NodeId = int
 
 ID_BITS = 8 * PEER_ID_BYTES
 
+MAX_KEY_BYTES = 512
+"""Longest key of a record, UTF-8."""
+
 
 def node_id(peer_id: PeerId) -> NodeId:
     """The place of a peer in the key space."""
@@ -154,8 +157,14 @@ class RoutingTable:
         self._bucket_of(target).last_lookup = now
 
     def stale_targets(self, *, older_than: float, rng: random.Random) -> tuple[NodeId, ...]:
-        """A random id in each bucket that no lookup went to since `older_than`, the stalest bucket first."""
-        stale = sorted((b for b in self._buckets if b.last_lookup < older_than), key=lambda b: b.last_lookup)
+        """A random id in each bucket that has room and to which no lookup went since `older_than`, the stalest first.
+
+        Full buckets keep themselves fresh: whoever does not answer makes room for a replacement.
+        """
+        stale = sorted(
+            (b for b in self._buckets if b.last_lookup < older_than and len(b.contacts) < self._bucket_size),
+            key=lambda bucket: bucket.last_lookup,
+        )
         return tuple(bucket.lower + rng.randrange(bucket.width) for bucket in stale)
 
     def _bucket_of(self, node: NodeId) -> _Bucket:

@@ -1,86 +1,288 @@
-"""The records that one node keeps, bounded and expiring.
+"""The entries that one node keeps for the swarm: bounded, expiring, and read by their changes.
 
-Beyond the bounds the records that would have ended first go first. A long-lived record could therefore crowd out
-others, which is why the lifetime of all that comes from the network is capped before it gets here.
+Whoever brings an entry pays for it: each entry is charged to the peer on whose connection it came, its *account*, which
+for what owners store themselves is the owner. Beyond a bound the account that holds most gives up its oldest entries.
+So a flood costs the flooder's entries, in one record as in the whole. The sums are kept, not counted anew.
+
+Every change of an entry has a number. A reader that says which number it has seen last gets only what changed since.
+Numbers are counted over all records, so that one stays good when its record was forgotten in between; `epoch` tells a
+node that was started again from the one that counted before.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from dmoe_net.dht.records import Record, SubkeyEntry, live, merge_entries, size_bytes
+from dmoe_net.dht.entries import MAX_SKEW_S, Entry, Subkey
 from dmoe_net.dht.routing_table import NodeId
+from dmoe_net.identity import PeerId
+
+MAX_ENTRIES = 4096
+"""Most entries of one record."""
+
+MAX_RECORD_BYTES = 1024 * 1024
+"""Most bytes of one record."""
+
+_FAIR_BYTES = 16 * 1024
+"""What an account may hold in a record that is full, and be left alone: otherwise thousands of small entries would make
+an honest host the one that holds most."""
+
+MAX_OF_OWNER = 16
+"""Most entries of one owner in one record; a further one takes the place of its oldest."""
 
 
-class RecordStorage:
-    """Records by key id: at most `max_keys`, of at most `max_bytes` encoded bytes in all."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Held:
+    """An entry that is kept."""
 
-    def __init__(self, *, max_keys: int, max_bytes: int) -> None:
-        self._max_keys = max_keys
+    entry: Entry
+    ends_at: float
+    """Time of the node's clock until which it lives, seconds."""
+    seen_at: float
+    """Time at which it was first seen, which no later sight of it moves."""
+    kept_until: float
+    """Time until which it is remembered though its life has ended: for so long somebody could hand it on again as new,
+    or what it has replaced."""
+    change: int
+    """Number of the change that brought it."""
+    account: PeerId
+    """The peer that brought it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The reason for which an entry was not taken."""
+
+    held: Entry | None = None
+    """The entry that stands in its place, of an equal or higher sequence."""
+    ahead_s: float = 0.0
+    """Seconds by which its times are ahead of the node's clock, where that is too far to take it; else 0."""
+
+
+NO_ROOM = Refusal()
+"""The entry did not fit: others in this record, or altogether, hold what there is."""
+
+Verdict = Refusal | None
+"""None: the entry stands here now."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Record:
+    entries: dict[Subkey, Held] = field(default_factory=dict)  # from the oldest change to the newest
+    bytes_of: dict[PeerId, int] = field(default_factory=dict)  # by account
+    count_of: dict[PeerId, int] = field(default_factory=dict)  # by owner
+    size_bytes: int = 0
+
+
+class EntryStorage:
+    """Records by key id: at most `max_bytes` in all.
+
+    Args:
+      max_bytes: as entries are on the wire.
+      epoch: names this counting of changes; drawn at random.
+    """
+
+    def __init__(self, *, max_bytes: int, epoch: int = 0) -> None:
+        self.epoch = epoch
         self._max_bytes = max_bytes
-        self._records: dict[NodeId, Record] = {}
-        self._sizes: dict[NodeId, int] = {}
+        self._records: dict[NodeId, _Record] = {}
+        self._accounts: dict[PeerId, dict[tuple[NodeId, Subkey], int]] = {}  # sizes, from the oldest change on
+        self._bytes_of: dict[PeerId, int] = {}
         self._bytes = 0
-        # Keys by expiration. A pair is void unless it states the record's present expiration: a record that changes
-        # pushes a new pair and leaves the old one to be skipped.
-        self._by_expiration: list[tuple[float, NodeId]] = []
+        self._changes = 0
+        self._count_held = 0
+        # When entries are forgotten. A row is void unless it states a present change: a later one leaves it behind.
+        self._ends: list[tuple[float, int, NodeId, Subkey]] = []
 
     def __len__(self) -> int:
+        """Number of records, those too whose entries have ended and are remembered for a while."""
         return len(self._records)
 
     @property
     def bytes_held(self) -> int:
-        """Encoded size of all records (an upper bound)."""
+        """Bytes of all entries."""
         return self._bytes
 
-    def get(self, key: NodeId, now: float) -> Record | None:
-        """The live part of a record, or None."""
-        return live(self._records.get(key), now)
+    def get(self, key: NodeId, now: float) -> tuple[Held, ...]:
+        """The living entries of a record, from the oldest change to the newest; withdrawn ones too."""
+        record = self._records.get(key)
+        return () if record is None else tuple(held for held in record.entries.values() if held.ends_at > now)
 
-    def items(self, now: float) -> Iterator[tuple[NodeId, Record]]:
-        """Every live record. Do not store while iterating; take a list first."""
-        for key, record in self._records.items():
-            if (alive := live(record, now)) is not None:
+    def since(self, key: NodeId, change: int, now: float) -> tuple[Held, ...]:
+        """The living entries that have changed after this number, from the oldest change to the newest."""
+        record, found = self._records.get(key), list[Held]()
+        for held in reversed(record.entries.values()) if record is not None else ():
+            if held.change <= change:
+                break
+            if held.ends_at > now:
+                found.append(held)
+        return tuple(reversed(found))
+
+    def items(self, now: float) -> Iterator[tuple[NodeId, tuple[Held, ...]]]:
+        """Every record with living entries. Do not store while iterating; take a list first."""
+        for key in self._records:
+            if alive := self.get(key, now):
                 yield key, alive
 
-    def store(self, key: NodeId, updates: Sequence[SubkeyEntry], now: float) -> tuple[bool, ...]:
-        """Merge stores into a record; True for each that was accepted: not expired, and there was room for it."""
-        fresh = [update for update in updates if update[1].expiration > now]
-        after, accepted = merge_entries(self.get(key, now), fresh)
-        self._put(key, after)
-        if self._is_over():
+    def store(
+        self,
+        key: NodeId,
+        entries: Sequence[tuple[Entry, float]],
+        *,
+        account: PeerId,
+        now: float,
+        swarm_now: float | None = None,
+    ) -> list[Verdict]:
+        """Take entries in; return a verdict for each.
+
+        Args:
+          key: id of the record.
+          entries: each with the seconds for which it lives on, more than 0.
+          account: the peer that brings them.
+          now: seconds of the clock of `Held.ends_at`, which is steady, whatever is done to the swarm's.
+          swarm_now: swarm time, seconds; None: the same.
+        """
+        ahead_s = 0.0 if swarm_now is None else swarm_now - now
+        verdicts = [self._take(key, entry, left_s, account, now, ahead_s) for entry, left_s in entries]
+        if self._bytes > self._max_bytes:
             self.sweep(now)
-        while self._is_over():
-            self._drop_first()
-        verdicts = iter(accepted)
-        return tuple(entry.expiration > now and next(verdicts) and key in self._records for _, entry in updates)
+        while self._bytes > self._max_bytes:
+            self._shed(max(self._bytes_of, key=self._bytes_of.__getitem__))
+        return [
+            NO_ROOM if verdict is None and not self._has(key, entry) else verdict
+            for verdict, (entry, _) in zip(verdicts, entries, strict=True)
+        ]
 
     def sweep(self, now: float) -> int:
-        """Forget the records that have ended; return their number."""
-        before = len(self._records)
-        while self._by_expiration and self._by_expiration[0][0] <= now:
-            self._drop_first()
-        return before - len(self._records)
+        """Forget the entries that nobody could hand on any more; return their number."""
+        count = 0
+        while self._ends and self._ends[0][0] <= now:
+            _, change, key, subkey = heapq.heappop(self._ends)
+            if self._is_current(change, key, subkey):
+                self._drop(key, subkey)
+                count += 1
+        return count
 
-    def _put(self, key: NodeId, record: Record | None) -> None:
-        if record is not None and self._records.get(key) is record:
-            return
-        self._bytes -= self._sizes.pop(key, 0)
-        if record is None:
-            self._records.pop(key, None)
-            return
-        self._records[key] = record
-        self._sizes[key] = size_bytes(record)
-        self._bytes += self._sizes[key]
-        heapq.heappush(self._by_expiration, (record.expiration, key))
-        if len(self._by_expiration) > 2 * len(self._records) + 64:  # void pairs must not pile up
-            self._by_expiration = [(record.expiration, key) for key, record in self._records.items()]
-            heapq.heapify(self._by_expiration)
+    def _take(self, key: NodeId, entry: Entry, left_s: float, account: PeerId, now: float, ahead_s: float) -> Verdict:
+        record = self._records.get(key) or _Record()
+        before = record.entries.get(entry.subkey)
+        if before is not None and entry.sequence <= before.entry.sequence:
+            if entry.signature != before.entry.signature or entry.sequence != before.entry.sequence:
+                return Refusal(held=before.entry)
+            # Whoever brought it first may have said that less is left than there is, and pays for it no longer than
+            # until its owner comes.
+            end = min(now + left_s, before.seen_at + entry.life_s)
+            if end > before.ends_at:
+                self._change(key, before, end, before.account)
+            if account == entry.owner != before.account:
+                self._change(key, before, before.ends_at, account)
+            return None
+        if before is not None:
+            self._drop(key, entry.subkey)
+        elif record.count_of.get(entry.owner, 0) >= MAX_OF_OWNER:
+            self._drop(key, next(subkey for subkey in record.entries if subkey.owner == entry.owner))
+        if not self._make_room(key, entry, account, now):
+            if before is not None:
+                self._put(key, before.entry, (before.ends_at, before.seen_at, before.kept_until), before.account)
+            return NO_ROOM
+        kept_until = max(now + left_s, entry.issued_at + entry.life_s + MAX_SKEW_S - ahead_s)
+        self._put(key, entry, (now + left_s, now, kept_until), account)
+        return None
 
-    def _is_over(self) -> bool:
-        return len(self._records) > self._max_keys or self._bytes > self._max_bytes
+    def _make_room(self, key: NodeId, entry: Entry, account: PeerId, now: float) -> bool:
+        """Make room for a newcomer in a record; False if nobody there holds more than its account would."""
 
-    def _drop_first(self) -> None:
-        """Take the first pair by expiration, and its record with it unless the pair is void."""
-        expiration, key = heapq.heappop(self._by_expiration)
-        if key in self._records and self._records[key].expiration == expiration:
-            self._put(key, None)
+        def full() -> _Record | None:
+            record = self._records.get(key)
+            has_room = record is None or (
+                len(record.entries) < MAX_ENTRIES and record.size_bytes + entry.size_bytes <= MAX_RECORD_BYTES
+            )
+            return None if has_room else record
+
+        if (record := full()) is not None:
+            for subkey in [subkey for subkey, held in record.entries.items() if held.ends_at <= now]:
+                self._drop(key, subkey)
+        while (record := full()) is not None:
+            largest = max(record.bytes_of, key=record.bytes_of.__getitem__)
+            fair = max(_FAIR_BYTES, record.bytes_of.get(account, 0) + entry.size_bytes)
+            if largest != account and record.bytes_of[largest] <= fair:
+                return False
+            theirs = [subkey for subkey, held in record.entries.items() if held.account == largest]
+            if largest == account and len(theirs) == 1:
+                return False
+            # Half of them at once: to look for the largest account takes longer than to drop an entry.
+            for subkey in islice(theirs, (len(theirs) + 1) // 2):
+                self._drop(key, subkey)
+        return True
+
+    def _shed(self, account: PeerId) -> None:
+        """Give up the oldest half of what an account holds."""
+        places = list(self._accounts[account])
+        for key, subkey in places[: (len(places) + 1) // 2]:
+            self._drop(key, subkey)
+
+    def _has(self, key: NodeId, entry: Entry) -> bool:
+        record = self._records.get(key)
+        held = None if record is None else record.entries.get(entry.subkey)
+        return held is not None and held.entry.signature == entry.signature
+
+    def _is_current(self, change: int, key: NodeId, subkey: Subkey) -> bool:
+        record = self._records.get(key)
+        held = None if record is None else record.entries.get(subkey)
+        return held is not None and held.change == change
+
+    def _change(self, key: NodeId, held: Held, ends_at: float, account: PeerId) -> None:
+        """Let what is held live longer, or be charged to another account."""
+        self._drop(key, held.entry.subkey)
+        self._put(key, held.entry, (ends_at, held.seen_at, held.kept_until), account)
+        held.ends_at, held.account = ends_at, account
+
+    def _put(self, key: NodeId, entry: Entry, times: tuple[float, float, float], account: PeerId) -> None:
+        """Keep an entry; `times` are as of `Held`, in its order."""
+        record = self._records.setdefault(key, _Record())
+        self._changes += 1
+        ends_at, seen_at, kept_until = times
+        held = Held(
+            entry=entry,
+            ends_at=ends_at,
+            seen_at=seen_at,
+            kept_until=kept_until,
+            change=self._changes,
+            account=account,
+        )
+        record.entries[entry.subkey] = held
+        self._accounts.setdefault(account, {})[key, entry.subkey] = entry.size_bytes
+        heapq.heappush(self._ends, (kept_until, held.change, key, entry.subkey))
+        self._count(record, held, 1)
+        if len(self._ends) > 2 * self._count_held + 64:
+            self._forget_void_ends()
+
+    def _drop(self, key: NodeId, subkey: Subkey) -> None:
+        record = self._records[key]
+        held = record.entries.pop(subkey)
+        del self._accounts[held.account][key, subkey]
+        if not self._accounts[held.account]:
+            del self._accounts[held.account]
+        self._count(record, held, -1)
+        if not record.entries:
+            del self._records[key]
+
+    def _count(self, record: _Record, held: Held, sign: int) -> None:
+        size = sign * held.entry.size_bytes
+        self._count_held += sign
+        record.size_bytes += size
+        self._bytes += size
+        for sums in (record.bytes_of, self._bytes_of):
+            _add(sums, held.account, size)
+        _add(record.count_of, held.entry.owner, sign)
+
+    def _forget_void_ends(self) -> None:
+        self._ends = [row for row in self._ends if self._is_current(*row[1:])]
+        heapq.heapify(self._ends)
+
+
+def _add(sums: dict[PeerId, int], who: PeerId, number: int) -> None:
+    sums[who] = sums.get(who, 0) + number
+    if not sums[who]:
+        del sums[who]

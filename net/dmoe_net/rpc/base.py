@@ -92,6 +92,17 @@ class Caller(Protocol):
     def moved_bytes(self, peer_id: PeerId) -> int:
         """Sum of `Link.num_moved` over the connections with a peer: while it changes, the peer lives."""
 
+    def is_reached(self, contact: Contact) -> bool:
+        """True if the peer answered at its address when that was dialled, and a connection with it is still open. One
+        that called us answers on its own connection, whatever it says of its address."""
+
+    async def reach(self, contact: Contact, *, timeout_s: float) -> None:
+        """Dial a peer at its address, even if it has a connection with us, unless `is_reached`.
+
+        Raises:
+          PeerUnavailable: nobody answers there in time, or another peer does.
+        """
+
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve `method` with `handler`, at most `max_concurrent` calls at once; further ones are `PeerBusy`.
 

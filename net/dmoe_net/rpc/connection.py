@@ -10,7 +10,7 @@ from functools import partial
 import trio
 
 from dmoe_net.errors import CallFailed, ConnectionLost, NetError, RemoteProtocolError, VersionMismatch
-from dmoe_net.identity import Address
+from dmoe_net.identity import Address, PeerId
 from dmoe_net.rpc.base import CALL_ERRORS, Body, Reply, Request, kind_of
 from dmoe_net.rpc.faults import misbehave
 from dmoe_net.rpc.service import Method, Service
@@ -42,7 +42,7 @@ SILENCE_S = 30.0
 """Seconds of silence, while calls are under way, after which a peer is pinged, and after as long again taken for gone.
 TCP alone would wait a quarter of an hour for a peer that vanished without a word."""
 
-IDLE_S = 120.0
+IDLE_S = 30.0
 """Seconds without calls after which the first connection with a peer is closed. Trainers call every few seconds, DHT
 peers every minute or so."""
 
@@ -106,6 +106,8 @@ class Connection:
         """Seconds without calls after which it is closed."""
         self.last_heard = self.last_used = trio.current_time()
         """Times of the last frame that came in, and of the last call placed or served, seconds of trio's clock."""
+        self.speaks_first = False
+        """True if what we have to say leaves before the other end's greeting; see `_write`."""
         self._service = service
         self._on_hello = on_hello
         self._pending: dict[int, _PendingCall] = {}
@@ -123,6 +125,11 @@ class Connection:
     def remote(self) -> Hello | None:
         """The other end's greeting; None until it has come."""
         return self.session.remote
+
+    @property
+    def remote_peer_id(self) -> PeerId | None:
+        """The other end: as it says, or before that as the network proves; None until either."""
+        return self.link.remote_peer_id if self.remote is None else self.remote.peer_id
 
     @property
     def peer_address(self) -> Address | None:
@@ -247,10 +254,10 @@ class Connection:
     async def _write(self) -> None:
         """The only task that sends: parts leave whole and in order, whoever is cancelled meanwhile."""
         try:
-            if self.is_outgoing:
+            if self.is_outgoing and not self.speaks_first:
                 # The end that was dialled speaks first: an older peer that got our hello at once would drop us for our
-                # version and not say its own. It costs no time: no call leaves before the other end's hello. A silent
-                # end may be a peer over TLS that is dialled in plain, which closes the connection when it hears us.
+                # version and not say its own. A silent end may be a peer over TLS that is dialled in plain, which
+                # closes the connection when it hears us.
                 with trio.move_on_after(_LONGEST_SILENCE_S):
                     await self._was_greeted.wait()
             while True:

@@ -59,6 +59,8 @@ class ConnectionTable:
         self.max_outgoing = max_outgoing
         self.news = trio.Event()
         """Set, and replaced by another, when a first connection has said who it is, and when any has ended."""
+        self.has_greeted = False
+        """True once somebody of our version has said who it is."""
         self._max_incoming = max_incoming
         self._peer_id = peer_id
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
@@ -78,6 +80,10 @@ class ConnectionTable:
         peer_id = self._peer_at.get(target) if isinstance(target, Address) else target
         connection = None if peer_id is None else self._by_peer.get(peer_id)
         return connection if connection is not None and connection.takes_calls else None
+
+    def is_reached(self, contact: Contact) -> bool:
+        """True if the peer answered at its address when we dialled it, and a connection with it is open."""
+        return self._peer_at.get(contact.address) == contact.peer_id
 
     def lanes(self, peer_id: PeerId) -> list[Connection]:
         """The lanes with this peer that take calls, whoever dialled them, in the order in which they came."""
@@ -118,6 +124,7 @@ class ConnectionTable:
         """Note that the other end of `connection` has said who it is, and keep one connection with it."""
         if remote.peer_id == self._peer_id:
             raise RemoteProtocolError("that is this peer itself, or another process with a copy of its key")
+        self.has_greeted = True
         if connection.is_lane or remote.lane:
             self._add_lane(connection, remote)
         else:

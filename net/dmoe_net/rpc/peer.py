@@ -123,7 +123,11 @@ class _Dial:
         self.target = target
         self.expected = peer_id_of(target)
         self.scope = trio.CancelScope()
+        self.proven = trio.Event()
+        """Set when the network has proven who answers, if calls without tensors may leave then; at the latest with
+        `done`."""
         self.done = trio.Event()
+        """Set when the other end has said who it is, or the dial has failed."""
         self.num_waiting = 0
         self.is_connected = False
         self.connection: Connection | None = None
@@ -209,8 +213,9 @@ class RpcPeer:
                 if way is None:
                     reply = await self._service.call_itself(method, body, tensors, on_partial, into)
                 else:
-                    connection = way if isinstance(way, Connection) else await self._dialled(way)
-                    way, peer_id = connection, connection.remote.peer_id if connection.remote else None
+                    early = not (tensors or bulk_bytes or into is not None)
+                    connection = way if isinstance(way, Connection) else await self._dialled(way, early=early)
+                    way, peer_id = connection, connection.remote_peer_id
                     place = connection.call
                     if bulk_bytes and not isinstance(target, PeerId):
                         place = partial(self._lanes.call, connection, address_of(target), bulk_bytes=bulk_bytes)
@@ -228,6 +233,22 @@ class RpcPeer:
         if peer_id is not None and not bulk_bytes and not dialled:
             self.bulk.note_round_trip(peer_id, trio.current_time() - started, trio.current_time())
         return reply
+
+    def is_reached(self, contact: Contact) -> bool:
+        """True if an open connection shows that the peer answers at its address, see `Caller.is_reached`."""
+        return self._connections.is_reached(contact)
+
+    async def reach(self, contact: Contact, *, timeout_s: float) -> None:
+        """Make sure that the peer answers at its address, see `Caller.reach`."""
+        if self._is_closed:
+            raise ConnectionLost("this peer was closed")
+        if self._connections.is_reached(contact):
+            await trio.lowlevel.checkpoint()
+            return
+        with trio.move_on_after(timeout_s):
+            await self._dialled(self._dial_of(contact))
+            return
+        raise DialFailed(f"cannot connect to {contact} within {seconds_of(timeout_s)}")
 
     def _note_end(self, peer_id: PeerId | None, method: str, started: float, error: NetError | None) -> None:
         """Tell the peer's health how a call of it ended."""
@@ -251,6 +272,10 @@ class RpcPeer:
             return connection
         if isinstance(target, PeerId):
             raise DialFailed(f"there is no connection with {target}")
+        return self._dial_of(target)
+
+    def _dial_of(self, target: Contact | Address) -> _Dial:
+        """The dial that all callers of the target wait for; await it at once."""
         if (way := self._dials.get(target)) is not None:
             return way
         if isinstance(target, Contact) and target.peer_id == self.peer_id:
@@ -265,14 +290,15 @@ class RpcPeer:
         self._nursery.start_soon(self._dial, dial)
         return dial
 
-    async def _dialled(self, dial: _Dial) -> Connection:
-        """The connection that comes of the dial, or that the other end prefers to it."""
+    async def _dialled(self, dial: _Dial, *, early: bool = False) -> Connection:
+        """The connection that comes of the dial, or that the other end prefers to it; if `early`, perhaps before its
+        hello."""
         dial.num_waiting += 1
         try:
-            await dial.done.wait()
+            await (dial.proven if early else dial.done).wait()
         finally:
             dial.num_waiting -= 1
-            if dial.num_waiting == 0 and not dial.done.is_set():
+            if dial.num_waiting == 0 and not dial.proven.is_set():
                 # Nobody waits any more. Out of the table at once: the next caller must start afresh.
                 dial.scope.cancel()
                 self._dials.pop(dial.target)
@@ -280,14 +306,17 @@ class RpcPeer:
         if connection is None:
             # A fresh error for each caller: raising one object in several tasks would mix their tracebacks.
             raise DialFailed(str(dial.error or "this peer was closed")) from dial.error
+        if connection.cause is not None or not (early or connection.remote is not None):
+            raise DialFailed(f"{dial.target} ended the connection before it said who it is") from connection.cause
         if not connection.session.is_leaving:
             return connection
         # Both ends had dialled, and this connection gave way to the other one in the moment between. The other end has
         # our hello on that one, but its own may still be on its way: each connection has an order, two have none. Then
         # it is one of those that have not said yet who they are.
-        assert connection.remote is not None
+        peer_id = connection.remote_peer_id
+        assert peer_id is not None  # only of a connection whose other end is known another is preferred
         with trio.move_on_after(HELLO_TIMEOUT_S):
-            while (other := self._connections.find(connection.remote.peer_id)) is None:
+            while (other := self._connections.find(peer_id)) is None:
                 if not self._connections.has_strangers:
                     break
                 await self._connections.news.wait()
@@ -306,6 +335,12 @@ class RpcPeer:
                 dial.is_connected = True
             if dial.is_connected:
                 connection = self._connection(link, dial)
+                if self._connections.has_greeted and link.remote_peer_id is not None:
+                    # The network has proven who it is, and this swarm is of our version: calls without tensors need
+                    # not wait for its hello, which takes a round trip.
+                    connection.speaks_first = True
+                    dial.connection = connection
+                    dial.proven.set()
                 await self._connections.run(connection)
                 is_refusal = isinstance(connection.cause, HandshakeFailed)
                 why = str(connection.cause) if is_refusal else f"cannot connect to {dial.target}: {connection.cause}"
@@ -325,6 +360,7 @@ class RpcPeer:
         if self._dials.get(dial.target) is dial:
             del self._dials[dial.target]
         dial.done.set()
+        dial.proven.set()
 
     async def _accept(self, listener: Listener) -> None:
         while True:

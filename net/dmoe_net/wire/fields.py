@@ -123,7 +123,7 @@ HOST: Field[str] = Field(
 )
 
 
-def row_untrusted(value: Any, what: str, **fields: Field[Any]) -> tuple[Any, ...]:
+def row_untrusted(value: Any, what: str, /, **fields: Field[Any]) -> tuple[Any, ...]:
     """Read a list with one value for each field, in their order; `what` names the whole in errors.
 
     Raises:
@@ -131,7 +131,9 @@ def row_untrusted(value: Any, what: str, **fields: Field[Any]) -> tuple[Any, ...
     """
     if type(value) is not list or len(value) != len(fields):
         raise RemoteProtocolError(f"{what} must be [{', '.join(fields)}], got {value!r:.80}")
-    return tuple(
-        field.read_untrusted(item, f"the {name} of {what}")
-        for item, (name, field) in zip(value, fields.items(), strict=True)
-    )
+    found: list[Any] = []
+    for item, (name, field) in zip(value, fields.items(), strict=True):
+        if not field.holds(item):
+            field.read_untrusted(item, f"the {name} of {what}")
+        found.append(field.unpack(item))
+    return tuple(found)

@@ -5,7 +5,7 @@ Peers of different versions do not talk to each other: both say so, and name bot
 
 from importlib import metadata
 
-CALLS = 3
+CALLS = 4
 """Version of what calls and DHT records say: methods with their bodies and tensors, keys, subkeys and values. Raised
 with each change that a peer of the version before would refuse or read wrongly."""
 

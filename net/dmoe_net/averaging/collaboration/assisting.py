@@ -28,7 +28,7 @@ async def is_collaboration(dht: DhtNode, prefix: str) -> bool:
       NetError: the DHT cannot be asked.
     """
     plan = await wait_for_plan(dht, prefix)
-    return await dht.get(progress_key(plan.within(prefix))) is not None
+    return bool(await dht.get(progress_key(plan.within(prefix))))
 
 
 async def assist_collaboration(

@@ -6,7 +6,6 @@ older; clients see it by themselves. So does whoever comes to where the others a
 time between two readings. Question and answer carry the report of whoever sends them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from dmoe_net.averaging.collaboration.progress import (
 )
 from dmoe_net.dht.calls import PEER_ERRORS
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.errors import CallRefused, NetError, RemoteProtocolError
+from dmoe_net.errors import CallRefused, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.rpc.base import Caller, Reply, Request, handlers
 from dmoe_net.rpc.liveness import call_living
@@ -65,8 +64,8 @@ class ProgressBoard:
         self._gone: dict[PeerId, float] = {}
         self._changed = trio.Event()
         self._wanted = trio.Event()
-        self._expiration = 0.0
         self._last: Report | None = None
+        self._listed: dict[PeerId, float] = {}  # until when the reports live that the DHT listed at the last reading
         self._is_withdrawn = False
 
     def _now(self) -> Report:
@@ -172,21 +171,19 @@ class ProgressBoard:
         self._is_withdrawn = own is None
 
     async def _store(self, report: Report | None) -> None:
-        value = None if report is None else report_to_wire(replace(report, at=self.dht.clock.now()))
-        # The DHT takes an entry only if it ends later than the one before it.
-        later = math.nextafter(self._expiration, math.inf)
-        self._expiration = max(self.dht.clock.now() + LIFETIME_S, later) if value else later
-        try:
-            await self.dht.store(self._key, value, subkey=str(self.caller.peer_id), expiration=self._expiration)
-        except NetError:
-            return  # the next one comes soon
+        if report is None:
+            await self.dht.withdraw(self._key)
+        else:
+            report = replace(report, at=self.dht.clock.now())
+            await self.dht.store(self._key, report_to_wire(report), life_s=LIFETIME_S)
 
     async def _read(self) -> None:
-        try:
-            record = await self.dht.get(self._key)
-        except NetError:
-            return
-        self._learn(*reports_in_untrusted(record, now=self.dht.clock.now()))
+        found = await self.dht.get(self._key)
+        listed, now = {entry.owner: entry.ends_at for entry in found}, self.dht.clock.ticks()
+        # A report that has ended, and one that could not be stored again, were not taken back.
+        withdrawn = {owner for owner, ends_at in self._listed.items() if owner not in listed and ends_at > now}
+        self._listed = listed
+        self._learn(reports_in_untrusted(found, now=self.dht.clock.now()), withdrawn)
 
     def _learn(self, reports: Iterable[Report], withdrawn: Iterable[PeerId] = ()) -> None:
         """Take in what is news of these reports, and wake up whoever waits for news."""

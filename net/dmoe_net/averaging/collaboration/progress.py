@@ -12,12 +12,12 @@ parameters; peers of one step and several chains are a swarm that fell apart, an
 import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dmoe_net.averaging.grouping.group import MAX_GROUP_SIZE, Role
-from dmoe_net.dht.records import Dictionary, Record, Value
+from dmoe_net.dht.entries import Found, Value
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.wire.fields import HOST, PORT, Field, choice, integer, octets, optional, real, row_untrusted
@@ -184,21 +184,14 @@ def report_to_wire(report: Report) -> Value:
     return [host, port, report.role.value, report.step, report.chain, *numbers]
 
 
-def reports_in_untrusted(record: Record | None, *, now: float) -> tuple[list[Report], list[PeerId]]:
-    """Reports under a key, and those who have said that they leave, by a report that is None.
-
-    Entries that cannot be read, or are of the future, are passed over.
-    """
+def reports_in_untrusted(record: Iterable[Found], *, now: float) -> list[Report]:
+    """Reports under a key, the furthest first. Entries that cannot be read, or are of the future, are passed over."""
     found: list[Report] = []
-    withdrawn: list[PeerId] = []
-    for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
+    for entry in record:
         with contextlib.suppress(RemoteProtocolError, ValueError):
-            peer_id = PeerId.parse(subkey)
-            if entry.value is None:
-                withdrawn.append(peer_id)
-            elif (report := parse_report_untrusted(entry.value, peer_id)).at <= now + MAX_SKEW_S:
+            if (report := parse_report_untrusted(entry.value, entry.owner)).at <= now + MAX_SKEW_S:
                 found.append(report)
-    return sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS], withdrawn
+    return sorted(found, key=lambda each: each.standing, reverse=True)[:MAX_PEERS]
 
 
 def parse_report_untrusted(value: object, peer_id: PeerId) -> Report:

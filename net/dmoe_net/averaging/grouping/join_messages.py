@@ -3,7 +3,7 @@
     averaging.PREFIX.ask    {key, schema, side, member, expiration}         -> {expiration}, or a refusal
     averaging.PREFIX.join   {key, schema, side, member, expiration, window} -> {group_id, members}, or a refusal
     a refusal               {refusal} or {refusal, leader}
-    DHT, KEY / peer id      [host, port, expiration], or None
+    DHT, KEY                [host, port, expiration], an entry of each peer
 
 `ask` is answered at once and binds nobody: it tells whether `join` would have a chance now, and that the leader lives.
 `join` is answered when the leader begins, or when it has to send its followers away; `window` is the expiration that it
@@ -13,12 +13,14 @@ leader as `[id, host, port, expiration]`.
 """
 
 import enum
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from dmoe_net.averaging.grouping.group import GROUP_ID, MAX_GROUP_SIZE, Group, Member, Role
 from dmoe_net.averaging.speeds import Speeds
-from dmoe_net.dht.records import MAX_KEY_BYTES, Dictionary, Record, Value
+from dmoe_net.dht.entries import Found, Value
+from dmoe_net.dht.routing_table import MAX_KEY_BYTES
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.rpc.base import Body
@@ -151,19 +153,16 @@ def declaration_of(candidate: Candidate) -> list[Value]:
     return [candidate.contact.address.host, candidate.contact.address.port, candidate.expiration]
 
 
-def candidates_in_untrusted(record: Record | None) -> tuple[Candidate, ...]:
+def candidates_in_untrusted(record: Iterable[Found]) -> tuple[Candidate, ...]:
     """The peers that are declared under a key. Entries that cannot be read are passed over: anybody can write them."""
-    if not isinstance(record, Dictionary):
-        return ()
     found: list[Candidate] = []
-    for subkey, entry in record.entries.items():
+    for entry in record:
         try:
             host, port, expiration = row_untrusted(entry.value, "a declaration", **_DECLARATION)
-            contact = Contact(PeerId.parse(subkey), Address(host, port))
+            contact = Contact(entry.owner, Address(host, port))
         except (RemoteProtocolError, ValueError):
             continue
-        if expiration <= entry.expiration:
-            found.append(Candidate(contact=contact, expiration=expiration))
+        found.append(Candidate(contact=contact, expiration=expiration))
     return tuple(found)
 
 

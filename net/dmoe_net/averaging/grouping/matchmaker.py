@@ -25,6 +25,7 @@ from dmoe_net.averaging.grouping.join_messages import (
 )
 from dmoe_net.averaging.grouping.matchmaking import MAX_WINDOW_S, SOON_S, Answer, AssemblyConfig, Matchmaking
 from dmoe_net.dht.calls import PEER_ERRORS
+from dmoe_net.dht.entries import MAX_LIFE_S
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import CallFailed, CallRefused, PeerBusy, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
@@ -36,6 +37,8 @@ _NOT_LOOKING, _BUSY = Refusal(reason=Reason.NOT_LOOKING), Refusal(reason=Reason.
 
 _PLACES_TO_SPARE = 16
 """Calls of `join` beyond a group's members: of followers whose earlier call, on a lost connection, has not ended."""
+
+_SHORTEST_LIFE_S = 1.0  # of a declaration; a store takes some of it
 
 _RARELY = 4
 """Times as long between two readings of the DHT where those to ask are known without it."""
@@ -62,9 +65,7 @@ class Matchmaker:
     def __post_init__(self) -> None:
         self.ask_method, self.join_method = f"averaging.{self.prefix}.ask", f"averaging.{self.prefix}.join"
         self._search: _Search | None = None
-        self._last: tuple[str, float] | None = None  # key under which the last search was declared, and until when
-        # Ends of our last entries by key; those that are past are dropped at each search.
-        self._ends: dict[str, float] = {}
+        self._last: str | None = None  # key under which the last search was declared
         self.caller.add_handler(self.ask_method, self._serve_ask)
         # At most `side` followers of either kind wait, see `Matchmaking`.
         max_waiting = min(2 * self.grid.side, MAX_GROUP_SIZE) + _PLACES_TO_SPARE
@@ -111,7 +112,6 @@ class Matchmaker:
             begins_at=begins_at,
             fewest=fewest,
         )
-        self._ends = {key: end for key, end in self._ends.items() if end > now}
         search = self._search = _Search(self, core, hints)
         try:
             await search.run(deadline)
@@ -133,21 +133,16 @@ class Matchmaker:
         if self._search is not None:
             return
         last, self._last = self._last, None
-        if last is not None and last[1] > self.dht.clock.now():
-            await self._store(last[0], None, 0.0)
+        if last is not None:
+            await self.dht.withdraw(last)
 
     async def declare(self, core: Matchmaking) -> bool:
         """Bring our declared expiration into the DHT; True once it is there."""
         # Before the store: if that is cancelled half-way, this is what has to be withdrawn.
-        self._last = core.key, core.expiration
+        self._last = core.key
         declaration = declaration_of(Candidate(contact=core.me.contact, expiration=core.expiration))
-        return await self._store(core.key, declaration, core.expiration)
-
-    async def _store(self, key: str, value: object, expiration: float) -> bool:
-        # The DHT takes an entry only if it ends later than the one before it.
-        end = max(expiration, math.nextafter(self._ends.get(key, 0.0), math.inf))
-        self._ends[key] = end
-        return await self.dht.store(key, value, subkey=str(self.caller.peer_id), expiration=end)
+        life_s = min(max(core.expiration - self.dht.clock.now(), _SHORTEST_LIFE_S), MAX_LIFE_S)
+        return await self.dht.store(core.key, declaration, life_s=life_s) > 0
 
     async def _serve_ask(self, request: Request) -> Reply:
         wanted = _parse(request)
@@ -246,9 +241,10 @@ class _Search:
             changed, expiration = self._changed, self.core.expiration
             if await self._matchmaker.declare(self.core):
                 self._is_declared.set()
-                while self.core.expiration == expiration:
-                    await changed.wait()
-                    changed = self._changed
+                with trio.move_on_after(MAX_LIFE_S / 2):  # a longer window is declared again
+                    while self.core.expiration == expiration:
+                        await changed.wait()
+                        changed = self._changed
             else:
                 await trio.sleep(self._config.poll_s)
 
@@ -339,7 +335,7 @@ class _Search:
         self.told()
         # Not until the leader's expiration: its clock may differ from ours, and it may be postponed. If we went just
         # before it begins, its group would wait for us. One that has died is noticed by `_watch`.
-        last = max(leader.expiration, self.core.search_ends_at if self.core.is_timed else leader.expiration)
+        last = self.core.search_ends_at + self._config.window_s if self.core.is_timed else leader.expiration
         window_s = max(self._config.window_s, last - self._dht.clock.now())
         timeout_s = min(window_s, MAX_WINDOW_S) + self._config.request_timeout_s
         answer: Answer | None = None

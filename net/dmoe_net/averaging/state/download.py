@@ -38,7 +38,6 @@ from dmoe_net.averaging.state.sharing import (
 from dmoe_net.averaging.window import BulkWindow
 from dmoe_net.dht.messages import parse_contact_untrusted
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.dht.records import Dictionary
 from dmoe_net.errors import CallFailed, CallRefused, NetError, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery
@@ -187,14 +186,14 @@ class _Search:
 
     async def _in_dht(self) -> list[tuple[int, Contact]]:
         """All who announce a state, with its version."""
-        record, found = await self.dht.get(state_key(self.prefix)), list[tuple[int, float, Contact]]()
-        for subkey, entry in record.entries.items() if isinstance(record, Dictionary) else ():
+        found = list[tuple[int, float, Contact]]()
+        for entry in await self.dht.get(state_key(self.prefix)):
             try:
                 version, raw = row_untrusted(entry.value, "an announcement", version=_ANY_VERSION, contact=rows(3))
                 contact = parse_contact_untrusted(raw)
             except RemoteProtocolError:
                 continue
-            if contact.peer_id != self.caller.peer_id and str(contact.peer_id) == subkey:
+            if contact.peer_id != self.caller.peer_id and contact.peer_id == entry.owner:
                 found.append((-version, self.rng.random(), contact))
         return [(-negative, contact) for negative, _, contact in sorted(found, key=lambda item: item[:2])]
 

@@ -23,6 +23,7 @@ import numpy as np
 import trio
 
 from dmoe_net.averaging.state.buffer import HASH_BYTES, MAX_PIECES, StateBuffer, pack, piece_hash
+from dmoe_net.dht.entries import MAX_LIFE_S
 from dmoe_net.dht.messages import contact_to_wire
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import CallRefused, PeerBusy
@@ -117,6 +118,7 @@ class _Snapshot:
     used_at: float  # when it was last asked for
     chunk_bytes: int
     hashes: np.ndarray  # uint8 [pieces, 32]
+    left: set[int]  # pieces that nobody has asked for since it was last opened
 
 
 @dataclass(eq=False)
@@ -148,8 +150,7 @@ class StateSharing:
                 await self.dht.store(
                     state_key(self.prefix),
                     [self.source.version(), contact],
-                    subkey=str(self.caller.peer_id),
-                    expiration=self.dht.clock.now() + 3 * self.config.announce_period_s,
+                    life_s=min(3 * self.config.announce_period_s, MAX_LIFE_S),
                 )
                 await trio.sleep(self.config.announce_period_s)
                 self._forget_old()
@@ -168,6 +169,11 @@ class StateSharing:
     def used_at(self) -> float:
         """Time at which a snapshot was last asked for, by trio's clock; minus infinity if none is held."""
         return max((held.used_at for held in self._snapshots.values()), default=-math.inf)
+
+    @property
+    def is_fetched(self) -> bool:
+        """True if each piece of every snapshot that is held has been asked for, and there is one."""
+        return bool(self._snapshots) and not any(held.left for held in self._snapshots.values())
 
     async def _serve_open(self, request: Request) -> Reply:
         min_version, offered, wanted = read_request(request, **_OPEN)
@@ -198,8 +204,9 @@ class StateSharing:
             oldest = max(min_version, self.source.version() - self.config.max_lag)
             fresh = [digest for digest, held in self._snapshots.items() if held.version >= oldest]
             for digest in (*(each for each in offered if each in fresh), *reversed(fresh)):
-                self._snapshots[digest].used_at = trio.current_time()
-                return self._snapshots[digest]
+                held = self._snapshots[digest]
+                held.used_at, held.left = trio.current_time(), set(range(len(held.hashes)))
+                return held
             self._make_room()
             state = await self.source.snapshot()
             self._taken_at = trio.current_time()
@@ -210,7 +217,8 @@ class StateSharing:
                 hashes[index] = np.frombuffer(piece_hash(packed.chunk(index, chunk_bytes)), np.uint8)
                 await trio.lowlevel.checkpoint()  # a large state takes seconds, and others want to be served
             now = trio.current_time()
-            snapshot = _Snapshot(state.version, dict(state.facts), packed, now, chunk_bytes, hashes)
+            left = set(range(len(hashes)))
+            snapshot = _Snapshot(state.version, dict(state.facts), packed, now, chunk_bytes, hashes, left)
             self._snapshots[packed.digest] = snapshot
             return snapshot
 
@@ -233,6 +241,7 @@ class StateSharing:
         if index >= len(snapshot.hashes):
             raise CallRefused(f"a state of {len(snapshot.hashes)} pieces has no piece {index}")
         snapshot.used_at = trio.current_time()
+        snapshot.left.discard(index)
         return Reply(tensors=(snapshot.packed.chunk(index, snapshot.chunk_bytes),))
 
     def _forget_old(self) -> None:

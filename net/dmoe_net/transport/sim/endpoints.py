@@ -47,6 +47,7 @@ class Topology:
       hosts: by name.
       listeners: by address.
       links: the dialled ends of all links that are open at either end, by number.
+      links_of: those of them with an end at a host, by its name.
       num_links: there have been so far.
       is_closed: the simulation is over.
     """
@@ -58,8 +59,15 @@ class Topology:
     hosts: dict[str, SimHost] = field(default_factory=dict)
     listeners: dict[Address, Acceptor] = field(default_factory=dict)
     links: dict[int, "SimLink"] = field(default_factory=dict)
+    links_of: dict[str, dict[int, "SimLink"]] = field(default_factory=dict)
     num_links: int = 0
     is_closed: bool = False
+
+    def forget(self, number: int) -> None:
+        """Drop a link whose ends are both closed; nothing if it is gone."""
+        if (link := self.links.pop(number, None)) is not None:
+            for name in {link.host.name, link.other.host.name}:
+                del self.links_of[name][number]
 
 
 class SimLink:
@@ -320,7 +328,7 @@ class SimLink:
         if self._is_closed:
             self._inbox = None
         if self.other._cause is not None:
-            self._topology.links.pop(self._number, None)
+            self._topology.forget(self._number)
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"connection to {self._remote_address} lost: {self._cause}")
@@ -343,4 +351,6 @@ def new_link(topology: Topology, source: SimHost, destination: SimHost, own_id: 
             target=other,
         )
     topology.links[number] = dialled
+    for host in (source, destination):
+        topology.links_of.setdefault(host.name, {})[number] = dialled
     return dialled

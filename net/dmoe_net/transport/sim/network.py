@@ -1,7 +1,7 @@
 """The simulated network itself: its hosts, their programs, and what befalls them."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,10 @@ class SimNetwork:
         match event:
             case Partition(groups=groups):
                 self._topology.medium.reachability.set_groups(groups)
-                self._reach_changed()
+                self._reach_changed(self._topology.links)
             case Heal():
                 self._topology.medium.reachability.set_groups(())
-                self._reach_changed()
+                self._reach_changed(self._topology.links)
             case HostDown(host=host, silent=silent):
                 self._take_down(self._host(host), silent=silent)
             case HostUp(host=host):
@@ -150,39 +150,41 @@ class SimNetwork:
         for address, listener in list(self._topology.listeners.items()):
             if address.host == host.name:
                 listener.close()
-        for end in self._ends():
-            if end.host is host:
-                end.crash(silent=silent)
+        for link in list(self._topology.links_of.get(host.name, {}).values()):
+            for end in (link, link.other):
+                if end.host is host:
+                    end.crash(silent=silent)
         if silent:
             self._topology.medium.reachability.set_plugged(host.name, False)
-            self._reach_changed()
+            self._reach_changed(self._topology.links_of.get(host.name, {}))
 
     def _bring_up(self, host: SimHost) -> None:
         host.is_down = False
         self._topology.medium.reachability.set_plugged(host.name, True)
-        self._reach_changed()
+        self._reach_changed(self._topology.links_of.get(host.name, {}))
         came_up = self._came_up.pop(host.name, None)
         if came_up is not None:
             came_up.set()
 
-    def _reach_changed(self) -> None:
-        """Note which links are cut now, and let the others go on."""
+    def _reach_changed(self, links: Mapping[int, SimLink]) -> None:
+        """Note which of the links that a change may concern are cut now, and let the others go on."""
         self._num_changes += 1
-        reachability, is_any_new = self._topology.medium.reachability, False
-        for link in self._topology.links.values():
+        reachability, cut = self._topology.medium.reachability, list[SimLink]()
+        for link in links.values():
             if not reachability.between(link.host.name, link.other.host.name):
                 if not link.cut_number:
-                    link.cut_number, is_any_new = self._num_changes, True
+                    link.cut_number = self._num_changes
+                    cut.append(link)
                 continue
             link.cut_number = 0
             link.flow.resume()
             link.other.flow.resume()
-        if is_any_new:
+        if cut:
             when_s = trio.current_time() + self._give_up_s
-            self._topology.medium.agenda.at(when_s, self._give_up, self._num_changes)
+            self._topology.medium.agenda.at(when_s, self._give_up, cut, self._num_changes)
 
-    def _give_up(self, cut_number: int) -> None:
-        for link in list(self._topology.links.values()):
+    def _give_up(self, cut: Iterable[SimLink], cut_number: int) -> None:
+        for link in cut:
             if link.cut_number == cut_number:
                 link.break_off(f"no way there for {self._give_up_s:g} s")
 

@@ -1,0 +1,386 @@
+"""The shell of a claimer: reads, probes, writes claims, and has its node take experts up or give them up.
+
+RPC method (body -> body):
+  placement.keep   {uids} -> {kept}   "I am about to give these up to you: which of them do you keep?"
+
+A node gives an expert up only if as many others as are wanted have promised to keep it, and have answered a call for
+it. Counts of updates move while nodes compare them; without the promise all might give up, each to another.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import trio
+
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.placement.claiming import Actions, Claiming, Stage
+from dmoe_jax.placement.config import PlacementConfig
+from dmoe_jax.placement.contest import Standing, gives_up_to, standing_untrusted
+from dmoe_jax.placement.proof import computes
+from dmoe_jax.placement.survey import Claims, Survey, check_claimable
+from dmoe_jax.placement.watch import Watch
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import NetError, RemoteProtocolError
+from dmoe_net.identity import Contact, PeerId
+from dmoe_net.rpc.base import Caller, Reply, Request, handlers, read_request
+from dmoe_net.wire.fields import several, text
+
+logger = logging.getLogger(__name__)
+
+KEEP = "placement.keep"
+MAX_UIDS = 64
+"""Most experts of one `placement.keep`; of further ones a node speaks in its next round."""
+
+_UIDS = several(text(1, 256), MAX_UIDS)
+_CALL_TIMEOUT_S = 2.0
+_CHUNK = 8
+"""Experts that are announced together: not one by one, and not only when the last of a thousand is restored."""
+
+
+class CannotTakeUp(Exception):
+    """An expert cannot be taken up here; the message says why."""
+
+
+@runtime_checkable
+class Host(Protocol):
+    """What a claimer needs of its node."""
+
+    @property
+    def served(self) -> Collection[str]:
+        """The experts that it serves, those that it is giving up too."""
+        ...
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it can serve at once."""
+        ...
+
+    def updates(self, uid: str) -> int:
+        """Optimiser steps that an expert has taken."""
+        ...
+
+    def expert(self, uid: str) -> Expert:
+        """Network of an expert that is served."""
+        ...
+
+    async def take_up(self, uid: str) -> str:
+        """Make an expert, fill it with what it is to begin with, and answer calls for it; says what that was.
+
+        Raises:
+          CannotTakeUp: the reason.
+        """
+        ...
+
+    async def introduce(self) -> None:
+        """List the node in the swarm, as one that claims, whether it serves yet or not."""
+        ...
+
+    async def announce(self, uids: Collection[str]) -> None:
+        """Return when these experts are announced; when the node is warm, that is."""
+        ...
+
+    async def give_up(self, uid: str) -> None:
+        """Refuse new calls for an expert, take its announcement back, answer what was accepted, and forget it."""
+        ...
+
+
+class Claimer:
+    """Claims experts for a node.
+
+    Args:
+      caller, dht, swarm: the node's.
+      uids: the experts that it may claim, by their names.
+      config: settings.
+      host: the node.
+      on_progress: told what it took up and gave up, in a few words.
+
+    Raises:
+      ValueError: the peer does not listen, or there are too many experts, or none.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        swarm: str,
+        uids: Mapping[str, ExpertUid],
+        config: PlacementConfig,
+        host: Host,
+        *,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if caller.address is None:
+            raise ValueError("a node that claims experts must listen: its peer is in client mode")
+        check_claimable(uids)
+        self.settled = trio.Event()
+        """Set when there is nothing more to claim for now."""
+        self._caller, self._dht, self._uids, self._config, self._host = caller, dht, uids, config, host
+        self._on_progress = on_progress
+        self._now = dht.clock.ticks  # unlike `now` it is never set: claims settle by it
+        self._core = Claiming(caller.peer_id, uids.keys(), config)
+        self._survey = Survey(dht, swarm, uids)
+        self._watch = Watch(
+            caller, config, nodes=self._survey.nodes, claimers=self._survey.claimers, on_change=self._wake
+        )
+        self._news = trio.Event()
+        self._scanned_at = float("-inf")
+        self._won: list[str] = []
+        self._has_won = trio.Event()
+        self._claims = Claims(dht, uids, life_s=config.claim_life_s)
+        self._yielding: set[str] = set()  # we ask another node to keep these
+        self._leaving: set[str] = set()  # it has promised to: we give them up
+        self._contested: set[str] = set()  # about these we are asking others now
+        self._scope: trio.CancelScope | None = None
+
+    def status(self) -> dict[str, Any]:
+        """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; their `scope`, see
+        `scope_of`; claims `held`, `won`, `lost` and `failed`; experts `given_up`; `adopted` by origin; and `fixed`,
+        those that it serves without a claim."""
+        totals = self._core.totals
+        return {
+            "room": self.room,
+            "scope": self._survey.scope,
+            "held": len(self._core.held),
+            "won": totals.won,
+            "lost": totals.lost,
+            "failed": totals.failed,
+            "given_up": totals.given_up,
+            "adopted": dict(totals.adopted),
+            "fixed": [uid for uid in self._host.served if uid not in self._uids],
+        }
+
+    @property
+    def room(self) -> int:
+        """How many further experts the node may claim."""
+        return self._core.room(self._host.served)
+
+    async def run(self) -> None:
+        """Claim for ever. When it ends, all claims that still live are taken back within two seconds."""
+        with handlers(self._caller, {KEEP: self._keep}):
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._scope = nursery.cancel_scope
+                    await self._host.introduce()
+                    await trio.sleep(self._config.gather_s)
+                    nursery.start_soon(self._watch.run)
+                    nursery.start_soon(self._renew)
+                    nursery.start_soon(self._take_up)
+                    while True:
+                        await self._round(nursery)
+                        await self._pause()
+            finally:
+                with trio.move_on_after(2.0, shield=True):
+                    await self._claims.withdraw_all()
+
+    def stop(self) -> None:
+        """Have `run` end: from now on nothing is taken up or given up."""
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def _wake(self) -> None:
+        self._news.set()
+
+    async def _pause(self) -> None:
+        """Until the next scan, or a claim has settled, or there is news."""
+        next_s = min(self._scanned_at + self._config.scan_period_s, self._core.settles_at()) - self._now()
+        with trio.move_on_after(max(next_s, 0.0)):
+            await self._news.wait()
+        self._news = trio.Event()
+
+    async def _round(self, nursery: trio.Nursery) -> None:
+        read_at = self._now()
+        if read_at >= self._scanned_at + self._config.scan_period_s:
+            self._scanned_at = read_at
+            await self._survey.scan()
+        elif self._core.settles_at() <= read_at:
+            await self._survey.look(self._core.held)
+        view = self._survey.view(self._caller.peer_id, self._watch.dead, read_at=read_at)
+        host = self._host
+        actions = self._core.step(view, host.served, is_warm=host.is_warm, now=self._now())
+        for uid, why in actions.drop.items():
+            logger.info("claim for expert %s is lost: %s", uid, why)
+        self._to_take_up(actions.take_up)
+        if actions.claim or actions.confirm or actions.drop:
+            stands = await self._claims.write(actions.claim, confirmed=actions.confirm, gone=actions.drop)
+            self._to_take_up(self._core.wrote(stands, self._now()))
+        self._meet(actions, nursery)
+        if not self._core.held:
+            self.settled.set()
+
+    async def _renew(self) -> None:
+        """Keep the claims alive that are won and whose experts are not served yet."""
+        while True:
+            await trio.sleep(self._config.claim_life_s / 3)
+            if won := [uid for uid, stage in self._core.held.items() if stage is Stage.WON]:
+                await self._claims.write(confirmed=won)
+
+    def _to_take_up(self, uids: Collection[str]) -> None:
+        if uids:
+            self._won += uids
+            self._has_won.set()
+
+    async def _take_up(self) -> None:
+        """Take up what is won, some at a time, one after the other: the memory of one expert at a time."""
+        while True:
+            await self._has_won.wait()
+            chunk, self._won = self._won[:_CHUNK], self._won[_CHUNK:]
+            if not self._won:
+                self._has_won = trio.Event()
+            origins: dict[str, str] = {}
+            for uid in chunk:
+                try:
+                    origins[uid] = await self._host.take_up(uid)
+                except CannotTakeUp as error:
+                    logger.warning("expert %s cannot be taken up here: %s", uid, error)
+                    self._on_progress(f"cannot take up {uid}: {error}")
+                    self._core.failed(uid, self._now())
+                    await self._claims.write(gone=[uid])
+                else:
+                    logger.info("expert %s is taken up, from its %s", uid, origins[uid])
+            if origins:
+                self._on_progress(f"took up {_counted(origins)}")
+                await self._host.announce(origins)
+            for uid, origin in origins.items():
+                # The claim is not taken back: it keeps others away until they have seen the announcement.
+                self._core.served(uid, origin)
+            self._wake()
+
+    def _meet(self, actions: Actions, nursery: trio.Nursery) -> None:
+        """Ask the other holders of experts that too many nodes hold, some experts at a time."""
+        asked = {uid: others for uid, others in actions.contest.items() if uid not in self._contested}
+        if asked:
+            some = dict(list(asked.items())[:MAX_UIDS])
+            self._contested.update(some)
+            nursery.start_soon(self._contest, some)
+
+    async def _contest(self, contested: Mapping[str, Sequence[Contact]]) -> None:
+        try:
+            contacts = dict.fromkeys(contact for others in contested.values() for contact in others)
+            statuses = await self._statuses(contacts)
+            keepers = {uid: to for uid, others in contested.items() if (to := self._keepers(uid, others, statuses))}
+            if keepers:
+                await self._give_up(keepers, {contact.peer_id: contact for contact in contacts})
+        finally:
+            self._contested.difference_update(contested)
+
+    def _keepers(
+        self, uid: str, others: Iterable[Contact], statuses: Mapping[Contact, Mapping[str, Any]]
+    ) -> list[Standing]:
+        """The holders that have to keep an expert so that this node gives it up; none: it keeps it."""
+        if uid not in self._host.served:
+            return []
+        standings = [each for contact in others if (each := _standing(statuses.get(contact), uid, contact))]
+        own = Standing(peer_id=self._caller.peer_id, updates=self._host.updates(uid))
+        return gives_up_to(own, standings, self._config.replicas)
+
+    async def _statuses(self, contacts: Iterable[Contact]) -> dict[Contact, Mapping[str, Any]]:
+        statuses: dict[Contact, Mapping[str, Any]] = {}
+
+        async def ask(contact: Contact) -> None:
+            try:
+                reply = await self._caller.call(contact, "node.status", {}, timeout_s=_CALL_TIMEOUT_S)
+            except NetError as error:
+                logger.info("node %s announces experts of ours and does not say more: %s", contact, error)
+            else:
+                statuses[contact] = reply.body
+
+        async with trio.open_nursery() as nursery:
+            for contact in contacts:
+                nursery.start_soon(ask, contact)
+        return statuses
+
+    async def _give_up(self, keepers: Mapping[str, Sequence[Standing]], contacts: Mapping[PeerId, Contact]) -> None:
+        """Give experts up, each if all its keepers keep it."""
+        asked: dict[PeerId, set[str]] = {}
+        for uid, standings in keepers.items():
+            for standing in standings:
+                if not standing.is_fixed:  # a node that was told to serve an expert need not promise
+                    asked.setdefault(standing.peer_id, set()).add(uid)
+        promised = await self._promised({contacts[peer_id]: uids for peer_id, uids in asked.items()})
+        kept = {
+            uid
+            for uid, standings in keepers.items()
+            if all(each.is_fixed or uid in promised.get(each.peer_id, ()) for each in standings)
+        }
+        kept -= await self._unanswered({uid: [contacts[each.peer_id] for each in keepers[uid]] for uid in kept})
+        self._leaving |= kept
+        try:
+            for uid in sorted(kept):
+                names = " and ".join(each.peer_id.short for each in keepers[uid])
+                text = f"gives up expert {uid} to {names}, who {'serves' if len(keepers[uid]) == 1 else 'serve'} it too"
+                logger.info("this node %s", text)
+                self._on_progress(text)
+                self._core.gave_up(uid, self._now())
+                await self._host.give_up(uid)
+        finally:
+            self._leaving -= kept
+
+    async def _unanswered(self, keepers: Mapping[str, Sequence[Contact]]) -> set[str]:
+        """The experts that some of their keepers do not compute: whoever only says that it serves keeps nothing."""
+        found: set[str] = set()
+
+        async def ask(uid: str, contact: Contact) -> None:
+            if uid in self._host.served and not await computes(self._caller, contact, uid, self._host.expert(uid)):
+                logger.warning("node %s says that it serves %s, and does not compute it", contact, uid)
+                found.add(uid)
+
+        async with trio.open_nursery() as nursery:
+            for uid, contacts in keepers.items():
+                for contact in contacts:
+                    nursery.start_soon(ask, uid, contact)
+        return found
+
+    async def _promised(self, asked: Mapping[Contact, Collection[str]]) -> dict[PeerId, set[str]]:
+        """What other nodes promise to keep, and we have not meanwhile promised to keep ourselves."""
+        about = {uid for uids in asked.values() for uid in uids}
+        promised: dict[PeerId, set[str]] = {}
+        self._yielding.update(about)
+
+        async def ask(contact: Contact, uids: Collection[str]) -> None:
+            try:
+                reply = await self._caller.call(contact, KEEP, {"uids": sorted(uids)}, timeout_s=_CALL_TIMEOUT_S)
+                promised[contact.peer_id] = set(_UIDS.of_untrusted(reply.body, "kept")).intersection(uids)
+            except NetError as error:
+                logger.info("node %s does not promise to keep experts: %s", contact, error)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for contact, uids in asked.items():
+                    nursery.start_soon(ask, contact, uids)
+            return {peer_id: uids & self._yielding for peer_id, uids in promised.items()}
+        finally:
+            self._yielding.difference_update(about)
+
+    async def _keep(self, request: Request) -> Reply:
+        """Promise to keep experts that another node is about to give up to us.
+
+        Where both are about to, the one with the larger id keeps them.
+        """
+        (uids,) = read_request(request, uids=_UIDS)
+        kept = []
+        for uid in uids:
+            if uid not in self._uids or uid not in self._host.served or uid in self._leaving:
+                continue
+            if uid in self._yielding and self._caller.peer_id < request.peer_id:
+                continue
+            self._yielding.discard(uid)
+            kept.append(uid)
+        return Reply(body={"kept": kept})
+
+
+def _standing(status: Mapping[str, Any] | None, uid: str, contact: Contact) -> Standing | None:
+    """Standing of another holder; None if it does not answer, or says nothing of the expert that could be read."""
+    try:
+        return None if status is None else standing_untrusted(status, uid, contact.peer_id)
+    except RemoteProtocolError as error:
+        logger.info("node %s does not say how far expert %s is: %s", contact, uid, error)
+        return None
+
+
+def _counted(origins: Mapping[str, str]) -> str:
+    names = list(origins.values())
+    counts = [f"{names.count(origin)} from {origin}" for origin in dict.fromkeys(names)]
+    first, *others = origins
+    return f"{first} and {len(others)} others ({', '.join(counts)})" if others else f"{first} (from its {names[0]})"

@@ -1,0 +1,232 @@
+"""The state of an expert from a living replica: for one that begins, or that takes over.
+
+The node that has it opens it when it is asked (`expert.state`), and then serves it in pieces as any donor's state
+(`dmoe_net.averaging.state`), under a name that follows from swarm and expert. A few are open at a time: each may hold
+snapshots, which are whole experts in memory.
+
+    expert.state   {"uid"} -> {"updates": the optimiser steps that the expert has taken}
+"""
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import trio
+
+from dmoe_jax.directory.directory import find_replicas, host_target
+from dmoe_jax.directory.grid import parse_uid
+from dmoe_jax.machine.device import Device
+from dmoe_jax.node.backend import ExpertBackend
+from dmoe_jax.placement import wire_form
+from dmoe_net.averaging.state.download import StateUnavailable, download_state
+from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import CallFailed, CallRefused, NetError, PeerBusy
+from dmoe_net.identity import Contact
+from dmoe_net.peer_health import Pause
+from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.wire.fields import text
+
+logger = logging.getLogger(__name__)
+
+STATE = "expert.state"
+"""The method by which a newcomer asks for an expert's state to be opened."""
+
+MAX_OPEN = 4
+"""States that are served at once; one that nobody has fetched for `_IDLE_S` makes room, or for `_DONE_S` if all of it
+has been fetched."""
+
+_IDLE_S = 10.0
+_DONE_S = 0.5
+_OPEN_TIMEOUT_S = 5.0
+_RETRY_S = 0.5
+_ATTEMPTS = 3
+_SILENT = Pause(first_s=10.0, longest_s=60.0)
+"""Announcements outlive their node: one that did not answer for the last expert is not asked for the next ones."""
+_UID = text(1, 256)
+
+
+class HoldersSilent(StateUnavailable):
+    """Nodes are announced that serve the expert, and none of them answers."""
+
+
+class StateShelf:
+    """Serves the states of a node's experts to those who ask.
+
+    Args:
+      caller: serves the calls. dht: as of `StateSharing`.
+      swarm: its name.
+      backends: the experts by uid.
+      device: copies their state between two batches.
+      on_given: told the uid, and the updates of the state that somebody gets.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        dht: DhtNode,
+        *,
+        swarm: str,
+        backends: Mapping[str, ExpertBackend],
+        device: Device,
+        on_given: Callable[[str, int], None],
+    ) -> None:
+        self._caller = caller
+        self._dht = dht
+        self._swarm = swarm
+        self._backends = backends
+        self._device = device
+        self._on_given = on_given
+        self._open: dict[str, tuple[StateSharing, ExitStack, float]] = {}  # with the time when it was opened
+        self.given = 0
+        """Snapshots that were taken for others."""
+
+    async def serve(self, request: Request) -> Reply:
+        """Answer `expert.state`.
+
+        Raises:
+          CallRefused: no such expert is served here. PeerBusy: too many states are being fetched.
+        """
+        (uid,) = read_request(request, uid=_UID)
+        if uid not in self._backends:
+            raise CallRefused(f"unknown expert {uid[:80]!r}: its state is not to be had here")
+        if uid not in self._open:
+            self.close_idle(most=MAX_OPEN - 1)
+            if len(self._open) >= MAX_OPEN:
+                raise PeerBusy(f"{MAX_OPEN} states are being fetched", retry_after_s=_RETRY_S)
+            sharing = self._sharing(uid)
+            stack = ExitStack()
+            stack.enter_context(sharing.serving())
+            self._open[uid] = sharing, stack, trio.current_time()
+        return Reply(body={"updates": self._backends[uid].update_count})
+
+    def close_idle(self, *, most: int = 0) -> None:
+        """Close what nobody fetches any more, until `most` are open or all others are being fetched."""
+        for uid, (sharing, _, opened_at) in list(self._open.items()):
+            idle_s = trio.current_time() - max(sharing.used_at, opened_at)
+            if len(self._open) > most and idle_s > (_DONE_S if sharing.is_fetched else _IDLE_S):
+                self.forget(uid)
+
+    def forget(self, uid: str) -> None:
+        """Serve the state of this expert no more."""
+        if (opened := self._open.pop(uid, None)) is not None:
+            opened[1].close()
+
+    def close(self) -> None:
+        """Serve no state any more."""
+        for uid in list(self._open):
+            self.forget(uid)
+
+    def _sharing(self, uid: str) -> StateSharing:
+        backend = self._backends[uid]
+
+        async def snapshot() -> SharedState:
+            state = await self._device.run(wire_form.shared, backend)
+            self.given += 1
+            self._on_given(uid, state.version)
+            return state
+
+        source = StateSource(lambda: backend.update_count, snapshot)
+        return StateSharing(
+            self._caller,
+            self._dht,
+            prefix=_prefix(self._swarm, uid, backend),
+            source=source,
+            config=StateSharingConfig(),
+        )
+
+
+async def fetch_state(
+    uid: str,
+    backend: ExpertBackend,
+    *,
+    caller: Caller,
+    dht: DhtNode,
+    swarm: str,
+    device: Device,
+    rng: random.Random,
+    timeout_s: float,
+) -> int | None:
+    """Give an expert the state of a node that serves it now.
+
+    Nothing is believed unchecked: a state of other arrays, or one that is not finite, is not taken.
+
+    Args:
+      uid: the expert. backend: what gets its state; nobody else may load another one meanwhile.
+      caller: asks the others, which are found in `dht`.
+      swarm: its name.
+      device: takes the state up between two batches.
+      rng: draws what `download_state` draws.
+      timeout_s: how long to try.
+
+    Returns: the updates of the state that was taken; None if no other node serves the expert.
+
+    Raises:
+      HoldersSilent: others are announced, and none of them answers.
+      StateUnavailable: others serve it, and their state cannot be had; the message says why in a few words.
+    """
+    found = (await find_replicas(dht, [parse_uid(uid)]))[parse_uid(uid)]
+    holders = [replica.contact for replica in found if replica.contact.peer_id != caller.peer_id]
+    if not holders:
+        return None
+    now = trio.current_time()
+    holders = [each for each in holders if not caller.health.blocks(host_target(each), now, _SILENT)]
+    (fits, is_sound), state = wire_form.checks_of(backend), None
+    with trio.move_on_after(timeout_s):
+        donors = await _opened(caller, holders, uid)
+        try:
+            state = await download_state(
+                caller,
+                dht,
+                prefix=_prefix(swarm, uid, backend),
+                rng=rng,
+                config=StateSharingConfig(),
+                timeout_s=timeout_s,
+                attempts=_ATTEMPTS,
+                expects=fits,
+                accepts=is_sound,
+                known=donors,
+            )
+        except StateUnavailable as error:
+            raise StateUnavailable("no state of use") from error
+    if state is None:
+        raise StateUnavailable("too slow")
+    await device.run(wire_form.load, backend, state)
+    return state.version
+
+
+async def _opened(caller: Caller, holders: list[Contact], uid: str) -> list[Contact]:
+    """Those of the nodes that have opened the expert's state for us, at least one; raises as `fetch_state`."""
+    donors: list[Contact] = []
+    refused = False
+
+    async def ask(contact: Contact) -> None:
+        nonlocal refused
+        try:
+            while True:
+                try:
+                    await caller.call(contact, STATE, {"uid": uid}, timeout_s=_OPEN_TIMEOUT_S)
+                    break
+                except PeerBusy as busy:
+                    await trio.sleep(busy.retry_after_s or _RETRY_S)
+        except CallFailed:
+            refused = True
+        except NetError as error:
+            logger.info("node %s, which is announced as a holder of %s, does not answer: %s", contact, uid, error)
+        else:
+            donors.append(contact)
+
+    async with trio.open_nursery() as nursery:
+        for contact in holders:
+            nursery.start_soon(ask, contact)
+    if not donors:
+        raise StateUnavailable("it gives none") if refused else HoldersSilent("no answer")
+    return [contact for contact in holders if contact in donors]
+
+
+def _prefix(swarm: str, uid: str, backend: ExpertBackend) -> str:
+    """Prefix of the states of an expert; another meaning has another prefix. Uids have dots, which prefixes may not."""
+    named = f"{swarm}/{uid}/{backend.expert.meaning}"
+    return f"expert-{hashlib.blake2b(named.encode(), digest_size=16).hexdigest()}"

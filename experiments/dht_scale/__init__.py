@@ -1,0 +1,1 @@
+"""Experts found among ten thousand nodes: what it takes, in calls, bytes and virtual time."""

@@ -1,0 +1,26 @@
+"""What the command line of this experiment can ask for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.bench import Settings
+
+Part = Literal[
+    "cold", "trainer", "announcing", "churn", "vanish", "unreachable", "clocks", "partition", "bootstraps", "joins",
+    "memory",
+]  # fmt: skip
+
+PARTS: tuple[Part, ...] = (
+    "cold", "trainer", "announcing", "churn", "vanish", "unreachable", "clocks", "partition", "bootstraps", "joins",
+    "memory",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DhtScaleSettings(Settings):
+    """Measure how experts are found in large swarms: times, calls and bytes, under churn and faults."""
+
+    quick: bool = False
+    """Swarms of at most a thousand nodes, one seed; under ten minutes on one core."""
+    parts: tuple[Part, ...] = PARTS
+    """What to measure."""

@@ -1,0 +1,359 @@
+"""The light network: calls instead of frames, for studies of ten thousand peers and more.
+
+It has the latencies, hosts and partitions of the simulated network, and places each call as that does: a first call
+dials (a round trip, the other's hello, then the call), later ones take one round trip, the frames of one direction of a
+link arrive in the order in which they left, idle links are closed. But a call is a function call between two sleeps:
+nothing is encoded, there are no links' tasks, no windows, no bandwidth, no loss and no tensors. It is for the DHT and
+the directory; what it says of them differs from the full simulation by chance alone.
+
+    network = CallNetwork(seed=1, latency=Exponential(0.05))
+    caller = network.caller("node0", identity.peer_id)         # in place of `open_rpc_peer`
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import trio
+
+from dmoe_net.errors import (
+    CallFailed,
+    CallRefused,
+    ConnectionLost,
+    DialFailed,
+    PeerBusy,
+    PeerTimeout,
+    PeerUnavailable,
+    RemoteFailure,
+    RemoteProtocolError,
+    seconds_of,
+)
+from dmoe_net.identity import Address, Contact, PeerId, address_of, peer_id_of
+from dmoe_net.peer_health import PeerHealth
+from dmoe_net.rpc.base import Body, Handler, Reply, Request
+from dmoe_net.rpc.bulk import BulkTraffic
+from dmoe_net.rpc.connection import IDLE_S
+from dmoe_net.rpc.peer import DIAL_PAUSE
+from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition
+from dmoe_net.transport.sim.links import Latency, model_between
+from dmoe_net.wire.codec import encode
+from dmoe_net.wire.tensors import Outgoing, Tensor
+
+PORT = 1
+"""Port of every caller that listens."""
+
+_FRAME_BYTES = 32
+"""What frame and message add to a body, about."""
+
+
+class _Link:
+    """Two callers that have greeted each other."""
+
+    __slots__ = ("address", "arrivals", "ready_at", "used_at")
+
+    def __init__(self, address: Address, ready_at: float) -> None:
+        self.address = address
+        self.ready_at = ready_at
+        """Time from which frames may leave. To sleep until then would cost a task's turn for each dial."""
+        self.used_at = ready_at
+        self.arrivals: dict[PeerId, float] = {}  # by sender: when its last frame arrives at the other end
+
+
+class CallNetwork:
+    """Callers that reach each other by address.
+
+    Args:
+      seed: of all delays.
+      latency: as of `simulate`.
+      may_dial: returns True if the first host can dial the second: False for one behind a NAT.
+      counts_bytes: True to encode each body and add up what would travel.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        latency: Latency,
+        may_dial: Callable[[str, str], bool] = lambda source, destination: True,
+        counts_bytes: bool = False,
+    ) -> None:
+        self.num_calls: Counter[str] = Counter()
+        """Calls placed, by method."""
+        self.num_dials = 0
+        """Dials of calls."""
+        self._rng = random.Random(f"{seed}/calls")
+        self._latency = latency
+        self.may_dial = may_dial
+        self.counts_bytes = counts_bytes
+        self._callers: dict[Address, CallingPeer] = {}
+        self._down: dict[str, bool] = {}  # host -> True if it went silently
+        self._groups: dict[str, int] = {}
+
+    def caller(self, host: str, peer_id: PeerId, *, listens: bool = True) -> "CallingPeer":
+        """A caller on a host of its own; one that does not listen is a client."""
+        caller = CallingPeer(self, host, peer_id, Address(host, PORT) if listens else None)
+        if (before := self._callers.get(Address(host, PORT))) is not None:
+            before.hang_up(tells=True)  # a process that was started again has no links
+        if listens:
+            self._callers[Address(host, PORT)] = caller
+        return caller
+
+    def apply(self, event: NetworkEvent) -> None:
+        """Let an event happen now: a partition, its end, or a host that goes down or comes up. Programs are for the
+        caller of this to end and begin."""
+        match event:
+            case Partition(groups=groups):
+                self._groups = {host: number for number, group in enumerate(groups, start=1) for host in group}
+            case Heal():
+                self._groups = {}
+            case HostDown(host=host, silent=silent):
+                self._down[host] = silent
+                if (caller := self._callers.get(Address(host, PORT))) is not None:
+                    caller.hang_up(tells=not silent)
+            case HostUp(host=host):
+                self._down.pop(host, None)
+            case _:
+                raise ValueError(f"not an event of the light network: {event!r}")
+
+    def delay_s(self, source: str, destination: str) -> float:
+        """Draw the latency of one frame, seconds."""
+        return model_between(self._latency, source, destination).sample_s(self._rng.random())
+
+    def at(self, address: Address) -> "CallingPeer | None":
+        """The caller that listens at an address, whether it can be reached or not."""
+        return self._callers.get(address)
+
+    def is_silent(self, source: str, destination: str) -> bool:
+        """True if what one host sends to another is lost without a word."""
+        is_cut = self._groups.get(source, 0) != self._groups.get(destination, 0)
+        return is_cut or self._down.get(source, False) or self._down.get(destination, False)
+
+    def refuses(self, source: str, destination: str) -> bool:
+        """True if a host answers dials by a refusal."""
+        return self._down.get(destination) is False or not self.may_dial(source, destination)
+
+
+class CallingPeer:
+    """One peer's end of a `CallNetwork`; implements `dmoe_net.rpc.base.Caller`."""
+
+    def __init__(self, network: CallNetwork, host: str, peer_id: PeerId, address: Address | None) -> None:
+        self.peer_id = peer_id
+        self.address = address
+        self.host = host
+        self.health = PeerHealth()
+        self.bulk = BulkTraffic()
+        self.num_placed = self.num_served = 0
+        """Calls of this peer to others, and of others to it."""
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of bodies, with what frames add, if the network counts them."""
+        self._network = network
+        self._handlers: dict[str, tuple[Handler, trio.CapacityLimiter]] = {}
+        self._links: dict[PeerId, tuple[_Link, CallingPeer]] = {}
+        self._dials: dict[Contact | Address, trio.Event] = {}
+        self._has_greeted = False
+
+    def moved_bytes(self, peer_id: PeerId) -> int:
+        """Nothing ever: there are no bulk calls."""
+        return 0
+
+    def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
+        """Serve a method, see `Caller.add_handler`."""
+        if method in self._handlers:
+            raise ValueError(f"a handler for {method} is registered already")
+        self._handlers[method] = handler, trio.CapacityLimiter(max_concurrent)
+
+    def remove_handler(self, method: str) -> None:
+        """Serve a method no more."""
+        del self._handlers[method]
+
+    def hang_up(self, *, tells: bool) -> None:
+        """Forget all links; the other ends too, if they are told."""
+        for _, other in self._links.values():
+            if tells:
+                other._links.pop(self.peer_id, None)
+        self._links.clear()
+
+    def is_reached(self, contact: Contact) -> bool:
+        """True if the peer answered at its address when that was dialled, see `Caller.is_reached`."""
+        found = self._link_to(contact.address)
+        return found is not None and found[1].peer_id == contact.peer_id and found[0].ready_at <= trio.current_time()
+
+    async def reach(self, contact: Contact, *, timeout_s: float) -> None:
+        """Dial a peer at its address unless it was reached there, see `Caller.reach`."""
+        if self.is_reached(contact):
+            await trio.lowlevel.checkpoint()
+            return
+        with trio.move_on_after(timeout_s):
+            found = self._link_to(contact.address)
+            link, _ = found if found is not None and found[1].peer_id == contact.peer_id else await self._dial(contact)
+            await trio.sleep_until(link.ready_at)
+            return
+        raise DialFailed(f"cannot connect to {contact} within {seconds_of(timeout_s)}")
+
+    async def call(
+        self,
+        target: Contact | Address | PeerId,
+        method: str,
+        body: Body,
+        tensors: Sequence[Outgoing] = (),
+        *,
+        timeout_s: float,
+        bulk_bytes: int = 0,
+        on_partial: Callable[[Reply], None] | None = None,
+        into: Tensor | None = None,
+    ) -> Reply:
+        """Call a method, see `Caller.call`. ValueError for tensors, which this network does not carry."""
+        if tensors or into is not None or on_partial is not None:
+            raise ValueError("the light network carries bodies alone")
+        self._network.num_calls[method] += 1
+        self.num_placed += 1
+        started, peer_id = trio.current_time(), peer_id_of(target)
+        found = None
+        try:
+            with trio.move_on_after(timeout_s):
+                found = self._link_to(target)
+                if found is None:
+                    if isinstance(target, PeerId):
+                        raise DialFailed(f"there is no connection with {target}")
+                    found = await self._dial(target)
+                peer_id = found[1].peer_id
+                reply = await self._exchange(*found, method, body)
+                self.health.succeeded((peer_id, method.partition(".")[0]))
+                return reply
+            if found is None or found[0].ready_at > trio.current_time():
+                raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
+            raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
+        except (PeerUnavailable, RemoteProtocolError) as error:
+            if peer_id is not None:
+                now, service = trio.current_time(), (peer_id, method.partition(".")[0])
+                self.health.failed(service, now, str(error), together_s=now - started)
+            raise
+        except CallFailed:
+            self.health.succeeded((peer_id, method.partition(".")[0]))
+            raise
+
+    async def _exchange(self, link: _Link, other: "CallingPeer", method: str, body: Body) -> Reply:
+        """Let a call travel, be served, and its answer travel back."""
+        link.used_at = trio.current_time()
+        await self._travel(link, other)
+        if self.peer_id not in other._links:  # it was started again: its system resets what it does not know
+            self._links.pop(other.peer_id, None)
+            await other._travel(link, self)
+            raise ConnectionLost(f"connection to {other.host} lost: reset by the other end")
+        self._count(other, body)
+        other.num_served += 1
+        try:
+            reply = await other._serve(method, body, self)
+        except CallFailed:
+            await other._travel(link, self)
+            raise
+        await other._travel(link, self)
+        other._count(self, reply.body)
+        link.used_at = trio.current_time()
+        return reply
+
+    async def _travel(self, link: _Link, other: "CallingPeer") -> None:
+        """Sleep until a frame to the other end has arrived; for ever if it is lost."""
+        if self._network.is_silent(self.host, other.host):
+            await trio.sleep_forever()
+        leaves_at = max(trio.current_time(), link.ready_at)
+        arrives_at = leaves_at + self._network.delay_s(self.host, other.host)
+        arrives_at = link.arrivals[self.peer_id] = max(arrives_at, link.arrivals.get(self.peer_id, 0.0))
+        await trio.sleep_until(arrives_at)
+
+    def _count(self, other: "CallingPeer", body: Body) -> None:
+        if self._network.counts_bytes:
+            size = len(encode(dict(body))) + _FRAME_BYTES
+            self.sent_bytes += size
+            other.received_bytes += size
+
+    async def _serve(self, method: str, body: Body, source: "CallingPeer") -> Reply:
+        """Run a handler as the RPC layer does: foreign errors become `RemoteFailure`."""
+        if method not in self._handlers:
+            raise CallRefused(f"unknown method {method}")
+        handler, limiter = self._handlers[method]
+        borrower = object()
+        try:
+            limiter.acquire_on_behalf_of_nowait(borrower)
+        except trio.WouldBlock:
+            raise PeerBusy(f"too many calls of {method}") from None
+        request = Request(method=method, body=body, tensors=(), peer_id=source.peer_id, peer_address=source.address)
+        try:
+            return await handler(request)
+        except CallFailed:
+            raise
+        except Exception as error:
+            raise RemoteFailure(repr(error)) from error
+        finally:
+            limiter.release_on_behalf_of(borrower)
+
+    def _link_to(self, target: Contact | Address | PeerId) -> "tuple[_Link, CallingPeer] | None":
+        """The link that takes calls to this peer, or to whoever answered at this address."""
+        if not isinstance(target, Address):
+            peer_id = peer_id_of(target)
+            return None if peer_id is None else self._link_with(peer_id)
+        other = self._network.at(target)
+        found = None if other is None else self._link_with(other.peer_id)
+        return found if found is not None and found[0].address == target else None
+
+    def _link_with(self, peer_id: PeerId) -> "tuple[_Link, CallingPeer] | None":
+        found = self._links.get(peer_id)
+        if found is not None and found[0].used_at < trio.current_time() - IDLE_S:
+            del self._links[peer_id]
+            found[1]._links.pop(self.peer_id, None)
+            return None
+        return found
+
+    async def _dial(self, target: Contact | Address) -> "tuple[_Link, CallingPeer]":
+        """Dial a target, once for all who wait for it.
+
+        Raises:
+          DialFailed: nobody listens there, another peer does, or it failed a moment ago.
+        """
+        address = address_of(target)
+        while (waiting := self._dials.get(target)) is not None:
+            await waiting.wait()
+            other = self._network.at(address)
+            if other is not None and (found := self._link_with(other.peer_id)) is not None:
+                return found
+        for dialled in (address, target):
+            if (why_not := self.health.why_not(dialled, trio.current_time(), DIAL_PAUSE)) is not None:
+                raise DialFailed(why_not)
+        self._dials[target] = trio.Event()
+        try:
+            found = await self._greet(target, address)
+        except DialFailed as error:
+            self.health.failed(address, trio.current_time(), str(error))
+            raise
+        finally:
+            self._dials.pop(target).set()
+        self.health.succeeded(address)
+        return found
+
+    async def _greet(self, target: Contact | Address, address: Address) -> "tuple[_Link, CallingPeer]":
+        network, other, now = self._network, self._network.at(address), trio.current_time()
+        network.num_dials += 1
+        if other is None:
+            raise DialFailed(f"nobody listens at {address}")
+        if network.is_silent(self.host, other.host):
+            await trio.sleep_forever()
+        accepted_at = now + network.delay_s(self.host, other.host)
+        proven_at = accepted_at + network.delay_s(other.host, self.host)
+        expected = peer_id_of(target)
+        if network.refuses(self.host, other.host):
+            await trio.sleep_until(proven_at)
+            raise DialFailed(f"{address} refuses connections")
+        if expected not in (None, other.peer_id) or other is self:
+            await trio.sleep_until(proven_at)
+            raise DialFailed(f"{other.peer_id.short} answers at {address}, not {expected}")
+        hello_at = max(proven_at, accepted_at + network.delay_s(other.host, self.host))  # in the order of its frames
+        # As in `rpc.peer`: all calls but the first leave when the network has proven who answers.
+        link = _Link(address, proven_at if self._has_greeted else hello_at)
+        self._has_greeted = True
+        self._links[other.peer_id] = link, other
+        # The other end calls us over it too, if it has none of its own; that we listen at our address it does not show.
+        link.arrivals[self.peer_id] = proven_at + network.delay_s(self.host, other.host)  # our own hello
+        back = _Link(Address(self.host, 0), link.arrivals[self.peer_id])
+        back.arrivals = link.arrivals
+        other._links.setdefault(self.peer_id, (back, self))
+        return link, other
