@@ -286,7 +286,10 @@ async def unreachable(*, nodes: int, hidden: int, gets: int, seed: int) -> Figur
         seen = list(world.nodes.values())
         await _hold_keys(world, seen, stack)
         figures["without_mean_s"], _, _ = await _gets(world, seen, gets)
-        strangers = [await stack.enter_async_context(world.opened(f"hidden{number}")) for number in range(hidden)]
+        strangers = []
+        for number in range(hidden):
+            entrances = [contact_of(node) for node in world.rng.sample(seen, 3)]
+            strangers.append(await stack.enter_async_context(world.opened(f"hidden{number}", initial=entrances)))
         began = trio.current_time()
         while trio.current_time() < began + 60.0:
             for stranger in strangers:

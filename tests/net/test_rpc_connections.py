@@ -225,6 +225,7 @@ class SilentLink:
 
     remote_address = Address("10.0.0.1", 9)
     remote_peer_id = None
+    when_heard = None
     num_moved = num_received = num_sent = 0
 
     def __init__(self, *received: Frame) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dmoe_net.errors import CallRefused, ConnectionLost, DialFailed, PeerTimeout
 from dmoe_net.identity import Address, Contact, PeerId
@@ -15,7 +17,7 @@ from dmoe_net.rpc.base import Reply, Request
 from dmoe_net.rpc.connection import IDLE_S, LEAVE_S, SILENCE_S
 from dmoe_net.rpc.connections import CHECK_PERIOD_S
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
-from dmoe_net.transport.sim import simulate
+from dmoe_net.transport.sim import run, simulate
 from dmoe_net.transport.sim.events import HostDown, HostUp, Partition
 from dmoe_net.transport.sim.links import Constant, HostOptions
 from dmoe_net.transport.sim.network import SimNetwork
@@ -345,3 +347,74 @@ async def test_the_window_never_runs_dry() -> None:
 
         nursery.start_soon(calls)
         nursery.start_soon(calls)
+
+
+def num_tasks() -> int:
+    return trio.lowlevel.current_statistics().tasks_living
+
+
+@in_simulation
+async def test_a_connection_without_calls_runs_no_task_and_serves_the_next_ones() -> None:
+    """A large simulation is mostly connections that wait: they take memory, but no tasks."""
+    async with pair() as (_, alice, bob):
+        tasks = num_tasks()
+        for caller, called in ((alice, bob), (alice, bob), (bob, alice), (alice, bob)):
+            await ping(caller, contact(called))
+            await trio.sleep(2 * CHECK_PERIOD_S)
+            assert num_tasks() == tasks
+        assert alice.statistics().outgoing == 1
+
+
+@in_simulation
+async def test_a_connection_that_is_in_use_stays_awake() -> None:
+    """To wake up costs tasks: calls in quick succession pay it once."""
+    async with pair() as (_, alice, bob):
+        tasks = num_tasks()
+        for _ in range(3):
+            await ping(alice, contact(bob))
+        assert num_tasks() == tasks + 4  # a reader and a writer at each end
+
+
+@in_simulation
+async def test_who_vanished_while_the_connection_rested_is_given_up_by_the_next_call() -> None:
+    async with simulate(latency=Constant(0.05)) as network, open_peer(network, "a", ALICE) as alice:
+
+        async def program() -> None:
+            async with open_peer(network, "b", BOB):
+                await trio.sleep_forever()
+
+        network.start("b", program)
+        bob = Contact(BOB, Address("b", 7))
+        await trio.sleep(1.0)
+        await ping(alice, bob)
+        await trio.sleep(2 * CHECK_PERIOD_S)
+        network.apply(HostDown("b", silent=True))
+        with pytest.raises(ConnectionLost):
+            await ping(alice, bob, timeout_s=3 * SILENCE_S)
+        await trio.sleep(2.0)
+        assert alice.statistics().outgoing == 0
+
+
+@in_simulation
+async def test_a_peer_that_is_closed_parts_from_connections_that_rest() -> None:
+    async with pair() as (network, alice, _):
+        async with open_peer(network, "e", EVE) as eve:
+            await ping(alice, contact(eve))
+            await trio.sleep(2 * CHECK_PERIOD_S)
+        await trio.sleep(1.0)
+        assert alice.statistics().outgoing == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from((0.0, 0.05, 0.1, 0.15, 0.9, 1.1, 4.0, 35.0))), max_size=12))
+def test_calls_at_any_moment_find_their_answer(calls: list[tuple[bool, float]]) -> None:
+    """Also those that arrive, or are placed, in the instant in which either end goes to rest or parts."""
+
+    async def place() -> None:
+        async with pair() as (_, alice, bob), trio.open_nursery() as nursery:
+            for is_alice, gap_s in calls:
+                caller, called = (alice, bob) if is_alice else (bob, alice)
+                nursery.start_soon(ping, caller, contact(called), 1.0)
+                await trio.sleep(gap_s)
+
+    run(place)

@@ -1,4 +1,8 @@
-"""One live connection: a link, its session, one reader, one writer, and a task for each call being served."""
+"""One live connection: a link, its session, one reader, one writer, and a task for each call being served.
+
+A connection without calls *rests* where its link can call back (the simulator's): neither reader nor writer runs, until
+the link has heard something or this end wants something. Most connections of a large simulation rest.
+"""
 
 import logging
 import math
@@ -46,6 +50,12 @@ IDLE_S = 30.0
 """Seconds without calls after which the first connection with a peer is closed. Trainers call every few seconds, DHT
 peers every minute or so."""
 
+_REST_S = 1.0
+"""A connection that is used again so soon after it began to rest stays awake for `_AWAKE_S`, seconds: to fall asleep
+and wake up takes a tenth of the time of a call."""
+
+_AWAKE_S = 3.0
+
 LEAVE_S = 10.0
 """Seconds to wait for the other end's goodbye once nothing else is under way."""
 
@@ -80,6 +90,7 @@ class Connection:
       link: fresh from a transport; the connection closes it.
       service: our end: our greeting, and what the other end may call.
       on_hello: called once, when the other end has said who it is; may raise an error that ends the connection.
+      run_again: called when it rests and has something to do; has `run` called soon.
       is_outgoing: True if we dialled it.
       is_lane: True if we dialled it as a lane; of one that the other end dialled, its greeting says so.
     """
@@ -89,6 +100,7 @@ class Connection:
         link: Link,
         service: Service,
         on_hello: Callable[["Connection", Hello], None],
+        run_again: Callable[["Connection"], None],
         *,
         is_outgoing: bool,
         is_lane: bool = False,
@@ -108,13 +120,17 @@ class Connection:
         """Times of the last frame that came in, and of the last call placed or served, seconds of trio's clock."""
         self.speaks_first = False
         """True if what we have to say leaves before the other end's greeting; see `_write`."""
+        self.rests = False
+        """True if `run` has returned although the connection lives."""
+        self._rested_at = self._awake_until = -math.inf
         self._service = service
-        self._on_hello = on_hello
+        self._on_hello: Callable[[Connection, Hello], None] | None = on_hello
+        self._run_again = run_again
         self._pending: dict[int, _PendingCall] = {}
         self._handler_scopes: dict[int, trio.CancelScope] = {}
-        self._scope = trio.CancelScope()
+        self._scope = self._reader_scope = trio.CancelScope()
         self._wake = trio.Event()
-        self._was_greeted = trio.Event()
+        self._is_sending = False
         self._refusal: VersionMismatch | None = None
         self._last_part: Part | None = None
         self._num_moved = 0  # of the link when it was looked at last
@@ -151,12 +167,13 @@ class Connection:
         self._scope.cancel()
         for pending in self._pending.values():
             pending.put(None)
+        self._stir()
 
     def leave(self) -> None:
         """Place no more calls here; the connection ends when both sides are done with theirs. Idempotent."""
         if not self.session.is_leaving:
             self.session.leave()
-            self._wake.set()
+            self._stir()
 
     def check(self, now: float) -> None:
         """Part from a peer without calls, ping a silent one, give up a dead one."""
@@ -169,6 +186,8 @@ class Connection:
         elif self.session.is_idle:
             if now - max(self.last_used, self.last_heard) >= self.idle_s:
                 self.leave()
+            elif self._may_rest():
+                self._reader_scope.cancel()
         elif now - self.last_heard >= SILENCE_S:
             if self._pinged_at <= self.last_heard:
                 self._pinged_at = now
@@ -179,31 +198,64 @@ class Connection:
                 self.end(ConnectionLost(f"{self.link.remote_address} was silent for {silent_s:.0f} s"))
 
     async def run(self) -> None:
-        """Serve until the connection ends, for whatever reason; then nothing is left open or running.
+        """Serve until the connection rests, or ends for whatever reason; then nothing is left open or running.
 
         Raises nothing besides `trio.Cancelled`. The end cancels the handlers and fails the calls that wait.
         """
-        self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
         where = self.link.remote_address
         try:
-            with self._scope:
-                await self.link.handshake()
-                await trio.lowlevel.checkpoint_if_cancelled()
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._write)
-                    await self._read(nursery)
+            while self.cause is None and not self.rests:
+                await self._serve_calls()
+                if self._may_rest() and self.link.when_heard is not None:
+                    self.rests = self.link.when_heard(self._stir)
+                    self._rested_at = trio.current_time()
         except NetError as exc:  # of the handshake
             _log.info("refused %s: %s", where, exc)
             self.end(exc)
         except Exception:
             _log.exception("connection with %s failed", where)
         finally:
-            is_mute = self._scope.cancelled_caught and self.remote is None
-            self.end(ConnectionLost(f"{where} did not say who it is" if is_mute else "this peer was closed"))
-            if not isinstance(self.cause, RemoteProtocolError):
-                with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
-                    await self.link.aclose()
-            self.link.abort()
+            if not self.rests:
+                self.end(ConnectionLost("this peer was closed"))
+                if not isinstance(self.cause, RemoteProtocolError):
+                    with trio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
+                        await self.link.aclose()
+                self.link.abort()
+
+    async def _serve_calls(self) -> None:
+        """Read, write and serve calls until the connection ends, or may rest."""
+        self._scope = trio.CancelScope()
+        with self._scope:
+            if self.remote is None:
+                self._scope.deadline = trio.current_time() + HELLO_TIMEOUT_S
+                await self.link.handshake()
+                await trio.lowlevel.checkpoint_if_cancelled()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                # The reader alone decides to rest: nobody else starts handlers, which must not be cancelled by it.
+                while self.cause is None and self._refusal is None:
+                    with trio.CancelScope() as self._reader_scope:
+                        await self._read(nursery)
+                    if self._reader_scope.cancelled_caught and self._may_rest():
+                        self._scope.cancel()
+                        break
+        if self._scope.cancelled_caught and self.remote is None:
+            self.end(ConnectionLost(f"{self.link.remote_address} did not say who it is"))
+
+    def _may_rest(self) -> bool:
+        is_quiet = self.session.is_idle and not self.session.wants_to_write and not self._is_sending
+        is_known = self.takes_calls and self.remote is not None
+        return is_quiet and is_known and self.link.when_heard is not None and self._awake_until <= trio.current_time()
+
+    def _stir(self) -> None:
+        """Let the writer look for something to write; if nothing runs, let the connection run again."""
+        if self.rests:
+            self.rests = False
+            if (now := trio.current_time()) - self._rested_at < _REST_S:
+                self._awake_until = now + _AWAKE_S
+            self._run_again(self)
+        else:
+            self._wake.set()
 
     async def call(
         self,
@@ -223,7 +275,7 @@ class Connection:
         timeout_s = max(deadline - self.last_used, _MIN_TIMEOUT_S)
         call_id = self.session.place_call(method, body, tensors, timeout_s=timeout_s, partials=on_partial is not None)
         pending = self._pending[call_id] = _PendingCall()
-        self._wake.set()
+        self._stir()
         try:
             if into is not None:
                 self.link.sinks.offer(call_id, into)
@@ -259,19 +311,26 @@ class Connection:
                 # version and not say its own. A silent end may be a peer over TLS that is dialled in plain, which
                 # closes the connection when it hears us.
                 with trio.move_on_after(_LONGEST_SILENCE_S):
-                    await self._was_greeted.wait()
-            while True:
+                    while self.remote is None and self._refusal is None:
+                        self._wake = trio.Event()
+                        await self._wake.wait()
+            while not self._scope.cancel_called:  # a cancelled send would spoil the link
                 if self._last_part is not None:
+                    self._is_sending = True
                     await self.link.send(self._last_part)
                     return self.end(ConnectionLost("ended on purpose"))
                 parts = self.session.take_parts(_WRITE_BYTES)
                 if parts:
+                    self._is_sending = True
                     await self.link.send(*parts)
+                    self._is_sending = False
                 elif self._refusal is not None:  # our hello has left: both ends can say why
                     return self.end(self._refusal)
                 elif self.session.is_over:
                     return self.end(ConnectionLost("both ends were done"))
                 else:
+                    if self._may_rest():
+                        self._reader_scope.cancel()
                     self._wake = trio.Event()
                     await self._wake.wait()
         except NetError as exc:
@@ -281,16 +340,15 @@ class Connection:
         link, num_read = self.link, 0
         try:
             while (frame := await link.receive()) is not None:
+                self._take_untrusted(frame, nursery)
+                del frame  # it would stay in memory until the next one comes
                 num_read += 1
                 if num_read % _READ_FRAMES == 0:
                     await trio.lowlevel.checkpoint()
-                self._take_untrusted(frame, nursery)
-                del frame  # it would stay in memory until the next one comes
             self.end(ConnectionLost(f"{link.remote_address} closed the connection"))
         except VersionMismatch as exc:
             self._refusal = VersionMismatch(f"{link.remote_address} {exc}")
             _log.warning("dropping a connection: %s", self._refusal)
-            self._was_greeted.set()
             self._wake.set()
         except NetError as exc:
             if isinstance(exc, RemoteProtocolError):
@@ -300,10 +358,10 @@ class Connection:
     def _take_untrusted(self, frame: Frame, nursery: trio.Nursery) -> None:
         action = self.session.receive_untrusted(frame)
         self.last_heard = trio.current_time()
-        if self._scope.deadline != math.inf and self.session.remote is not None:
+        if self._on_hello is not None and self.session.remote is not None:
             self._scope.deadline = math.inf
-            self._was_greeted.set()
-            self._on_hello(self, self.session.remote)
+            on_hello, self._on_hello = self._on_hello, None  # what it holds is not needed any more
+            on_hello(self, self.session.remote)
         match action:
             case CallReply() | CallError():
                 self._pending.pop(action.call_id).put(action)
@@ -316,6 +374,8 @@ class Connection:
                 self._start(action, nursery)
         if self.session.wants_to_write:
             self._wake.set()
+        elif self._may_rest():
+            self._reader_scope.cancel()
 
     def _start(self, start: CallStart, nursery: trio.Nursery) -> None:
         """Serve a call that has come in, if it is admitted."""

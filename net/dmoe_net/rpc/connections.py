@@ -55,7 +55,7 @@ class RpcStatistics:
 class ConnectionTable:
     """The live connections of one peer: at most `max_outgoing` that it dialled, `max_incoming` that others did."""
 
-    def __init__(self, peer_id: PeerId, *, max_outgoing: int, max_incoming: int) -> None:
+    def __init__(self, peer_id: PeerId, nursery: trio.Nursery, *, max_outgoing: int, max_incoming: int) -> None:
         self.max_outgoing = max_outgoing
         self.news = trio.Event()
         """Set, and replaced by another, when a first connection has said who it is, and when any has ended."""
@@ -63,6 +63,7 @@ class ConnectionTable:
         """True once somebody of our version has said who it is."""
         self._max_incoming = max_incoming
         self._peer_id = peer_id
+        self._nursery = nursery
         self._all: dict[Connection, None] = {}  # in the order in which they came; a set's order would be chance
         self._by_peer: dict[PeerId, Connection] = {}
         self._lanes: dict[PeerId, list[Connection]] = {}
@@ -104,13 +105,24 @@ class ConnectionTable:
         """Take in a new connection, whose other end is not known yet."""
         self._all[connection] = None
 
+    def start(self, connection: Connection) -> None:
+        """Run a connection in a task of its own."""
+        self._nursery.start_soon(self.run, connection)
+
     async def run(self, connection: Connection) -> None:
-        """Run a connection for its whole life, and then forget it, but for its traffic."""
+        """Run a connection until it rests, or ends and is forgotten, but for its traffic."""
         try:
             await connection.run()
         finally:
-            self._remove(connection)
-            self._tell_news()
+            if not connection.rests:
+                self._remove(connection)
+                self._tell_news()
+
+    def close(self) -> None:
+        """End the connections that rest; the others end with their tasks."""
+        for connection in self:
+            if connection.rests:
+                connection.end(ConnectionLost("this peer was closed"))
 
     async def look_after(self) -> None:
         """Close idle connections and notice dead ones, for ever: one timer for each peer."""

@@ -185,7 +185,7 @@ class Lanes:
             self._nursery.start_soon(self._open, peer_id, address, state)
 
     async def _open(self, peer_id: PeerId, address: Address, state: _State) -> None:
-        """Dial a lane and run it for its whole life."""
+        """Dial a lane and run it."""
         link: Link | None = None
         is_open = False
 
@@ -200,7 +200,7 @@ class Lanes:
         with suppress(NetError), trio.move_on_after(HELLO_TIMEOUT_S):
             link = await self._transport.dial(address, peer_id=peer_id)
         if link is not None:
-            lane = Connection(link, self._service, on_hello, is_outgoing=True, is_lane=True)
+            lane = Connection(link, self._service, on_hello, self._connections.start, is_outgoing=True, is_lane=True)
             self._connections.add(lane)
             await self._connections.run(lane)
         if not is_open:

@@ -99,9 +99,11 @@ async def open_rpc_peer(
         compressions=tuple(COMPRESSIONS),
     )
     service = Service(hello, address, None if faults is None else faults.of(peer_id))
-    connections = ConnectionTable(peer_id, max_outgoing=max_outgoing_connections, max_incoming=max_incoming_connections)
     try:
         async with background_nursery() as nursery:
+            connections = ConnectionTable(
+                peer_id, nursery, max_outgoing=max_outgoing_connections, max_incoming=max_incoming_connections
+            )
             peer = RpcPeer(transport, service, connections, BulkTraffic(memory_budget), nursery)
             if listener is not None:
                 nursery.start_soon(peer._accept, listener)
@@ -264,6 +266,7 @@ class RpcPeer:
         """Place no more calls, and end those of this peer to itself."""
         self._is_closed = True
         self._service.close()
+        self._connections.close()
 
     def _way_to(self, target: Contact | Address | PeerId) -> Connection | _Dial:
         """The open connection, or the dial that all callers of the target wait for; await it at once."""
@@ -327,7 +330,7 @@ class RpcPeer:
         raise DialFailed(why)
 
     async def _dial(self, dial: _Dial) -> None:
-        """Connect for all who wait, then run the connection for its whole life."""
+        """Connect for all who wait, then run the connection until it rests or ends."""
         where, started = address_of(dial.target), trio.current_time()
         try:
             with dial.scope:
@@ -342,13 +345,15 @@ class RpcPeer:
                     dial.connection = connection
                     dial.proven.set()
                 await self._connections.run(connection)
+                if dial.done.is_set():
+                    return
                 is_refusal = isinstance(connection.cause, HandshakeFailed)
                 why = str(connection.cause) if is_refusal else f"cannot connect to {dial.target}: {connection.cause}"
                 raise DialFailed(why) from connection.cause
             if trio.current_time() - started >= _PATIENCE_S:
                 raise DialFailed(f"{dial.target} did not answer in time")
         except DialFailed as error:
-            dial.error = error
+            dial.error = error.with_traceback(None)  # whose frames hold the dial
             if not dial.done.is_set():
                 # Somebody else answers there: no reason to leave that one alone, only not to look for this one.
                 failed = dial.target if isinstance(error.__cause__, HandshakeFailed) else where
@@ -366,7 +371,7 @@ class RpcPeer:
         while True:
             link = await listener.accept()
             if self._connections.make_room(outgoing=False):
-                self._nursery.start_soon(self._connections.run, self._connection(link))
+                self._connections.start(self._connection(link))
             else:
                 _log.warning("turning %s away: all places are in use", link.remote_address)
                 link.abort()
@@ -389,6 +394,6 @@ class RpcPeer:
                 dial.connection = connection
                 self._end_dial(dial)
 
-        connection = Connection(link, self._service, on_hello, is_outgoing=dial is not None)
+        connection = Connection(link, self._service, on_hello, self._connections.start, is_outgoing=dial is not None)
         self._connections.add(connection)
         return connection

@@ -4,6 +4,7 @@ Nothing above this module knows which network it runs on. All methods that are a
 say otherwise, and raise only errors of `dmoe_net.errors` (besides `trio.Cancelled`).
 """
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from dmoe_net.identity import Address, PeerId
@@ -38,6 +39,11 @@ class Link(Protocol):
     @property
     def sinks(self) -> Sinks:
         """Memory that callers offer for the tensors of answers. The link may receive them there, and need not."""
+
+    @property
+    def when_heard(self) -> Callable[[Callable[[], None]], bool] | None:
+        """None, or a function that has its argument called once `receive` has something to return or raise, unless a
+        task waits there by then. It returns False, and nothing is called, if `receive` has something now."""
 
     async def handshake(self) -> None:
         """Finish the handshake of an accepted link, before anything else is done with it; a dialled one has finished

@@ -20,6 +20,7 @@ class TcpLink:
     """A stream of bytes as a `dmoe_net.transport.base.Link`."""
 
     remote_peer_id: PeerId | None = None  # nothing is proven here
+    when_heard = None
 
     def __init__(self, stream: ByteStream, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._stream = stream

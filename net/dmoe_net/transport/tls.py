@@ -39,6 +39,8 @@ class TlsLink:
       max_body_bytes: frames with larger bodies are refused.
     """
 
+    when_heard = None
+
     def __init__(
         self,
         stream: ByteStream,

@@ -55,17 +55,22 @@ class Agenda:
 
 
 class Waiter:
-    """A place where one task waits until it is woken. Waking nobody does nothing, so conditions are checked first."""
+    """A place where one task waits until it is woken, or a callback in place of one. Waking nobody does nothing, so
+    conditions are checked first."""
 
     __slots__ = ("_task",)
 
     def __init__(self) -> None:
-        self._task: trio.lowlevel.Task | None = None
+        self._task: trio.lowlevel.Task | Callable[[], None] | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """Somebody is there."""
+        """True if somebody is there."""
         return self._task is not None
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Have the next `wake` call this, unless a task waits here by then."""
+        self._task = callback
 
     async def wait(self) -> None:
         """Wait for `wake`; may also return for no reason.
@@ -73,16 +78,18 @@ class Waiter:
         Raises:
           trio.BusyResourceError: another task waits here.
         """
-        if self._task is not None:
+        if isinstance(self._task, trio.lowlevel.Task):
             raise trio.BusyResourceError("another task is waiting here")
         self._task = trio.lowlevel.current_task()
         await trio.lowlevel.wait_task_rescheduled(self._leave)
 
     def wake(self) -> None:
-        """Let the task go on."""
-        if self._task is not None:
-            task, self._task = self._task, None
+        """Let the task go on, or call the callback."""
+        task, self._task = self._task, None
+        if isinstance(task, trio.lowlevel.Task):
             trio.lowlevel.reschedule(task)
+        elif task is not None:
+            task()
 
     def _leave(self, _: object) -> trio.lowlevel.Abort:
         self._task = None

@@ -1,6 +1,7 @@
 """The ends of simulated links, and where they are kept."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -136,6 +137,12 @@ class SimLink:
     @property
     def num_sent(self) -> int:
         return self._num_sent
+
+    def when_heard(self, callback: Callable[[], None]) -> bool:
+        if self._inbox or self._cause is not None or self._at_boundary is not None or self._is_closed:
+            return False
+        self._receiver.call(callback)
+        return True
 
     async def connect(self) -> None:
         """Reach the other host: a round trip, or as long as the network is cut. If cancelled, `abort` the link.
