@@ -18,7 +18,7 @@ ROUTER = product_key(CONFIG.grid_size)
 
 
 def batches(seed):
-    """Which of two numbers is larger?"""
+    """Yield batches of a small task: tell which of two numbers is larger."""
     rng = np.random.default_rng(seed)
     while True:
         x = rng.normal(size=(16, CONFIG.input_dim)).astype(np.float32)

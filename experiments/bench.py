@@ -1,4 +1,4 @@
-"""What every experiment repeats, once: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
+"""Parts that all experiments share: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
 
 An experiment `X` consists of
 
@@ -105,12 +105,12 @@ S = TypeVar("S", bound=UnseededSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Generic[S]):
-    """What a measurement works with."""
+    """Settings, run folder and console, as a measurement works with them."""
 
     settings: S
     """The command line."""
     folder: RunFolder
-    """Where records and results go."""
+    """Folder of the records and results."""
     console: Console
     """Writes to standard output, or with --json to standard error."""
 
@@ -152,7 +152,7 @@ class Experiment(Generic[S]):
     """Returns the picture for figure.png, or None for no picture. None: the measurement draws its own, or there is
     none."""
     figure_text: str = ""
-    """What the figure shows, for those who cannot see it."""
+    """Description of the figure for readers who cannot see it."""
     check: Callable[[S], object] | None = None
     """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
     open_folder: Callable[[S, str], RunFolder] = create_folder

@@ -28,14 +28,14 @@ END_GRACE_S = 25.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a child ended."""
+    """Exit status and last output of a child that has ended."""
 
     status: int
     """Its exit status, below 0 for a signal."""
     headline: Mapping[str, Any] | None
     """The JSON object that it printed last, if there is one."""
     last_line: str
-    """What it wrote to standard error last."""
+    """Last line that it wrote to standard error."""
 
     @property
     def failure(self) -> str:
@@ -46,7 +46,7 @@ class Ended:
 
 
 def is_resumable(name: str) -> bool:
-    """Whether the settings of `experiments.name` know `--resume`. An experiment that does not exist does not."""
+    """Return True if the settings of `experiments.name` know `--resume`, and False if there is no experiment `name`."""
     module_name = f"experiments.{name}.settings"
     try:
         module = importlib.import_module(module_name)

@@ -116,7 +116,7 @@ def comparison_headline(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def terminal_table(table: ReportTable) -> Table:
-    """What fits into a terminal of a table that `comparison_table` made; the report has all of it."""
+    """Return the columns of a table of `comparison_table` that fit into a terminal; the report has all of them."""
     places = [place for place, name in enumerate(table.head) if name in _PRINTED]
     printed = Table(title=table.title, title_justify="left")
     for place in places:

@@ -1,4 +1,4 @@
-"""How an experiment ends early: signals, errors told in one line, exit statuses."""
+"""Early ends of an experiment: signals, errors told in one line, exit statuses."""
 
 import signal
 import sys

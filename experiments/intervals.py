@@ -29,12 +29,12 @@ class Interval(NamedTuple):
 
     @property
     def is_below_zero(self) -> bool:
-        """Whether the whole interval is below 0; False where there is none."""
+        """True if the whole interval is below 0; False where there is none."""
         return self.high is not None and self.high < 0
 
     @property
     def is_above_zero(self) -> bool:
-        """Whether the whole interval is above 0; False where there is none."""
+        """True if the whole interval is above 0; False where there is none."""
         return self.low is not None and self.low > 0
 
     @property

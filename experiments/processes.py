@@ -64,7 +64,7 @@ class HelperProcess:
         return answer
 
     def _failure(self) -> HelperFailed:
-        """Who is killed says nothing on standard error: what the system does to a process when memory runs out."""
+        """Return the error. A process that the system kills for want of memory says nothing on standard error."""
         try:
             status = self._process.wait(_END_GRACE_S)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What a run came to: figures, the bars that they must reach, and how both are shown."""
+"""Result of a run: figures, the bars that they must reach, and how both are shown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ MISSED_BARS = "missed_bars"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a figure of the headline must reach.
+    """Bound that a figure of the headline must reach.
 
     Attributes:
       name: of the figure.
@@ -40,28 +40,28 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run came to, complete or as far as it got."""
+    """Result of a run, complete or as far as it got."""
 
     title: str
     """First line of the report and of the table in the terminal."""
     figures: Mapping[str, Any]
     """The headline by name. Where there are `name_min` and `name_max`, they are shown beside `name`."""
     bars: Sequence[Bar] = ()
-    """What some of the figures must reach. A bar whose figure is missing is missed."""
+    """Bars that some of the figures must reach. A bar whose figure is missing is missed."""
     missed: Sequence[str] | None = None
     """More bars that were missed, in words of the experiment's own. None: it has no others."""
     shown: Mapping[str, Any] | None = None
     """Figures for readers, where the headline is not fit to be read. Default: the headline."""
     printed: Sequence[Any] | None = None
-    """What the terminal shows, as Rich renders it. Default: a table of the figures."""
+    """Output for the terminal, as Rich renders it. Default: a table of the figures."""
     summary: str = ""
     """A paragraph for the report, below its title."""
     tables: Sequence[ReportTable] = ()
     """Tables for the report, below its figure."""
     command: str | None = None
-    """What to type to get this run again. Default: the command line that made the folder."""
+    """Command that gives this run again. Default: the command line that made the folder."""
     failure: str = ""
-    """What ended wrong although the run came to its end, in one line: the exit status is 1. Empty: nothing."""
+    """Failure of a run that came to its end all the same, in one line: the exit status is 1. Empty: none."""
 
     @property
     def missed_bars(self) -> list[str]:

@@ -39,7 +39,7 @@ class Ratio:
 
     @property
     def bar(self) -> Bar:
-        """What the headline must reach."""
+        """Bar that the ratio must reach in the headline."""
         return Bar(name=self.name, bound=self.bound, comparison=self.comparison)
 
     def of_rounds(self, slices: Iterable[Record]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What README and examples show runs as it stands there."""
+"""The README's Python blocks and the examples run as they stand there."""
 
 import asyncio
 import json

@@ -158,7 +158,7 @@ def own_imports(path: Path) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """What a newcomer sees as one thing: dmoe_net, an experiment, or what lies at the top of dmoe_jax."""
+    """Name of what a newcomer sees as one thing: dmoe_net, an experiment, or whatever is at the top of dmoe_jax."""
     parts = module.split(".")
     return parts[0] if parts[0] == "dmoe_net" else ".".join(parts[:2])
 

@@ -1,4 +1,4 @@
-"""Which experts are alive, and where: announcements in the DHT, and a reader that a training step can afford.
+"""Living experts and their nodes: announcements in the DHT, and a reader that a training step can afford.
 
 A node announces its experts again and again; silence is how a crashed one disappears. Several nodes may serve one
 expert: a reader gets one of them, another one when that fails or has no room, and the expert counts as dead only when
@@ -144,7 +144,7 @@ class _Cached:
 
 
 class ExpertDirectory:
-    """What a trainer knows of the living experts. Made by `open_expert_directory`.
+    """Living experts, as a trainer knows them. Made by `open_expert_directory`.
 
     Hosts and experts that failed of late (see `dmoe_net.peer_health`) count as dead for a while. Every method may be
     cancelled; what it had asked the DHT for still arrives and is kept.
@@ -152,7 +152,7 @@ class ExpertDirectory:
 
     def __init__(self, dht: DhtNode, nursery: trio.Nursery, *, swarm: str, config: DirectoryConfig) -> None:
         self.health: PeerHealth = dht.health
-        """Who failed, shared with RPC. Targets are of `host_target` and of `expert_target`."""
+        """Record of failures, shared with RPC. Targets are of `host_target` and of `expert_target`."""
         self._dht = dht
         self._nursery = nursery
         self._swarm = swarm
@@ -190,7 +190,7 @@ class ExpertDirectory:
         return not self._is_avoided(contact, uid)
 
     def another(self, uid: str, contact: Contact) -> Contact | None:
-        """Who else serves an expert and has neither failed of late nor is busy, from memory; None if nobody does."""
+        """Another node, from memory, that serves an expert, has not failed of late and is not busy; else None."""
         name = parse_uid(uid)
         cached = self._cache.get(group_key(name.prefix, name.coordinates))
         others = [
@@ -392,7 +392,7 @@ async def open_expert_directory(
 
 
 def _children(experts: Iterable[Coordinates]) -> dict[Coordinates, set[int]]:
-    """What may follow each partial path of at least one coordinate that leads to one of these experts."""
+    """Coordinates that may follow each partial path, of at least one coordinate, that leads to one of these experts."""
     children: dict[Coordinates, set[int]] = {}
     for coordinates in experts:
         for length in range(1, len(coordinates)):

@@ -1,4 +1,4 @@
-"""Which of the nodes that serve one expert a trainer asks.
+"""Preference of a trainer among the nodes that serve one expert.
 
 It follows from who the trainer is, by rendezvous hashing (Thaler and Ravishankar 1998): each trainer has an order of
 preference of its own for each expert, which changes for those experts alone whose replicas come or go. Nodes that serve
@@ -56,9 +56,9 @@ class _Suspect:
 
 
 class Renewals:
-    """Which nodes that failed have announced themselves since; of at most `MAX_SUSPECTS`.
+    """Nodes that failed and have announced themselves since; remembers at most `MAX_SUSPECTS` nodes.
 
-    It shows in the second look after a failure, for what the first one finds may be older than that.
+    A renewal shows in the second look after a failure, for what the first one finds may be older than that.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Renewals:
             del self._suspects[next(iter(self._suspects))]
 
     def awaits(self, peer_id: PeerId, troubled_at: float | None) -> bool:
-        """Whether a node that failed at this time, if it did, has not announced itself again since."""
+        """Return True if a node failed, at `troubled_at`, and has not announced itself again since."""
         if troubled_at is None:
             return False
         suspect = self._suspects.get(peer_id)

@@ -1,4 +1,4 @@
-"""What announcements of experts look like in the DHT.
+"""Format of the announcements of experts in the DHT.
 
 A node has one entry for each group of rows in which it serves experts, whatever their number: under `ffn.2d3`, for rows
 24 to 31 of the grid `ffn` of two dimensions, its address, the coordinates of its experts there, and the time that calls
@@ -48,7 +48,7 @@ class Replica:
     """A node that serves an expert, as it announced itself."""
 
     contact: Contact
-    """Where it is called."""
+    """Contact under which the node is called."""
     ends_at: float
     """Time until which the announcement lives, seconds of `SwarmClock.ticks`."""
     due_at: float = math.inf

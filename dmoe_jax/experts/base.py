@@ -1,4 +1,4 @@
-"""What an expert is: a pair of pure functions and the shapes that it speaks.
+"""Definition of an expert: a pair of pure functions and the shapes that it speaks.
 
 An expert node, the in-process mixture and the remote mixture all see experts only through `Expert`. All inputs are
 batch-first and samples are independent of each other, so that a node may join the rows of many trainers into one call
@@ -22,13 +22,13 @@ class TensorSpec:
     """Shape and type of one input or output."""
 
     name: str
-    """What error messages call it."""
+    """Name in error messages."""
     shape: tuple[int, ...]
     """Extents after the batch axis."""
     dtype: str
     """NumPy's name of the type, such as "float32" or "bool"."""
     differentiable: bool
-    """Whether a backward request returns a gradient for it."""
+    """True if a backward request returns a gradient for it."""
 
 
 class Expert(NamedTuple):
@@ -60,7 +60,7 @@ class Expert(NamedTuple):
 
     @property
     def is_residual(self) -> bool:
-        """Whether the mixture passes its first input on where experts are missing.
+        """True if the mixture passes the first input on where experts are missing.
 
         If the output has the first input's shape and type, what the combine weights leave over passes the input
         through: x + sum_k weights_k (outputs_k - x), and a sample without any answer goes through unchanged. Otherwise
@@ -86,12 +86,12 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
 
 
 def key_of_uid(key: PRNGKeyArray, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PRNGKeyArray:
-    """What `init_by_uid` gives to an expert's `init`."""
+    """Key that `init_by_uid` gives to an expert's `init`."""
     return folded_in(key, numbers_of_uid(prefix, coordinates))
 
 
 def numbers_of_uid(prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> list[int | Int[Array, ""]]:
-    """What names an expert where random keys are drawn: a number for the prefix, and its coordinates."""
+    """Numbers that name an expert where random keys are drawn: one for the prefix, and its coordinates."""
     return [zlib.crc32(prefix.encode()), *coordinates]
 
 

@@ -48,7 +48,7 @@ def check_expert(expert: Expert) -> None:
 
 
 def called(name: str, part: str, function: Any, *args: Any, **named: Any) -> Any:
-    """What `function` returns; what it raises becomes an ExpertError that names the expert and the part of it."""
+    """Return `function`'s result; what it raises becomes an ExpertError that names the expert and the part of it."""
     try:
         return function(*args, **named)
     except ExpertError:

@@ -52,7 +52,7 @@ def locked_dropout(
 def dropout_factors(
     key_data: RowKeys | None, parts: Mapping[str, tuple[float, tuple[int, ...]]], *, site: int = 0
 ) -> dict[str, Float[Array, "batch *_"]]:
-    """What several tensors are to be multiplied by, in one draw: 0 or 1 / (1 - rate), or 1 in evaluation.
+    """Factors by which to multiply several tensors, in one draw: 0 or 1 / (1 - rate), or 1 in evaluation.
 
     Args:
       key_data: a key for each sample, zeros where it is evaluated; None: all are.

@@ -44,7 +44,7 @@ def relative_shift(scores: Float[Array, "*heads queries keys"]) -> Float[Array, 
 def visible_keys(
     memory_mask: Bool[Array, "batch mem"], seq_len: int, same_length: bool = False
 ) -> Bool[Array, "batch seq_len keys"]:
-    """Which keys each position may attend to: filled memory slots, and positions of the segment up to itself.
+    """True for each key that a position may attend to: filled memory slots, and positions of the segment up to itself.
 
     With `same_length`, only the last mem_len of them, itself included: position t sees the keys t < j <= t + mem_len.
     So every position sees equally far, however the text is cut into segments.

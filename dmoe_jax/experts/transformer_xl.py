@@ -51,7 +51,7 @@ def _gain_init(key: PRNGKeyArray, shape: Sequence[int], dtype: Any = jnp.float32
 
 
 def _locked(config: LayerConfig, position_dropout: float) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """What the locked masks of a layer lie on: name -> (rate, shape). The leading 1 is time."""
+    """Dropout rate and mask shape of each tensor with a locked mask: name -> (rate, shape). The leading 1 is time."""
     heads = (config.num_heads, config.d_model // config.num_heads)
     per_head, per_feature = (config.dropout, (1, *heads)), (config.dropout, (1, config.d_model))
     return {
@@ -66,7 +66,7 @@ def _locked(config: LayerConfig, position_dropout: float) -> dict[str, tuple[flo
 
 
 class _LayerPart(nn.Module):
-    """What a layer and its two halves are made of; each has the parameters of what it uses.
+    """Base of a layer and of its two halves; each has the parameters of what it uses.
 
     Attributes:
       config: its sizes and rates. Parameters, residual stream, LayerNorm and softmax are float32 whatever the type.
@@ -179,7 +179,7 @@ class TransformerXLAttention(_LayerPart):
         memory_mask: Bool[Array, "batch mem"],
         dropout_key: RowKeys | None = None,
     ) -> Float[Array, "batch seq_len d_model"]:
-        """What enters the feed-forward network. Arguments are those of the whole layer."""
+        """The input of the feed-forward network. Arguments are those of the whole layer."""
         locked = _locked(self.config, self.config.position_dropout)
         own = {name: part for name, part in locked.items() if name not in _OF_FEEDFORWARD}
         factors = dropout_factors(dropout_key, own, site=_LOCKED)

@@ -48,7 +48,7 @@ _PERIOD = real(0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """Of one expert in an average, all of one moment."""
+    """Part of one expert in an average, all of one moment."""
 
     count: int
     """Its updates."""
@@ -103,7 +103,7 @@ class ReplicaAverager:
         all_reduce = AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s)
         self._all_reduce = AllReduce(caller, prefix=_PREFIX, config=all_reduce)
         self.learnt = LearntNames(caller, timeout_s=timeout_s)
-        """What the others are told that was learnt from."""
+        """Names of the requests learnt from, as the other replicas are told them."""
 
     def close(self) -> None:
         """Serve no more calls."""

@@ -45,7 +45,7 @@ class CannotTakeUp(Exception):
 
 @runtime_checkable
 class Host(Protocol):
-    """What a claimer needs of its node."""
+    """Interface that a claimer needs of its node."""
 
     @property
     def served(self) -> Collection[str]:
@@ -54,7 +54,7 @@ class Host(Protocol):
 
     @property
     def is_warm(self) -> bool:
-        """Whether it can serve at once."""
+        """True if the node can serve at once."""
         ...
 
     def updates(self, uid: str) -> int:
@@ -153,7 +153,7 @@ class Claimer:
 
     @property
     def room(self) -> int:
-        """How many further experts the node may claim."""
+        """Number of further experts that the node may claim."""
         return self._core.room(self._host.served)
 
     async def run(self) -> None:
@@ -333,7 +333,7 @@ class Claimer:
         return found
 
     async def _promised(self, asked: Mapping[Contact, Collection[str]]) -> dict[PeerId, set[str]]:
-        """What other nodes promise to keep, and we have not meanwhile promised to keep ourselves."""
+        """Experts that each other node promises to keep, and that we have not meanwhile promised to keep ourselves."""
         about = {uid for uids in asked.values() for uid in uids}
         promised: dict[PeerId, set[str]] = {}
         self._yielding.update(about)

@@ -25,7 +25,7 @@ MAX_CLAIMABLE = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a claimer has read and found."""
+    """Holders, claims and other nodes, as a claimer has read and found them."""
 
     read_at: float
     """Time at which the reading of claims, and of the holders of experts with a claim of ours, began."""
@@ -57,7 +57,7 @@ class _Held:
 
 @dataclass(slots=True)
 class Actions:
-    """What is to be done now."""
+    """Actions to carry out now."""
 
     claim: list[str] = field(default_factory=list)
     """Write a claim; then call `Claiming.wrote`."""
@@ -73,7 +73,7 @@ class Actions:
 
 @dataclass(slots=True)
 class ClaimTotals:
-    """What has become of a node's claims since its start."""
+    """Outcomes of a node's claims since its start, counted."""
 
     won: int = 0
     """Claims that were confirmed."""
@@ -106,7 +106,7 @@ class Claiming:
         self._shunned: dict[str, float] = {}  # uid -> until when
 
     def room(self, served: Collection[str]) -> int:
-        """How many further experts the node may claim, while it serves these."""
+        """Number of further experts that the node may claim, while it serves these."""
         claimed = self._uids.intersection(served) | self._held.keys()
         return max(0, self._config.max_experts - len(claimed))
 
@@ -117,7 +117,7 @@ class Claiming:
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether it is still open of a claim who wins it."""
+        """True if it is still open who wins one of the claims."""
         return any(held.stage is not Stage.WON for held in self._held.values())
 
     def settles_at(self) -> float:
@@ -238,7 +238,7 @@ class Claiming:
         return vacant
 
     def _choose(self, view: View, served: Collection[str], *, is_warm: bool, now: float) -> list[str]:
-        """What to claim: what is ours of those that are vacant, and then what others have left lying."""
+        """Experts to claim: first the vacant ones that are dealt to us, then those that others have left lying."""
         self._shunned = {uid: until for uid, until in self._shunned.items() if until > now}
         vacant = self._vacant(view, served)
         self._vacant_since = {uid: self._vacant_since.get(uid, now) for uid in vacant if uid not in served}

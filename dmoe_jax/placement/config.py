@@ -9,7 +9,7 @@ MAX_REPLICAS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """How a node claims experts that have too few holders, and keeps in step with the others that hold its own."""
+    """Settings of a node that claims experts with too few holders and keeps in step with other holders of its own."""
 
     max_experts: int = 0
     """Most experts that it claims, beside those that it was told to serve; 0: it claims none."""

@@ -48,7 +48,7 @@ def _rank(each: Standing) -> tuple[bool, int, PeerId]:
 
 
 def standing_untrusted(status: Mapping[str, Any], uid: str, peer_id: PeerId) -> Standing | None:
-    """What a node's `node.status` says of an expert; None if the node does not serve it.
+    """Standing of a node for an expert, from its `node.status`; None if the node does not serve the expert.
 
     Raises:
       RemoteProtocolError: the status is none.

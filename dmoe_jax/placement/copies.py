@@ -1,4 +1,4 @@
-"""What replicas of an expert average, and how much each copy counts.
+"""Numbers of an expert that its replicas average, and the weight of each copy.
 
 Parameters and whatever of the optimiser's state is a floating-point number are averaged: first moments, second moments,
 traces. All of these are linear in gradients or in their squares, so that the mean of several is that of one optimiser
@@ -24,13 +24,13 @@ from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_net.types import Array
 
 LEAST_WEIGHT = 1e-3
-"""Of a copy without updates, beside 1 for each update of others."""
+"""Weight of a copy without updates, beside 1 for each update of others."""
 
 _PARAMS = "['params']"
 
 
 class CopyLayout:
-    """Where the numbers of an expert's state that replicas average lie in a vector.
+    """Places in a vector for the numbers of an expert's state that replicas average.
 
     Args:
       state: as of `ExpertBackend.state`; its shapes alone are used.
@@ -82,7 +82,7 @@ class CopyLayout:
 
 
 class Progress:
-    """How much one copy of an expert counts in the next average: see above. Counts are its `update_count`."""
+    """Weight of a copy of an expert in the next average: see the head of this file. Counts are its `update_count`."""
 
     def __init__(self) -> None:
         self._since = 0

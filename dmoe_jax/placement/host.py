@@ -21,10 +21,10 @@ from dmoe_net.errors import NetError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an expert that is taken up may be found as it was."""
+    """Place where an expert that is taken up may be found as it was."""
 
     name: str
-    """What it is called where adoptions are counted."""
+    """Name under which adoptions from there are counted."""
     fill: Callable[[str, ExpertBackend], Awaitable[bool]]
     """(uid, fresh backend) -> whether it was there, and the backend has taken it up.
 
@@ -60,12 +60,12 @@ def checkpoints_of(saver: ExpertSaver) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claimable:
-    """What a node may claim. Made by `claimable_of`."""
+    """Experts that a node may claim. Made by `claimable_of`."""
 
     config: PlacementConfig
     """Settings."""
     uids: Mapping[str, ExpertUid]
-    """Which experts, by their names."""
+    """The experts, by their names."""
     make: Callable[[str, Place], ExpertBackend]
     """Makes one of them in a place, as its seed says; blocks."""
     prototypes: tuple[ExpertBackend, ...]
@@ -91,7 +91,7 @@ def claimable_of(
     seed: int,
     places: Sequence[Place],
 ) -> Claimable:
-    """What a node may claim of these patterns; makes one expert of each kind in each place.
+    """Experts of these patterns that a node may claim; makes one expert of each kind in each place.
 
     Args:
       experts, optimizer, seed, places: as of `make_backends`.
@@ -146,7 +146,7 @@ class ClaimingNode:
         return self._backends[uid].expert
 
     def claimer(self, peer: SwarmPeer, claimable: Claimable, *, on_progress: Callable[[str], None]) -> Claimer:
-        """What claims for this node; it says in `node.status` how that goes."""
+        """Make the claimer of this node; `node.status` then says how its claims go."""
         claimer = Claimer(
             peer.rpc,
             peer.dht,

@@ -1,4 +1,4 @@
-"""What the copies of an expert have learnt from, told to one another: a retry at another copy trains nothing twice.
+"""Requests learnt from by the copies of an expert, told to one another: a retry at another copy trains nothing twice.
 
 A trainer whose call was cut off asks again, maybe another copy of the expert. That copy has learnt from the request too
 once it has an average with the first one's state in it, or has taken that state over. So the names of the requests
@@ -35,7 +35,7 @@ LEARNT = "replica.learnt"
 """The method by which replicas ask what is in each other's part of an average."""
 
 Names = Sequence[bytes]
-"""Of requests, oldest first."""
+"""Names of requests, oldest first."""
 
 MOST_NAMES = 4 * MOST_REMEMBERED
 """That travel at once, 4 MiB; a member who had more would fill the others' memory. Of more, each expert tells an equal
@@ -45,7 +45,7 @@ _GROUP = octets(GROUP_ID_BYTES, GROUP_ID_BYTES)
 
 
 class LearntNames:
-    """What this node's experts had learnt from when it sent their parts of the averages of a round.
+    """Names of the requests that this node's experts had learnt from when it sent their parts of a round's averages.
 
     Args:
       caller: asks the others.

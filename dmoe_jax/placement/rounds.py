@@ -1,4 +1,4 @@
-"""Which experts a node averages with whom in a round, so that all of them come to the same without a word.
+"""Choice of experts and partners for a round of averages, so that all nodes come to the same without a word.
 
 Rounds are numbered: round n begins when the swarm's time is n periods. Everybody reads in the DHT who serves its
 experts, and cuts them, in the order of their names, into *bundles*: as many experts of the same nodes as fit into

@@ -1,4 +1,4 @@
-"""Who takes which of the vacant experts: a fair share each, and as few collisions as may be.
+"""Division of the vacant experts among claimers: a fair share each, and as few collisions as may be.
 
 Rendezvous hashing (Thaler and Ravishankar, 1998): a claimer's weight for an expert is a hash of both names. Every
 claimer computes the same table from what it has read, and takes what the table gives to itself; so those that see the
@@ -21,15 +21,15 @@ class Claimant:
     """A node that takes experts up."""
 
     peer_id: PeerId
-    """Who it is."""
+    """Id of the node."""
     room: int
-    """How many further experts it may take up."""
+    """Number of further experts that it may take up."""
     is_warm: bool
-    """Whether its programs are compiled, so that it can serve at once."""
+    """True if its programs are compiled, so that it can serve at once."""
 
 
 def weight(peer_id: PeerId, uid: str) -> tuple[int, bytes]:
-    """How strong a peer's claim for an expert is; no two peers' are equal."""
+    """Strength of a peer's claim for an expert; no two peers have the same."""
     return int.from_bytes(hashlib.blake2b(peer_id.raw + uid.encode(), digest_size=8).digest(), "big"), peer_id.raw
 
 
@@ -44,7 +44,7 @@ def fair_share(num_vacant: int, num_claimants: int) -> int:
 
 
 def those_who_share(claimants: Sequence[Claimant], num_vacant: int) -> list[Claimant]:
-    """Who takes part: those that can serve at once, if they have room for all; else everybody who has room."""
+    """Claimants that take part: those that can serve at once, if they have room for all; else all that have room."""
     with_room = [each for each in claimants if each.room > 0]
     warm = [each for each in with_room if each.is_warm]
     return warm if sum(each.room for each in warm) >= num_vacant else with_room

@@ -1,4 +1,4 @@
-"""What a claimer reads and writes: announcements, claims and members.
+"""Announcements, claims and members, as a claimer reads and writes them.
 
 A claimer has one entry for its claims in each record of announcements (`dmoe_jax.directory.records`), beside what it
 serves there, so that one look finds both:
@@ -158,7 +158,7 @@ class Survey:
         self._records |= await self._dht.get_many(keys, thoroughly=True)
 
     def view(self, own: PeerId, dead: frozenset[PeerId], *, read_at: float) -> View:
-        """What is known, as of the last reading, which began at `read_at`."""
+        """View of the swarm as of the last reading, which began at `read_at`."""
         claimants = tuple(
             Claimant(peer_id=member.peer_id, room=room, is_warm=member.info.get("state") == "serving")
             for member in self._members

@@ -1,4 +1,4 @@
-"""Which nodes still live: a claimer probes some of them.
+"""Watch over other nodes: a claimer probes some of them, to see which still live.
 
 Announcements outlive their node by half a minute. A probe is the smallest call that there is; several in a row without
 an answer are taken for the node's death. Any answer is life, an error too.

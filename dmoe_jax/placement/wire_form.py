@@ -32,8 +32,8 @@ def load(backend: ExpertBackend, state: SharedState) -> None:
 
 
 def checks_of(backend: ExpertBackend) -> tuple[Callable[[int, Table], bool], Callable[[SharedState], bool]]:
-    """Whether a state that is offered is of an expert's arrays and has names, and whether one that came is finite: what
-    `download_state` asks."""
+    """Two checks for `download_state`. The first returns True if an offered state has the expert's arrays and has
+    names, the second if a state that came is finite."""
     own = table_of(backend.state)
 
     def fits(version: int, offered: Table) -> bool:

@@ -123,7 +123,7 @@ def excess_load(
     *,
     by_coordinate: bool = False,
 ) -> tuple[Float[Array, " _"], ...]:
-    """How many calls too many each expert, or each coordinate, has had in this batch.
+    """Excess of calls to each expert, or to each coordinate, in this batch.
 
     (calls - fair) / max(1, fair): a number of calls where there are few, a share of the fair load where there are many.
 

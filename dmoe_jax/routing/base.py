@@ -1,4 +1,4 @@
-"""What a router is, and the arithmetic that every router shares.
+"""Definition of a router, and the arithmetic that every router shares.
 
 A `Router` is a NamedTuple of pure functions, made by a factory, in the way an Optax transformation is: its
 parameters travel outside it, so a router can be swapped in one line and compared. It never knows whether its
@@ -34,23 +34,23 @@ from dmoe_jax.routing.weights import log_probabilities, probability_weights
 P = ParamSpec("P")
 
 Features = Float[Array, "batch d_model"]
-"""What a router looks at: a row for each sample."""
+"""Input of a router: a row for each sample."""
 Ids = Int32[Array, " batch"]
-"""What each sample is: its token, for a sequence the first one."""
+"""Token of each sample; of a sequence, the first one."""
 Logits = tuple[Float[Array, "batch _"], ...]
 """See `Scores.logits`."""
 Alive = Bool[Array, "..."]
-"""Which experts are alive, in the grid's shape."""
+"""True for each expert that is alive, in the grid's shape."""
 Indices = Int32[Array, "batch slots dims"]
 """Coordinates of the experts of each sample."""
 Mask = Bool[Array, "batch slots"]
-"""Which of a sample's slots hold an expert, or an expert that answered."""
+"""True for each of a sample's slots that holds an expert, or an expert that answered."""
 Loss = Float[Array, ""]
 """A scalar."""
 
 
 _SUMS_ARE_WORTH = 16
-"""How many times fewer sums than cells a product search must have: it makes more passes over what it has."""
+"""Least number of cells per sum with which a product search is worth it: it makes more passes over what it has."""
 
 
 class RouterError(ValueError):
@@ -58,7 +58,7 @@ class RouterError(ValueError):
 
 
 class Scores(NamedTuple):
-    """What a router thinks of the experts, for each sample of a batch.
+    """Scores that a router gives to the experts, for each sample of a batch.
 
     Attributes:
       logits: one [batch, grid_i] for each dimension of the grid (additive), or a single [batch, num_experts] over
@@ -74,7 +74,7 @@ class Scores(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What is known of a layer's calls beside the answers, for routers that balance their load.
+    """Facts about a layer's calls beside the answers, for routers that balance their load.
 
     Attributes:
       asked: which slots held an expert that was called, whether it answered or not.
@@ -200,7 +200,7 @@ def dense_bias(bias: Sequence[Float[Array, " _"]]) -> Float[Array, " num_experts
 
 
 def selection_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
-    """What selection goes by: g(x, f) for every cell, and the bias where there is one."""
+    """Logits by which experts are selected: g(x, f) for every cell, plus the bias where there is one."""
     logits = dense_logits(scores)
     return logits + dense_bias(scores.bias) if scores.bias else logits
 
@@ -292,7 +292,7 @@ def _check_choice(k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> No
 
 
 def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> Float[Array, "batch _"]:
-    """What `select` chooses from: g(x, f) and its bias for every cell, -inf for the dead, without a gradient.
+    """Logits among which `select` chooses: g(x, f) plus its bias for every cell, -inf for the dead, without a gradient.
 
     Args:
       scores: of the samples.
@@ -315,7 +315,7 @@ def best_cells(logits: Float[Array, "batch _"], k: int, grid_size: tuple[int, ..
 
 
 def best_sums(logits: Logits, k: int, grid_size: tuple[int, ...]) -> tuple[Indices, Mask]:
-    """What `best_cells` gives for the sums of additive logits, without a sum for every cell of the grid.
+    """Result of `best_cells` for the sums of additive logits, without a sum for every cell of the grid.
 
     Whoever is among the k best has coordinates among the k best of their dimensions, and a prefix among the k best
     prefixes: so k^2 sums for each dimension but the first will do (product keys, Lample et al. 2019, section 3.1). For

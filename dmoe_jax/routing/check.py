@@ -168,7 +168,7 @@ def _trial(router: Router, k: int, params: Any, x: Any, ids: Any, key: Any, aliv
 
 
 def _call(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What one of the router's functions returns; what it raises becomes a ValueError that names it."""
+    """Return the result of one of the router's functions; an exception becomes a ValueError that names the function."""
     try:
         return function(*args, **options)
     except Exception as error:  # a stranger's code may raise anything

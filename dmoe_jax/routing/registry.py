@@ -41,7 +41,7 @@ BALANCERS: dict[str, Callable[..., Router]] = {"balanced": balanced, "balance": 
 with the number behind them."""
 
 _UNNAMED = {"linen", "nnx"}
-"""What the Flax adapters call a router that its author did not name."""
+"""Names that the Flax adapters give to a router that its author did not name."""
 
 
 def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:

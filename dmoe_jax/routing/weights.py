@@ -1,4 +1,4 @@
-"""How outputs are weighed, beside `base.masked_softmax`: by the router's probabilities, by affinities, or all alike."""
+"""Weights of outputs, besides `base.masked_softmax`: by the router's probabilities, by affinities, or all alike."""
 
 import jax
 import jax.numpy as jnp

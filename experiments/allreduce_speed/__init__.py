@@ -1,1 +1,1 @@
-"""How fast is our all-reduce beside blocking sockets that carry the same bytes?"""
+"""Speed of our all-reduce beside blocking sockets that carry the same bytes."""

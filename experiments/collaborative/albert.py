@@ -39,7 +39,7 @@ from experiments.collaborative.masked_text import MaskedBatch
 NUM_SEGMENTS = 2
 
 _EPSILON = 1e-12
-"""Of every LayerNorm, as in BERT."""
+"""Epsilon of every LayerNorm, as in BERT."""
 
 _INIT = nn.initializers.truncated_normal(0.02)
 """Weights and embeddings, as in BERT; biases start at 0, LayerNorm gains at 1."""
@@ -56,7 +56,7 @@ class AlbertConfig:
     d_model: int = 64
     """H, width of the hidden states; a multiple of num_heads."""
     num_layers: int = 4
-    """How often the layer is applied."""
+    """Number of times that the layer is applied."""
     num_heads: int = 4
     """Attention heads; they divide d_model."""
     d_ff: int = 256
@@ -79,7 +79,7 @@ class AlbertConfig:
 
 
 class AlbertMetrics(NamedTuple):
-    """What `albert_loss` found beside the loss, means over the batch's samples.
+    """Metrics that `albert_loss` returns beside the loss, means over the batch's samples.
 
     Attributes:
       mlm_loss: negative log-likelihood of the masked words, nats.

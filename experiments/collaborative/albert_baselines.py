@@ -1,4 +1,4 @@
-"""What the collaboration stands beside: one machine, synchronous all-reduce, and a parameter server.
+"""Baselines of the collaboration: one machine, synchronous all-reduce, and a parameter server.
 
 The loss of all three is that of one machine, really trained with batches of exactly the target: averaging gradients of
 parts of a batch makes the same steps. Their time axes are computed from the time of a step,

@@ -40,7 +40,7 @@ _SHORTER = {50: 10}
 
 
 def bars(peers: Sequence[int]) -> tuple[Bar, ...]:
-    """What the figures must reach: the steps are those of one machine, and come sooner than any baseline's.
+    """Return the bars: the swarm makes the steps of one machine, and makes them sooner than any baseline.
 
     The loss falls by two and a half nats in 16 steps; 0.1 is what less than one of them changes.
     """
@@ -79,7 +79,7 @@ def _measure_swarm(run: Run[CollaborativeSettings], task: AlbertTask, peers: int
 
 
 def _facts(task: AlbertTask, specs: Sequence[PeerSpec], played: Together, *, replays: bool) -> dict[str, Any]:
-    """Of one swarm: how it went, and how long steps of the baselines take with its machines."""
+    """Return facts about one swarm: how it went, and the seconds of a step of each baseline with its machines."""
     target, num_params = task.size.target, task.num_params
     facts = {
         "computed_per_s": sum(1 / spec.sample_s for spec in specs),
@@ -132,7 +132,7 @@ def _with_baselines(run: Run[CollaborativeSettings]) -> tuple[dict[tuple[str, in
 
 
 def albert_figures(run: Run[CollaborativeSettings]) -> dict[str, float]:
-    """What the records come to; empty if no swarm was measured.
+    """Return the figures that the records amount to; empty if no swarm was measured.
 
     Of n peers: `albert_speedup_n`, `albert_over_all_reduce_n`, `albert_over_parameter_server_n`: how many times as long
     one machine, or the baseline, takes to the loss that one machine has after its steps. `albert_samples_per_s_n`, and

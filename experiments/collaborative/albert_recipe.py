@@ -25,7 +25,7 @@ from dmoe_jax.optim.recipe import clip_and_decay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlbertRecipe:
-    """How ALBERT is trained. The defaults are those of ALBERT-large with batches of 4096 samples."""
+    """Hyperparameters of ALBERT's training. The defaults are those of ALBERT-large with batches of 4096 samples."""
 
     learning_rate: float = 1.76e-3
     """Peak step size."""
@@ -62,7 +62,7 @@ def albert_schedule(recipe: AlbertRecipe) -> optax.Schedule:
 
 
 def decays(params: PyTree) -> PyTree:
-    """Which arrays of a Flax model's parameters decay: all but those named `bias`, and `scale`, a LayerNorm's gain."""
+    """Return a tree of bool, True for a Flax model's arrays that decay: not `bias`, nor `scale`, a LayerNorm's gain."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: getattr(path[-1], "key", None) not in ("bias", "scale"), params
     )

@@ -42,10 +42,10 @@ _SERVER_EVERY = 3
 _MICRO_BATCH_S, _LARGEST_MICRO_BATCH = 1.0, 4
 
 MEAN_LIFE_S = 1800.0
-"""How long a peer lives on average before it fails, virtual seconds."""
+"""Mean virtual seconds that a peer lives before it fails."""
 
 _DOWN_S = 60.0
-"""How long it stays away."""
+"""Virtual seconds that a failed peer stays away."""
 
 _LEAST_CHUNK_BYTES = 4096
 """Smaller ones are more calls than bytes."""
@@ -123,11 +123,11 @@ class Curve:
 
 @dataclass(slots=True, kw_only=True)
 class Together:
-    """What a collaboration came to."""
+    """Outcome of a collaboration: its curve, and the lives and failures of its peers."""
 
     curve: Curve
     problem: Problem
-    """Which samples were whose."""
+    """Problem that was trained; it knows which samples were whose."""
     lives: list[Life]
     failed_at: list[float]
     """Virtual times at which peers died."""
@@ -152,7 +152,7 @@ def thinner(num_params: int) -> float:
 
 
 def all_reduce_config(num_params: int) -> AllReduceConfig:
-    """How vectors travel: as much of one is under way as of the paper's with the default settings, or a few chunks."""
+    """Return settings with as large a share of a vector under way as the paper's has by default, or a few chunks."""
     default, scale = AllReduceConfig(), thinner(num_params)
     return replace(
         default,

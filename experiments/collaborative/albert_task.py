@@ -40,7 +40,7 @@ class TaskSize:
     d_model: int = 32
     """Width of the layer."""
     num_layers: int = 2
-    """How often it is applied."""
+    """Number of times that the layer is applied."""
     target: int = 512
     """Samples of a global step."""
     held_out: int = 256
@@ -77,7 +77,7 @@ def frequent_words(corpus: Corpus, num_words: int) -> tuple[Vocabulary, Callable
 
 
 class SampleNumbers:
-    """Which samples of the text a peer reads.
+    """Numbers of the text's samples that each peer reads.
 
     Machine k of n reads the numbers k, k + n, k + 2 n, ... A process that comes back goes on where the one before it on
     the same machine had stopped. A micro-batch that was asked for once keeps its numbers, so that a run can be repeated
@@ -112,7 +112,7 @@ class SampleNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AlbertTask:
-    """What is trained. Made by `albert_task`."""
+    """Model, text and optimiser of a training. Made by `albert_task`."""
 
     size: TaskSize
     config: AlbertConfig

@@ -38,10 +38,10 @@ NUM_SPECIAL = 3
 """Tokens beside the words of the vocabulary: [CLS], [SEP] and [MASK], whose ids follow the last word's."""
 
 MASKED_SHARE = 0.15
-"""Of the words of a sample that are to be predicted, unless another number is asked for."""
+"""Share of the words of a sample that are to be predicted, unless another number is asked for."""
 
 _TO_MASK, _TO_ANY = 0.8, 0.1
-"""Of the words to be predicted, what becomes [MASK], and what becomes any word."""
+"""Shares of the words to be predicted that become [MASK], and that become any word."""
 
 _SENTENCE_ENDS = (".", "!", "?", "。", "！", "？", "।", "؟", EOS)
 
@@ -210,7 +210,7 @@ class MaskedText:
         return MaskedBatch(*map(np.stack, zip(*samples, strict=True)))
 
     def _masked(self, words: Int32[np.ndarray, " masked"], rng: np.random.RandomState) -> Int[np.ndarray, " masked"]:
-        """What is read in the place of words that are to be predicted."""
+        """Return the tokens that are read in the place of words that are to be predicted."""
         chance = rng.random_sample(words.size)
         others = rng.randint(self._special.cls, size=words.size)
         shown = np.where(chance < _TO_MASK + _TO_ANY, others, words)

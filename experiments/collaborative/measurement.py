@@ -38,7 +38,7 @@ BARS: Mapping[str, Sequence[Bar]] = {
     "churn": (Bar(name="goodput", bound=0.9, comparison=">="), Bar(name="chains_apart", bound=0)),
     "real": (Bar(name="equal_over_tls", bound=1e-5), Bar(name="real_next_step_s", bound=10)),
 }
-"""Of each part."""
+"""Bars of each part but `albert`."""
 
 _TARGETS = {"batches": 1024, "churn": 2048}
 
@@ -124,7 +124,7 @@ def _let_pass(run: Run[CollaborativeSettings], swarm: Any, until: float) -> None
 
 
 def summarise(run: Run[CollaborativeSettings]) -> Result | None:
-    """What the parts that were measured came to."""
+    """Return the figures and bars of the parts that were measured; None if there are none."""
     records = run.records("figures")
     by_part = {record["part"]: {k: v for k, v in record.items() if k not in ("kind", "part")} for record in records}
     if albert := albert_figures(run):

@@ -126,7 +126,7 @@ class RealSwarm:
         return time.monotonic() - began
 
     def line(self) -> str:
-        """What the swarm does now, as one of its processes sees it."""
+        """Return a line on the present state of the swarm, as one of its processes sees it."""
         found = [record for each in self.processes if not each.killed for record in _records(each.log, "facts")]
         if not found:
             return "starting"
@@ -144,7 +144,7 @@ class RealSwarm:
             process.close()
 
     def lives(self) -> list[Life]:
-        """What the processes with gradients wrote down."""
+        """Return the lives of the processes with gradients, as they wrote them down."""
         return [_life_of(each) for each in self.processes if each.peer.role != "auxiliary" and each.log.exists()]
 
     def assisted(self) -> int:

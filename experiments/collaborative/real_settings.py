@@ -1,4 +1,4 @@
-"""How the processes of the real swarm take part. Imports no JAX."""
+"""Settings of the processes of the real swarm. Imports no JAX."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -31,12 +31,12 @@ def samples_of(peer: str, number: int, count: int) -> tuple[np.ndarray, np.ndarr
 
 
 def gradient(params: PyTree, peer: str, number: int, count: int) -> PyTree:
-    """Of one micro-batch."""
+    """Return the gradient of one micro-batch."""
     return _gradient(params, *samples_of(peer, number, count))
 
 
 def batch_gradient(params: PyTree, micro_batches: Sequence[tuple[str, int, int]]) -> PyTree:
-    """Of several, in one batch."""
+    """Return the gradient of several micro-batches in one batch."""
     x, y = (np.concatenate(each) for each in zip(*(samples_of(*each) for each in micro_batches), strict=True))
     with jax.disable_jit():  # every batch has its own size
         return jax.grad(loss)(params, x, y)

@@ -1,4 +1,4 @@
-"""What happens to the machines of a world: the scenes of this experiment, in virtual time."""
+"""Scenes of this experiment, in virtual time: machines of a world that join, train and fail."""
 
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ LATENCY_S = 0.05
 """One way: a round trip of 100 ms."""
 
 _DOWN_S = 30.0
-"""How long a machine that failed stays away."""
+"""Virtual seconds that a failed machine stays away."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +183,7 @@ async def _fail(
 
 
 def batch_figures(played: Played, target: int) -> dict[str, Any]:
-    """How near to the target batches are, and how long machines wait."""
+    """Return figures of the batches' distance from the target, and of the time that machines are idle."""
     # The first batch is gathered by peers that do not know of each other yet.
     samples = np.array([samples for number, _, samples in played.steps() if number > 1])
     idle = [life.idle_share(played.ended_at) for life in played.lives if life.peer is not None and life.ended is None]
@@ -197,7 +197,7 @@ def batch_figures(played: Played, target: int) -> dict[str, Any]:
 
 
 def churn_figures(played: Played) -> dict[str, Any]:
-    """What failures cost."""
+    """Return figures of what failures cost: goodput, failures, chains apart and the times of steps."""
     used = sum(samples for _, _, samples in played.steps())
     at_hand = sum(life.peer.standing.gathered for life in played.lives if life.peer is not None and life.ended is None)
     computed = sum(life.computed for life in played.lives)

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for. Imports no JAX."""
+"""Settings of this experiment's command line. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,7 +10,7 @@ NAME = "collaborative"
 Part = Literal["equal", "batches", "shares", "churn", "albert", "real"]
 
 FRACTION = 0.05
-"""How far from the target a batch may be."""
+"""Greatest permitted distance of a batch from the target, as a share of the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class CollaborativeSettings(Settings):
     albert_seeds: int = 3
     """Seeds of the smallest swarm of `albert`, --seed and those that follow; with --quick one. Others have one."""
     real_minutes: float = 5.0
-    """How long the real processes train."""
+    """Minutes that the real processes train."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class CollaborativeSettings(Settings):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is measured."""
+        """Parts that are measured."""
         every: tuple[Part, ...] = get_args(Part)
         return self.part or (every[:-1] if self.quick else every)
 
@@ -69,5 +69,5 @@ class CollaborativeSettings(Settings):
 
     @property
     def virtual_s(self) -> float:
-        """Of the scenes without an end of their own."""
+        """Virtual seconds of the scenes without an end of their own."""
         return 60 * (min(self.minutes, 4.0) if self.quick else self.minutes)

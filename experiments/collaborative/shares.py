@@ -1,4 +1,4 @@
-"""How well the shares of an all-reduce fit the members' lines: against the optimum, and against equal shares.
+"""Fit of an all-reduce's shares to the members' lines: against the optimum, and against equal shares.
 
 The time of an averaging is that of its last member, by the model of `dmoe_net.averaging.reduction.load_balance`; the
 optimum is that of DeDLOC's linear programme, which SciPy solves here from its rows. `simulated_seconds` has the real
@@ -26,22 +26,22 @@ from dmoe_net.transport.sim.links import Constant, HostOptions
 from dmoe_net.transport.sim.simulation import run, simulate
 
 PAPER_GAIN = 1.9
-"""How much faster than an all-reduce with equal shares DeDLOC's averaging of ALBERT-large is among servers and
-workstations, as its authors say."""
+"""Factor by which DeDLOC's averaging of ALBERT-large among servers and workstations is faster than an all-reduce with
+equal shares, as its authors say."""
 
 _MEGABIT = 125_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """Who averages together."""
+    """Roles and speeds of members that average together."""
 
     roles: tuple[Role, ...]
     speeds: tuple[Speeds, ...]
-    """Of each. Lines are known."""
+    """Speeds of each member. Lines are known."""
 
     def seconds(self, shares: Sequence[float]) -> float:
-        """How long a vector of one byte takes with these shares: until the last member ends."""
+        """Return the seconds that a vector of one byte takes with these shares, until the last member ends."""
         num_vectors, longest_s = sum(role is not Role.AUXILIARY for role in self.roles), 0.0
         for role, speed, share in zip(self.roles, self.speeds, shares, strict=True):
             assert speed.up is not None
@@ -61,7 +61,7 @@ class Members:
         return peer_fractions(self.roles, self.speeds)
 
     def optimal_seconds(self) -> float:
-        """How long a vector of one byte takes with the best of all shares, by SciPy's `linprog`.
+        """Return the seconds that a vector of one byte takes with the best of all shares, by SciPy's `linprog`.
 
         The unknowns are the shares f, and T, which is minimised: for every member `traffic(f) <= rate * T` in either
         direction, and its vectors added up in time.
@@ -125,7 +125,7 @@ def random_members(rng: random.Random) -> Members:
 
 
 def share_figures(*, num_swarms: int = 200, seed: int = 0) -> dict[str, float]:
-    """How long averagings take with our shares: over the optimum in random swarms, and the gain in the paper's.
+    """Compare our shares by the time of an averaging: to the optimum in random swarms, to equal shares in the paper's.
 
     Args:
       num_swarms: random swarms. seed: of what is drawn.
@@ -163,7 +163,7 @@ def simulated_seconds(
     latency_s: float = 0.001,
     config: AllReduceConfig = AllReduceConfig(),  # noqa: B008 (frozen)
 ) -> float:
-    """How long the real all-reduce takes these members on a simulated network, in virtual time.
+    """Return the virtual seconds that the real all-reduce takes these members on a simulated network.
 
     Args:
       size: float32 numbers in the vector.

@@ -35,7 +35,7 @@ _AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is trained."""
+    """Parameters, gradients and optimisers of a training."""
 
     params: PyTree
     """To begin with."""
@@ -60,7 +60,7 @@ class PeerSpec:
     micro_batch: int = 4
     """Samples of a micro-batch."""
     client: bool = False
-    """Whether nobody can call it."""
+    """True if nobody can call it."""
     line: HostOptions = field(default_factory=HostOptions)
     """Its connection."""
 
@@ -71,17 +71,17 @@ class PeerSpec:
 
     @property
     def speeds(self) -> Speeds:
-        """What it says of its line, bytes a second; of a line without limit nothing."""
+        """Speeds that it reports of its line, bytes a second; None in a direction without limit."""
         up, down = (rate / 8 if rate < math.inf else None for rate in (self.line.up_bps, self.line.down_bps))
         return Speeds(up=up, down=down)
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """What one process of a machine did, kept beyond its end."""
+    """Record of what one process of a machine did, kept beyond its end."""
 
     name: str
-    """Of its peer: the machine's, and which of its processes this is."""
+    """Name of its peer: the machine's, and which of its processes this is."""
     spec: PeerSpec
     began: float
     peer: Collaboration | None = None
@@ -138,7 +138,7 @@ class World:
         self.problem = problem
         self.config = config
         self.lives: list[Life] = []
-        """Of all machines, in the order in which they began."""
+        """Lives of all machines, in the order in which they began."""
         self._seed = seed
         self._keep = keep
         self._last_step = last_step
@@ -174,7 +174,7 @@ class World:
 
     @property
     def living(self) -> list[Life]:
-        """Of machines that are up."""
+        """Lives of the machines that are up."""
         return [life for life in self.lives if life.ended is None]
 
     @property
@@ -255,7 +255,7 @@ class Comparison:
     """A swarm beside one machine with the same samples."""
 
     steps: int
-    """How many there were."""
+    """Number of global steps."""
     difference: float
     """Largest difference of any peer's parameters after any step, relative to the largest parameter."""
     chains_apart: int

@@ -1,1 +1,1 @@
-"""Which router? The same mixture trained with one after the other, on several seeds, put side by side."""
+"""Comparison of routers: the same mixture trained with one after the other, on several seeds, put side by side."""

@@ -1,4 +1,4 @@
-"""How many seeds and updates fit into a time: what each router costs, measured, and the plan, a pure function."""
+"""Seeds and updates that fit into a time: the cost of each router, measured, and the plan, a pure function."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MOST_SEEDS = 10
 LEAST_STEPS = 20
 """Fewer updates are no training."""
 _USED = 0.85
-"""Of the budget: a timing is never quite repeated."""
+"""Share of the budget that is planned for: a timing is never quite repeated."""
 _TIMED_STEPS = 10
 """Updates that are timed, behind the first two, which compile."""
 _TIMED_WORDS = 2560
@@ -27,7 +27,7 @@ _TIMED_WORDS = 2560
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the runs of one router take, seconds."""
+    """Seconds that the runs of one router take."""
 
     start_s: float
     """Before training and evaluation are under way: to set up and to compile."""
@@ -39,14 +39,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPlan:
-    """What fits into the time."""
+    """Seeds and updates that fit into the time."""
 
     seeds: tuple[int, ...]
-    """Of each router."""
+    """Seeds of each router."""
     steps: int
     """Updates of each run."""
     expected_s: float
-    """What all runs are expected to take."""
+    """Seconds that all runs are expected to take."""
 
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "BudgetPlan":
@@ -70,7 +70,7 @@ def time_piece(training: Training, corpus: Corpus) -> Cost:
     engine = make_engine(setup)
 
     def seconds_of(num_steps: int, num_words: int) -> tuple[float, float]:
-        """Of so many updates, and of a word."""
+        """Return the seconds of so many updates, and of a word of the evaluation."""
         at = time.monotonic()
         train_without_waiting(engine.advance(num_steps, lambda record: None, lambda trainer, error: None))
         between = time.monotonic()

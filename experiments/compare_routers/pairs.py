@@ -1,4 +1,4 @@
-"""Which routers are told apart: all pairs at equal seeds, the order of the means, and what both say in sentences."""
+"""Routers that are told apart: all pairs at equal seeds, the order of the means, and both in sentences."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ Perplexities = Mapping[str, Mapping[int, float]]
 """Router -> seed -> final validation perplexity."""
 
 _BY_CHANCE = 0.05
-"""Of pairs that are alike are told apart by 95 % intervals all the same."""
+"""Share of the pairs of like routers that 95 % intervals tell apart all the same."""
 
 
 class Pair(NamedTuple):
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether the 95 % interval of the difference leaves out 0."""
+        """True if the 95 % interval of the difference leaves out 0."""
         return self.difference.is_below_zero or self.difference.is_above_zero
 
 
@@ -118,7 +118,7 @@ def _negative(interval: Interval) -> Interval:
 
 
 def sentences(perplexities: Perplexities, entropies: Mapping[str, float | None]) -> list[str]:
-    """What the comparison says, in three sentences: the order, who is told apart, and what balance has to do with it.
+    """Return the result in three sentences: the order, who is told apart, and what balance has to do with it.
 
     Args:
       entropies: router -> entropy of its load at the end, 1 if even.

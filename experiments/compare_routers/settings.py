@@ -15,7 +15,7 @@ QUICK_ROUTERS = ("product_key", "balanced", "switch", "uniform_random")
 knows nothing."""
 
 WITH_LOSS = "product_key+balance"
-"""What is compared beside the registered routers: product keys with a balancing loss, as `balanced` has a bias."""
+"""Router that is compared beside the registered ones: product keys with a balancing loss, as `balanced` has a bias."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -25,12 +25,12 @@ class Condition:
     """Under which circumstances all routers are compared."""
 
     name: str = ""
-    """What tables and folders call it; empty for the settings as they are."""
+    """Name in tables and folders; empty for the settings as they are."""
     changes: Mapping[str, Any]
     """Settings of a run that are other than the command line's."""
 
     def label(self, router: str) -> str:
-        """What figures call a router under this condition."""
+        """Return the name of a router under this condition in figures."""
         return f"{router}, {self.name}" if self.name else router
 
 
@@ -54,10 +54,10 @@ class CompareRoutersSettings(TrainingSettings):
     failures: tuple[float, ...] = ()
     """Further shares of failing calls beside --failure-rate: all routers are compared under each. Not --where local."""
     slow_nodes: tuple[float, ...] = ()
-    """How many times longer the calls of one of the nodes take: all routers are compared under each. Only --where
+    """Factors by which the calls of one of the nodes take longer: all routers are compared under each. Only --where
     simulated, where there are nodes."""
     budget: str | None = None
-    """What the comparison may take, such as 90s, 30m or 2h: a short piece of each router is timed, and seeds (three or
+    """Time for the comparison, such as 90s, 30m or 2h: a short piece of each router is timed, and seeds (three or
     more) and updates are chosen so that all fit. With --seeds or --steps only the other is chosen."""
     jobs: int | None = None
     """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
@@ -119,6 +119,6 @@ class CompareRoutersSettings(TrainingSettings):
 
     @property
     def num_jobs(self) -> int:
-        """How many runs are trained at once."""
+        """Number of runs that are trained at once."""
         default = min(2, usable_cores()) if self.is_asynchronous else 1
         return self.jobs or default

@@ -1,4 +1,4 @@
-"""Which runs the comparison is made of: every router under every condition with every seed."""
+"""Runs of the comparison: every router under every condition with every seed."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ class RouterRun:
     """One run of one router."""
 
     router: str
-    """What figures call it."""
+    """Name of the router in figures."""
     condition: Condition
     """Under which it is trained."""
     training: Training

@@ -1,4 +1,4 @@
-"""Which studies run, and the bars that their figures have to meet."""
+"""Studies that run, and the bars that their figures have to meet."""
 
 import functools
 import time
@@ -77,7 +77,7 @@ BARS = (
     Bar(name="bootstraps_one_swarm_s", bound=300.0),
     Bar(name="memory_refreshed_kb", bound=400.0),
 )
-"""What the design promises; those of studies that did not run are left out."""
+"""Bars that the design promises to meet. A study that did not run has none."""
 
 
 def measure(run: Run[DhtScaleSettings]) -> None:

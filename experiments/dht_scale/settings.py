@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,4 +23,4 @@ class DhtScaleSettings(Settings):
     quick: bool = False
     """Swarms of at most a thousand nodes, one seed; under ten minutes on one core."""
     parts: tuple[Part, ...] = PARTS
-    """What to measure."""
+    """Parts to measure."""

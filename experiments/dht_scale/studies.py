@@ -70,7 +70,7 @@ async def cold(kind: Kind, nodes: int, *, trials: int, seed: int) -> Figures:
 
 
 async def trainer(nodes: int, experts: int, layers: int, *, seconds: int, seed: int) -> Figures:
-    """What the directory of a trainer costs that takes a step a second, 32 samples and four experts in each layer."""
+    """Measure the directory's cost to a trainer with a step a second, 32 samples and four experts in each layer."""
     side = square(experts // layers)
     uids = [uid for layer in range(layers) for uid in all_uids(layer_prefix(layer), side)]
     numbers = np.random.default_rng(seed)

@@ -40,7 +40,7 @@ class DenseState(NamedTuple):
 
 
 def draw_turns(*, num_updates: int, num_trainers: int, delay: DelayOf, seed: int = 0) -> Int[np.ndarray, " updates"]:
-    """Who makes each update, if trainers start together and each step takes a delay of its own.
+    """Return the trainer that makes each update, if trainers start together and each step takes a delay of its own.
 
     Raises:
       ValueError: a number is not positive.

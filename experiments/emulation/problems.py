@@ -1,4 +1,4 @@
-"""What is trained in the emulator: the papers' MNIST classifier, and a small Transformer-XL on WikiText-2."""
+"""Problems trained in the emulator: the papers' MNIST classifier, and a small Transformer-XL on WikiText-2."""
 
 import functools
 import math
@@ -27,12 +27,12 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 
 MNIST_MEAN, MNIST_SPREAD = 0.1307, 0.3081
-"""Of the training images' pixels between 0 and 1, as everybody subtracts and divides."""
+"""Mean and standard deviation of the training images' pixels between 0 and 1, as everybody subtracts and divides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What is done about stale gradients.
+    """Remedy for stale gradients.
 
     Attributes:
       trunk_power, expert_power: of `scale_by_staleness`; 0: updates are not scaled.
@@ -51,13 +51,13 @@ class Remedy:
 
 
 DEFAULT = Remedy()
-"""What recipes and commands do."""
+"""Remedy of recipes and commands."""
 PLAIN = Remedy(trunk_power=0.0, expert_power=0.0, yields=False)
-"""Nothing, as in the papers."""
+"""No remedy, as in the papers."""
 
 
 class Optimizers(NamedTuple):
-    """Of the trunk, and of each expert."""
+    """Optimisers of the trunk, and of each expert."""
 
     trunk: optax.GradientTransformation
     expert: optax.GradientTransformation

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class EmulationSettings(Settings):
     quick: bool = False
     """The comparison of the MNIST model alone, and shorter timings."""
     updates: int = 50
-    """Of the comparison on one event order."""
+    """Updates of the comparison on one event order."""
     seeds: int = 5
     """Orders that are compared, each of other parameters, batches, delays and failures; --quick compares one."""
     trainers: int = 64
     """In the timings of the MNIST model, as in the paper; the comparison has three."""
     timed_updates: int = 192
-    """Of the simulated swarm in each round of the timings; the emulator makes four times as many."""
+    """Updates of the simulated swarm in each round of the timings; the emulator makes four times as many."""
     rounds: int = 3
-    """Of the timings; the median of their ratios counts."""
+    """Rounds of the timings; the median of their ratios counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,7 +45,7 @@ _DIRECTORY_CONFIG = DirectoryConfig(ttl_s=300.0, idle_s=3600.0, backoff_base_s=0
 
 
 class SwarmRun(NamedTuple):
-    """What a swarm made of its data.
+    """Losses, parameters and times of a swarm that trained on its data.
 
     Attributes:
       order: the events, if they were recorded.

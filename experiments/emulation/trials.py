@@ -77,7 +77,7 @@ class Trial:
         return self.num_places or self.num_trainers
 
     def setting(self) -> str:
-        """What two trials with one compiled program have in common."""
+        """Return the arguments that two trials with one compiled program have in common, as JSON."""
         same = ("problem", "sizes", "gate", "places", "num_updates", "remedy")
         return json.dumps({name: getattr(self, name) for name in same}, sort_keys=True)
 
@@ -261,7 +261,7 @@ _KEPT_BYTES = 1 << 30
 
 
 class _Leftovers:
-    """What a trial leaves to the next one in this process: its experts as they began, and the memory of its state.
+    """Leftovers of a trial for the next one in this process: its experts as they began, and the memory of its state.
 
     To draw thousands of experts takes as long as half their training, and to touch gigabytes of fresh memory as long
     again.

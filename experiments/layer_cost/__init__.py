@@ -1,1 +1,1 @@
-"""What remote experts cost inside `jit`, beside the recording of `autodiff` and beside experts in the same program."""
+"""Cost of remote experts inside `jit`, beside the recording of `autodiff` and beside experts in the same program."""

@@ -18,7 +18,7 @@ TITLES: dict[str, str] = {
     "sparse_diloco": "sparse pseudo-gradients",
     "sparser_diloco": "sparser pseudo-gradients",
 }
-"""What readers call the methods."""
+"""Names of the methods for readers."""
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl: the result of one method with one seed."""

@@ -19,18 +19,18 @@ AXIS = "peers"
 FLOAT32 = 4
 
 OUTER_MOMENTUM = 0.5
-"""Of DiLoCo and Streaming DiLoCo. The papers' 0.9 is for many more than the 40 outer steps here; see the README."""
+"""Momentum of (Streaming) DiLoCo. The papers' 0.9 is for many more than the 40 outer steps here; see the README."""
 FRAGMENTS, OVERLAP, MIXING = 5, 5, 0.5
-"""Of Streaming DiLoCo: parts of the model, steps that an average takes to arrive, and alpha."""
+"""Streaming DiLoCo's parts of the model, steps that an average takes to arrive, and alpha."""
 SHARE = 0.005
-"""Of SPARTA: the largest of the paper's."""
+"""Share of the parameters that SPARTA averages after a step: the largest of the paper's."""
 CODINGS: dict[MethodName, ErrorFeedback] = {
     # Without decay: what Adam does not get now it gets later.
     "sparse_gradients": ErrorFeedback(coding=SparseCoding(kept=64), decay=1.0),
     "sparse_diloco": ErrorFeedback(coding=SparseCoding(kept=64), decay=0.95),
     "sparser_diloco": ErrorFeedback(coding=SparseCoding(kept=24), decay=0.95),
 }
-"""What is compressed, and how; the second is SparseLoCo's setting."""
+"""Compression of what each of these methods sends; the second is SparseLoCo's setting."""
 SPARSE_EVERY = 5
 """Steps between two averagings of compressed pseudo-gradients. With 50 a run of 1,000 steps would have 20, and each
 parameter a chance of one in three to be sent at all."""

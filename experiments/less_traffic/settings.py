@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,7 +31,7 @@ RATES: dict[MethodName, tuple[float, float]] = {
 0; the outer steps' are explained in the README."""
 
 INNER_RATES = (1e-3, 3e-3, 1e-2)
-"""What a search tries, the same for all methods."""
+"""Step sizes of Adam that a search tries, the same for all methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class LessTrafficSettings(UnseededSettings):
     quick: bool = False
     """One seed, 300 steps, and three of the methods."""
     model: ModelName = "mnist"
-    """What is trained. The step sizes of `RATES` were found for `mnist`; for the other, search."""
+    """Model that is trained. The step sizes of `RATES` were found for `mnist`; for the other, search."""
     methods: tuple[MethodName, ...] | None = None
-    """What is compared. Default: all; with --quick every_step, diloco and sparse_diloco."""
+    """Methods that are compared. Default: all; with --quick every_step, diloco and sparse_diloco."""
     peers: int = 8
-    """How many train."""
+    """Number of peers that train."""
     steps: int | None = None
     """Steps of each peer, the same for all methods. Default: 2,000; with --quick 300."""
     every: int = 50

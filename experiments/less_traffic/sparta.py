@@ -75,7 +75,7 @@ def sparta(
 
 
 def sparta_masks(params: PyTree, step: Int[Array, ""] | int, *, share: float, seed: int) -> PyTree:
-    """Which parameters are averaged after this step (from 0): a tree of bool of their shapes."""
+    """Return a mask of the parameters that are averaged after this step (from 0): a tree of bool of their shapes."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), step), len(leaves))
     masks = [jax.random.bernoulli(key, share, jnp.shape(leaf)) for key, leaf in zip(keys, leaves, strict=True)]

@@ -21,7 +21,7 @@ from experiments.moshpit_sgd.tasks import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Where a training ended.
+    """Losses and traffic of a training that has ended.
 
     Attributes:
       losses: validation loss in nats of the mean of all peers' parameters, at some steps and at the end.
@@ -60,7 +60,7 @@ MakeMethod = Callable[[ArrayLike, ArrayLike], Method]
 
 
 def all_batches(task: Task, *, peers: int, steps: int, seed: int) -> PyTree:
-    """What the peers see, [steps, peers, ...]: the same for all methods."""
+    """Return the batches that the peers see, [steps, peers, ...]: the same for all methods."""
     streams = [task.batches(peer, peers, seed) for peer in range(peers)]
     rows = [_stack([next(stream) for stream in streams]) for _ in range(steps)]
     return _stack(rows)

@@ -20,7 +20,7 @@ PLAIN = {"trunk_power": 0.0, "expert_power": 0.0, "yields": False}
 """The paper's optimisers do nothing about staleness."""
 
 _GRIDS = {64: (4, 4), 256: (8, 8), 4096: (32, 32)}
-"""Of each of the four layers."""
+"""Grid of each of the four layers, by the experts in all of them."""
 _WIDTHS = {"laptop": 64, "paper": 512}
 _UPDATES = {"laptop": 250, "paper": 20_480}
 
@@ -62,7 +62,7 @@ def memory_of(trial: Trial) -> float:
 
 
 def all_trials(settings: MnistSettings) -> list[Trial]:
-    """What the settings ask for; the seeds of a curve stand together."""
+    """Return the trials that the settings ask for; the seeds of a curve stand together."""
     updates, seeds = settings.updates or _UPDATES[settings.size], settings.seeds
     width, evaluated = _WIDTHS[settings.size], 10_000 if settings.size == "paper" else 1000
     common: dict[str, Any] = {"seed": 0, "num_updates": updates, "num_points": NUM_POINTS}

@@ -75,7 +75,7 @@ def measure(run: Run[MnistSettings]) -> None:
 
 
 def _fit(trial: Trial, jobs: int) -> bool:
-    """Whether so many trainings like this one fit into this machine's memory at once."""
+    """Return True if so many trainings like this one fit into this machine's memory at once."""
     if not hasattr(os, "sysconf"):
         return True
     return jobs * memory_of(trial) < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +22,7 @@ class MnistSettings(ResumableSettings):
     size: Literal["laptop", "paper"] = "laptop"
     """Width: an expert of 64 against a dense model of 128, or the paper's 512 against 1,024, for a GPU."""
     updates: int | None = None
-    """Of the trunk. Default: 250; in the paper's width 20,480."""
+    """Updates of the trunk. Default: 250; in the paper's width 20,480."""
     experts: tuple[Literal[64, 256, 4096], ...] = (64, 256, 4096)
     """Mixtures by their experts in all four layers. Trainings of 4,096 take 11 GB each."""
     gate: Gate = "both"

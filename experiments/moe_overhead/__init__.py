@@ -1,1 +1,1 @@
-"""What a mixture of experts on one device costs beside a dense layer of the same FLOPs."""
+"""Cost of a mixture of experts on one device, beside a dense layer of the same FLOPs."""

@@ -1,1 +1,1 @@
-"""How many rounds averaging takes among peers that may be absent: Moshpit and what it is compared with."""
+"""Rounds that averaging takes among peers that may be absent: Moshpit and what it is compared with."""

@@ -93,7 +93,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_mixing(axes: Axes, mixing: Mixing) -> None:
-    """What rounds of random groups leave of the variance, and the formula."""
+    """Draw the share of the variance that rounds of random groups leave, and the formula's."""
     rounds = range(len(mixing.kept))
     axes.plot(rounds, [mixing.factor**number for number in rounds], color=GREY, linewidth=1.4)
     axes.plot(rounds, mixing.kept, "o", color=_COLOURS["random_groups"], markersize=5)

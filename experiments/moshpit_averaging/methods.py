@@ -1,4 +1,4 @@
-"""What Moshpit is compared with, over the same peer axis: All-Reduce, gossip on a ring, PushSum, random groups.
+"""Methods that Moshpit is compared with, over one peer axis: All-Reduce, gossip on a ring, PushSum, random groups.
 
 A leaf is [peers, ...] and `alive` is bool [peers]; absent peers keep their own values. Every function here is pure and
 may be traced, also under `vmap` over many swarms.

@@ -16,7 +16,7 @@ TITLES: Mapping[MethodName, str] = {
     "random_groups": "Random groups",
     "moshpit": "Moshpit",
 }
-"""What readers call them, in the order of the table. The fourth is not in the paper; see README.md."""
+"""Names of the methods for readers, in the order of the table. The fourth is not in the paper; see README.md."""
 
 TARGETS: Mapping[str, float] = {"1e-9": 1e-9, "1e-4": 1e-4}
 """Variances over the peers at which averaging counts as done."""
@@ -48,7 +48,7 @@ class Setting:
     failure: float
     """Probability that a peer is absent from a round."""
     failure_rule: Literal["exclude", "group_skips"] = "exclude"
-    """What groups do without an absent peer."""
+    """Rule for groups that lack a peer: average without it, or skip the round."""
 
     def __post_init__(self) -> None:
         if self.grid.num_cells > _MAX_CELLS:
@@ -114,7 +114,7 @@ _GROUP_SKIPS: dict[tuple[int, float], Rounds] = {
 
 
 def paper_rounds(setting: Setting) -> dict[MethodName, Rounds]:
-    """What the paper's simulators need in this setting, by method; empty if it is not one of theirs."""
+    """Return the rounds of the paper's simulators in this setting, by method; empty if it is not one of theirs."""
     row = (setting.num_peers, setting.failure)
     if setting.grid != SQUARE:
         return {}
@@ -135,14 +135,14 @@ class Mixing:
     runs: int
     """Runs over which means were taken."""
     factor: float
-    """What the formula leaves of the variance in one round."""
+    """Share of the variance that one round leaves by the formula."""
     factor_ratio: float
-    """What a round leaves of the variance, mean over all rounds of all runs, over the formula's factor."""
+    """Share of the variance that a round leaves, mean over all rounds of all runs, over the formula's factor."""
     kept: Sequence[float]
     """Mean over the runs of what 0, 1, 2, ... rounds leave of the variance; the formula has factor^t."""
 
     def missed_bars(self) -> list[str]:
-        """What is further from the formula than it may be, where there are groups enough to know."""
+        """Return a line if mixing is further from the formula than it may be and there are groups enough to know."""
         is_known = self.num_peers // self.group_size >= _MIN_MIXING_GROUPS
         is_off = is_known and abs(self.factor_ratio - 1) > _MIXING_TOLERANCE
         return [f"mixing of random groups: {self.factor_ratio:.3f} of the formula"] if is_off else []
@@ -153,7 +153,7 @@ class Row:
     """The rounds that the methods needed in one setting."""
 
     setting: Setting
-    """Which swarm."""
+    """Setting of the swarm."""
     rounds: Mapping[MethodName, Mapping[str, float]]
     """Mean rounds to each target."""
     variances: Mapping[MethodName, Sequence[float]]

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 import math
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class AveragingSettings(Settings):
     """
 
     quick: bool = False
-    """Of the whole table, only the rows of 512 and 1024 peers under "exclude"; 10 restarts."""
+    """Only the rows of 512 and 1024 peers under "exclude" of the whole table; 10 restarts."""
     peers: int | None = None
-    """How many. Default: a full grid."""
+    """Number of peers. Default: a full grid."""
     grid: str | None = None
     """Moshpit's grid as side,axes; its side is the size of random groups, too. Default: 32,2, or a larger square."""
     failure: float | None = None
     """Probability that a peer is absent from a round. Default: 0."""
     failure_rule: Literal["exclude", "group-skips"] | None = None
-    """What groups do without an absent peer: average without it, or skip the round. Default: exclude; in the whole
+    """Rule for groups that lack a peer: average without it, or skip the round. Default: exclude; in the whole
     table, some rows under each."""
     restarts: int = 100
     """Independent repetitions, the mean over which is reported. The paper has 10."""
@@ -46,7 +46,7 @@ class AveragingSettings(Settings):
         return min(self.restarts, 10) if self.quick else self.restarts
 
     def rows(self) -> tuple[Setting, ...]:
-        """What is to be simulated.
+        """Return the settings that are to be simulated.
 
         Raises:
           ValueError: naming the flag whose value cannot be.

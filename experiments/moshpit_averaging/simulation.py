@@ -35,7 +35,7 @@ _ROUNDING = 1e-10
 
 
 class _Swarms(NamedTuple):
-    """What chance decides, for all restarts: the same for every method.
+    """Random draws of all restarts: the same for every method.
 
     Attributes:
       values: [restarts, peers], what is averaged.
@@ -164,7 +164,7 @@ def _variances(
 
 
 def _published_push_sum(values: Array, number: Array, alive: Array) -> Array:
-    """What the paper's table calls SGP: everybody takes the plain mean of what those present of its in-neighbours have.
+    """Make a round of the SGP of the paper's table: plain means of a peer's and its present in-neighbours' values.
 
     Peer i hears i + 2^h and i + 2^(h+1), beginning with h = 1. Its matrices shift entries along the flattened matrix,
     so that whoever would hear past the last peer hears what its predecessor should: not doubly stochastic, and other

@@ -1,1 +1,1 @@
-"""How soon does data-parallel training get there, when peers are of unequal speed and come and go?"""
+"""Time of data-parallel training to a target loss, when peers are of unequal speed and come and go."""

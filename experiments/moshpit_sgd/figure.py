@@ -16,7 +16,7 @@ TITLES: dict[MethodName, str] = {
     "pushsum": "PushSum (SGP)",
     "gossip": "gossip",
 }
-"""What readers call the methods, in the order of their colours."""
+"""Names of the methods for readers, in the order of their colours."""
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl: an evaluation, or the result of one method."""

@@ -26,7 +26,7 @@ _EVALUATED_PEERS = 8
 _IN_A_ROW = 3
 """Evaluations whose mean must reach the target: one of them alone may be lucky."""
 _COUNTS = {"stretches": "stretches", "averaged_peers": "averaged", "repeated": "hit", "departures": "left"}
-"""What the report shows of a simulation's counts, and what it calls them."""
+"""Counts of a simulation that the report shows -> their names there."""
 
 
 def measure(run: Run[MoshpitSgdSettings]) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for whom: All-Reduce, gossip, PushSum and Moshpit, each deciding when a peer goes on and with what."""
+"""Methods of averaging: All-Reduce, gossip, PushSum and Moshpit, each deciding when a peer goes on and with what."""
 
 import functools
 import math
@@ -173,7 +173,7 @@ class _Place:
     """A peer of `Messages`."""
 
     number: int = 0
-    """Of its round."""
+    """Number of its round."""
     weight: float = 1.0
     """PushSum's; gossip leaves it at 1."""
     own: tuple[np.ndarray, float] | None = None
@@ -181,7 +181,7 @@ class _Place:
     open_s: float = 0.0
     """While it waits: when its own messages are out."""
     inbox: dict[tuple[int, int], tuple[np.ndarray, float]] = field(default_factory=dict)
-    """What came since it averaged last, by sender, and by its round if nothing may be left out."""
+    """Messages that came since it averaged last, by sender, and by the sender's round if none may be left out."""
     heard: set[tuple[int, int]] = field(default_factory=set)
     """(sender, round) of what came, for rounds that it has not passed."""
 
@@ -221,7 +221,7 @@ class Messages:
         simulation.at(arrival_s + simulation.times.patience_s, functools.partial(finish, is_late=True))
 
     def down(self, peer: int) -> None:
-        """What it holds is lost; it comes back with another's state and the weight 1."""
+        """Lose what the peer holds; it comes back with another's state and the weight 1."""
         self.places[peer] = _Place()
 
     def up(self, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ class MoshpitSgdSettings(Settings):
     quick: bool = False
     """The MNIST network and 16 peers only."""
     model: ModelName | None = None
-    """What is trained. Default: one after the other; with --quick the MNIST network."""
+    """Model that is trained. Default: one after the other; with --quick the MNIST network."""
     peers: int | None = None
-    """How many train. Default: 16, then 64; with --quick 16."""
+    """Number of peers that train. Default: 16, then 64; with --quick 16."""
     methods: tuple[MethodName, ...] = get_args(MethodName)
-    """How they average."""
+    """Methods by which they average."""
     local_steps: int = 4
     """Steps of a peer between two averagings."""
     target: float | None = None
@@ -34,7 +34,7 @@ class MoshpitSgdSettings(Settings):
     evaluate_every_s: float = 10.0
     """Virtual seconds between two evaluations."""
     clock: Annotated[TimeModel, tyro.conf.OmitArgPrefixes] = field(default_factory=TimeModel)
-    """How long things take."""
+    """Durations in the simulated swarm."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class MoshpitSgdSettings(Settings):
 
     @property
     def models(self) -> tuple[ModelName, ...]:
-        """What is trained, in order."""
+        """Models that are trained, in order."""
         if self.model is not None:
             return (self.model,)
         return ("mnist",) if self.quick else ("mnist", "transformer_xl")

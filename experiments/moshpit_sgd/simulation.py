@@ -22,7 +22,7 @@ Ticket = tuple[int, int]
 
 
 class Method(Protocol):
-    """How peers average."""
+    """Method by which peers average."""
 
     def ready(self, peer: int) -> None:
         """The peer has finished a stretch."""
@@ -39,7 +39,7 @@ class Method(Protocol):
 
 @dataclass(slots=True)
 class Peer:
-    """What the simulation knows of a peer."""
+    """State of a peer in the simulation."""
 
     speed_factor: float
     stretches: random.Random
@@ -52,7 +52,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened.
+    """Counts of what happened.
 
     Attributes:
       stretches: stretches of local steps that ended.
@@ -128,7 +128,7 @@ class Simulation:
         return index, self.peers[index].life
 
     def is_there(self, ticket: Ticket) -> bool:
-        """Whether the peer has been there since the ticket was made."""
+        """Return True if the peer has been there since the ticket was made."""
         peer = self.peers[ticket[0]]
         return peer.is_up and peer.life == ticket[1]
 
@@ -143,7 +143,7 @@ class Simulation:
             self.compute(group[place][0])
 
     def is_waited_for(self, index: int) -> bool:
-        """Whether others still count on it: it is up, or nobody has noticed yet that it is not."""
+        """Return True if others still count on it: it is up, or nobody has noticed yet that it is not."""
         peer = self.peers[index]
         return peer.is_up or self.now < peer.down_since + self.times.timeout_s
 
@@ -155,7 +155,7 @@ class Simulation:
 
     @property
     def up(self) -> list[int]:
-        """Who is there."""
+        """Indices of the peers that are there."""
         return [index for index, peer in enumerate(self.peers) if peer.is_up]
 
     def _plan_absence(self, index: int) -> None:

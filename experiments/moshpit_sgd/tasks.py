@@ -1,4 +1,4 @@
-"""What the peers train: a small network on MNIST, and a tiny Transformer-XL on WikiText-2."""
+"""Models that the peers train: a small network on MNIST, and a tiny Transformer-XL on WikiText-2."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Task:
     init: Callable[[jax.Array], PyTree]
     """key -> parameters."""
     carry: PyTree
-    """What a peer takes from batch to batch beside its parameters; a model's memory."""
+    """State that a peer takes from batch to batch beside its parameters; a model's memory."""
     loss: Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
     """(params, batch, carry) -> (mean loss in nats, carry)."""
     batches: Callable[[int, int, int], Iterator[PyTree]]
@@ -38,7 +38,7 @@ class Task:
     evaluate: Callable[[PyTree], jax.Array]
     """params -> validation loss in nats. To be jitted."""
     optimizer: optax.GradientTransformation
-    """Of each peer."""
+    """Optimiser of each peer."""
     target: float
     """Validation loss that is to be reached."""
 

@@ -1,4 +1,4 @@
-"""How long things take in the simulated swarm, and when peers are there: all constants of the clock are here."""
+"""Durations in the simulated swarm, and the times when peers are there: all constants of the clock are here."""
 
 import math
 import random
@@ -17,15 +17,15 @@ class TimeModel:
     step_s: float = 0.7
     """Median seconds of a step of the median peer: 256 images in float32 on a V100."""
     speed_sigma: float = 0.35
-    """Of the log-normal factor that a peer has for good. The paper's swarm has V100, 1080Ti and P40: about 1 to 2."""
+    """Sigma of the log-normal factor of a peer, for good. The paper's swarm has V100, 1080Ti and P40: about 1 to 2."""
     step_sigma: float = 0.2
-    """Of the log-normal factor of each stretch of local steps."""
+    """Sigma of the log-normal factor of each stretch of local steps."""
     straggling: float = 0.02
     """Probability that a stretch is a straggler's."""
     straggler_factor: float = 5.0
     """By which it is longer then."""
     vector_bytes: float = 102e6
-    """What is averaged: 25.6 million parameters in float32."""
+    """Bytes of the vector that is averaged: 25.6 million parameters in float32."""
     bandwidth_bps: float = 1e9
     """Bits a second of each peer, up and down."""
     latency_s: float = 0.05
@@ -37,7 +37,7 @@ class TimeModel:
     timeout_s: float = 5.0
     """After which silence counts as death. Then nobody waits for the peer any more until it is back."""
     patience_s: float = 3.0
-    """How long a Moshpit group stays open for its members, and how long gossip and PushSum wait for a message."""
+    """Seconds that a Moshpit group stays open for its members, and that gossip and PushSum wait for a message."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "straggler_factor", "vector_bytes", "bandwidth_bps", "mean_uptime_s", "mean_downtime_s"):
@@ -55,7 +55,7 @@ class TimeModel:
         return 8 * self.vector_bytes / self.bandwidth_bps
 
     def speed_factor(self, rng: random.Random) -> float:
-        """What a peer's steps take beside the median peer's."""
+        """Draw the time of a peer's steps, as a multiple of the median peer's."""
         return rng.lognormvariate(0.0, self.speed_sigma)
 
     def stretch_s(self, rng: random.Random, steps: int, speed_factor: float) -> float:

@@ -1,1 +1,1 @@
-"""How fast is an expert node beside bare jitted calls of its own programs, and beside hivemind?"""
+"""Speed of an expert node beside bare jitted calls of its own programs, and beside hivemind."""

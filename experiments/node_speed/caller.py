@@ -28,12 +28,12 @@ from experiments.node_speed.expert import PREFIX, hivemind_ffn
 from experiments.processes import orders, run_helper, say
 
 _TIMEOUT_S = 120.0
-"""Of a call: nobody is given up while a large expert is saved."""
+"""Timeout of a call: nobody is given up while a large expert is saved."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What ended in a slice.
+    """Counts and times of the layer calls that ended in a slice.
 
     Args:
       begin, end: of the slice, by `time.perf_counter`.
@@ -44,7 +44,7 @@ class Tally:
     samples: int = 0
     """Rows that went forward and backward, counted once for each expert."""
     forward_s: list[float] = field(default_factory=list)
-    """Of each layer call: seconds until its outputs were there."""
+    """Seconds of each layer call until its outputs were there."""
     backward_s: list[float] = field(default_factory=list)
     """Seconds until its gradients were there."""
 
@@ -60,7 +60,7 @@ class Tally:
             self.backward_s.append(ended - between)
 
     def summary(self) -> dict[str, float]:
-        """What is said of a slice, beside its samples: medians and the longest, seconds, if anything ended."""
+        """Return samples and layer calls of a slice, and their median and longest times, seconds, if anything ended."""
         found: dict[str, float] = {"samples": self.samples, "layer_calls": len(self.forward_s)}
         for name in ("forward_s", "backward_s") if self.forward_s else ():
             found |= {name: median(getattr(self, name)), f"longest_{name}": max(getattr(self, name))}

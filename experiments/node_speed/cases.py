@@ -1,4 +1,4 @@
-"""What is served and asked in each part of the measurement. Nothing here imports JAX: the command line reads it."""
+"""Experts and callers in each part of the measurement. Nothing here imports JAX: the command line reads it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Case:
     max_batch_rows: int = 256
     """As of `NodeConfig`. All sizes up to it are compiled before the node serves."""
     is_mixed: bool = False
-    """Whether each layer call draws its number of rows, from 1 to `rows`, small ones as often as large ones."""
+    """True if each layer call draws its number of rows, from 1 to `rows`, small ones as often as large ones."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.at_once <= self.experts:
@@ -52,7 +52,7 @@ class Case:
 
 
 def callers_of_processes(callers: int, processes: int) -> tuple[int, ...]:
-    """How many callers each process has: as even as can be, the first ones one more; none is left without."""
+    """Return each process's number of callers: as even as can be, the first ones one more; none is left without."""
     used = min(callers, processes)
     return tuple(callers // used + (index < callers % used) for index in range(used))
 
@@ -95,4 +95,4 @@ class Demonstration:
 
 DEMONSTRATION = Demonstration()
 ROUTERS = {"token": "balanced", "sequence": "product_key"}
-"""What the demonstration chooses experts by, where tokens have experts of their own, and where sequences do."""
+"""Routers of the demonstration, where tokens have experts of their own, and where sequences do."""

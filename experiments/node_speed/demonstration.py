@@ -29,7 +29,7 @@ ROUTES: tuple[Route, ...] = ("token", "sequence")
 _BARS = {1: 0.75, 4: 0.9}
 _MAX_ROWS = 256
 _FEW_TOKENS = 512
-"""Of an evaluation, which is not what is measured."""
+"""Tokens of an evaluation, which is not what is measured."""
 
 STEP_RATIOS = tuple(
     Ratio(

@@ -71,7 +71,7 @@ MEMORY_BAR = Bar(name="memory_ratio", bound=1.0)
 """Memory beyond imports, over 1.3 times the state and 150 MB."""
 COMPILATIONS_BAR = Bar(name="compilations_while_serving", bound=0.0)
 SAVE_BAR = Bar(name="save_wait_ratio", bound=1.0)
-"""What a call waits longer while its expert is saved, over the time of a backward."""
+"""Time that a call waits longer while its expert is saved, over the time of a backward."""
 
 _STATE_FACTOR, _OVERHEAD_BYTES = 1.3, 150e6
 _DEFAULT_PYTHON = Path(".hv/bin/python")
@@ -332,14 +332,14 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
 
 
 def _ratio_figures(slices: list[Any], ratios: Sequence[Ratio], quantities: Sequence[str]) -> dict[str, Any]:
-    """What `round_figures` says of the ratios that have a round; None for the others."""
+    """Return the figures of `round_figures` for the ratios that have a round; None for the others."""
     measured = [ratio for ratio in ratios if ratio.of_rounds(slices)]
     found = (round_figures(slices, measured, quantities) if measured else None) or {}
     return {ratio.name: None for ratio in ratios} | found
 
 
 def _memory_figures(run: Run[SpeedSettings]) -> dict[str, Any]:
-    """Of the nodes with a mixed load: the worst ratios, what each held, all compilations; None for what is missing."""
+    """Figures of nodes with a mixed load: worst ratios, what each held, all compilations; None for what is missing."""
     records = run.records(MEMORY)
     figures: dict[str, Any] = {
         "memory_ratio": max((each["ratio"] for each in records if "ratio" in each), default=None),

@@ -145,7 +145,7 @@ def state_bytes(served: Served) -> int:
 
 
 def counters(served: Served) -> dict[str, Any]:
-    """What a node and its process have used and done so far."""
+    """Return counters of what a node and its process have used and done so far."""
     status = served.node.status()
     return {
         **{name: status[name] for name in ("rows", "batches", "busy_s")},

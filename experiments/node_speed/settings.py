@@ -23,7 +23,7 @@ class SpeedSettings(Settings):
     """Three rounds of one second a side, ten seconds of mixed load, a small "large" expert, swarms of 120 updates;
     about a quarter of an hour, most of it for the demonstration."""
     parts: tuple[Part, ...] = PARTS
-    """What to measure. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
+    """Measured parts. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
     with compilations. saving: who waits while an expert is saved. strategies: experts by programs of their own beside
     stacked ones. demonstration: steps a second of its trainers beside those of the same model in one jitted program."""
     seed: int = 0

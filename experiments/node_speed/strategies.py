@@ -41,14 +41,14 @@ def measure_strategies(run: Run[SpeedSettings]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What turns are taken of."""
+    """Experts and batches on which the strategies take turns."""
 
     width: int
-    """Of the experts."""
+    """Width of the experts."""
     experts: int
-    """How many."""
+    """Number of experts."""
     rows: int
-    """Of each one's batch."""
+    """Rows of each expert's batch."""
 
     def slice_of(self, strategy: Strategy) -> str:
         """Name of its slices by a strategy."""
@@ -66,18 +66,18 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a cell came to."""
+    """Rates of a cell under both strategies, and the strategy that a node chooses."""
 
     cell: Cell
-    """Which."""
+    """The cell itself."""
     chosen: Strategy
-    """What a node chooses for these experts, whatever the rows."""
+    """Strategy that a node chooses for these experts, whatever the rows."""
     samples_per_s: Mapping[Strategy, float]
     """Medians of the rounds."""
 
     @property
     def share(self) -> float:
-        """What the chosen strategy makes of what the better one does."""
+        """Rate of the chosen strategy, as a share of the better one's."""
         return self.samples_per_s[self.chosen] / max(self.samples_per_s.values())
 
 
@@ -86,7 +86,7 @@ def _slice(helper: HelperProcess, cell: Cell, strategy: Strategy, slice_s: float
 
 
 def strategy_rates(slices: Sequence[Record], choices: Sequence[Record]) -> list[Rates]:
-    """What came of each cell that was measured by both strategies.
+    """Return the rates of each cell that was measured by both strategies.
 
     Args:
       slices: records of the rounds, of which the first warms up.

@@ -32,5 +32,5 @@ class OverlapSettings(Settings):
 
     @property
     def critical_path_s(self) -> float:
-        """What one trainer alone would wait in a step, seconds: each layer there and back."""
+        """Seconds that one trainer alone would wait in a step: each layer there and back."""
         return 2 * self.num_layers * self.delay_s

@@ -13,7 +13,7 @@ TAGS: Mapping[str, str] = {
     "M~": "from memory, with medium confidence, and seen in no source: no threshold rests on it",
     "NF": "looked for, and not found",
 }
-"""What the tags mean."""
+"""Meanings of the tags."""
 
 _LAH = "mryab/learning-at-home"
 _NOTEBOOKS = f"{_LAH}, its MNIST notebooks, one stored run"
@@ -27,15 +27,15 @@ class PaperFigure:
     """A quantity, ours and a paper's."""
 
     quantity: str
-    """What it is."""
+    """Description of the quantity."""
     key: str
-    """Of ours in the headline; see `look_up`."""
+    """Key of our figure in the headline; see `look_up`."""
     paper: float | str | None = None
     """The paper's; None: there is none, or it was not found."""
     source: str = ""
-    """Where the paper's was seen."""
+    """Source in which the paper's figure was seen."""
     tag: str = ""
-    """How sure it is, one of `TAGS`."""
+    """Certainty of the paper's figure, one of `TAGS`."""
 
 
 def look_up(headline: object, key: str) -> object:

@@ -63,7 +63,7 @@ def _run_one(run: Run[PaperSettings], name: str) -> None:
 
 
 def command_of(settings: PaperSettings, name: str) -> str:
-    """What to type to get an experiment's figures again."""
+    """Return the command that gives an experiment's figures again."""
     return " ".join(["python", "-m", f"experiments.{name}", *settings.flags(name)])
 
 
@@ -73,7 +73,7 @@ def child_path(run: Run[PaperSettings], name: str) -> Path:
 
 
 def child_of(run: Run[PaperSettings], name: str) -> Child:
-    """What came of an experiment so far."""
+    """Return the outcome of an experiment so far."""
     records = [record for record in run.records("child") if record["name"] == name]
     wall_s = 0.0
     for record in reversed(records):

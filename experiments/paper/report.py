@@ -21,12 +21,12 @@ Outcome = Literal["finished", "failed", "interrupted", "not run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Child:
-    """What came of one of the experiments."""
+    """Outcome of one of the experiments."""
 
     name: str
-    """Of the experiment."""
+    """Name of the experiment."""
     outcome: Outcome
-    """How far it got."""
+    """State that the experiment reached."""
     headline: Mapping[str, Any]
     """Its figures; empty if it did not come to its end."""
     bars: Sequence[Mapping[str, Any]]
@@ -223,7 +223,7 @@ def _timing(folder: RunFolder, children: Sequence[Child], *, is_quick: bool) -> 
 
 
 def _cpu_model() -> str:
-    """What the system calls its processor."""
+    """Return the name that the system gives its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for, and the experiments that it runs."""
+"""Settings of this experiment's command line, and the experiments that it runs."""
 
 import re
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ class PaperExperiment:
     """One experiment of the report."""
 
     figure: str
-    """What it re-creates, or shows beside the papers."""
+    """Figure of a paper that it re-creates, or what it shows beside the papers."""
     claim: str
-    """What it is about, in a sentence."""
+    """Claim or question that it is about, in a sentence."""
     quick_minutes: float
-    """What its quick run may take on two idle cores."""
+    """Minutes that its quick run may take on two idle cores."""
     flags: tuple[str, ...] = ()
     """Flags of its own, at either scale."""
     full_flags: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class PaperExperiment:
     """Pattern of the keys that are timings and differ from run to run, beside those that are so everywhere."""
 
     def is_timing(self, key: str) -> bool:
-        """Whether a figure of its headline is a timing."""
+        """Return True if the figure `key` of its headline is a timing."""
         return any(re.search(pattern, key) for pattern in (_TIMED, self.timed) if pattern)
 
 
@@ -82,7 +82,7 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
 """By name, in the order of the report: `python -m experiments.NAME`."""
 
 QUICK_MINUTES = 15.0
-"""What the quick report may take on two idle cores."""
+"""Minutes that the quick report may take on two idle cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

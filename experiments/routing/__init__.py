@@ -1,1 +1,1 @@
-"""What balance is worth to a mixture of experts, and what it costs."""
+"""Benefit and cost of balance in a mixture of experts."""

@@ -1,4 +1,4 @@
-"""What balance costs, and what it is good for: routers with and without it, under one case after the other."""
+"""Cost and benefit of balance: routers with and without it, under one case after the other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ BARS = (
     Bar(name="perplexity_cost_low", bound=0),
     Bar(name="over_balancing_loss", bound=0),
 )
-"""Of the balanced router in the first case: entropy of its load over the second half of the runs; experts without a
-call in the last tenth; the lower end of the 95 % interval of what balance costs in perplexity, in per cent, so that
-above 0 it costs more than the spread of the seeds; and its perplexity over that with a balancing loss, at the weight
-whose load is nearest to its own, in per cent."""
+"""Bars of the balanced router in the first case: entropy of its load over the second half of the runs; experts
+without a call in the last tenth; the lower end of the 95 % interval of what balance costs in perplexity, in per
+cent, so that above 0 it costs more than the spread of the seeds; and its perplexity over that with a balancing
+loss, at the weight whose load is nearest to its own, in per cent."""
 
 LONG = "long"
 
@@ -104,7 +104,7 @@ def _outcome(metrics: Metrics) -> Outcome:
 
 
 def cost(routers: Mapping[str, Mapping[int, Outcome]], router: str, than: str = PLAIN) -> Interval | None:
-    """How much higher a router's perplexity is than another's, in per cent, paired by seed."""
+    """Return the excess of a router's perplexity over another's, in per cent, paired by seed."""
     ours, theirs = routers.get(router, {}), routers.get(than, {})
     seeds = sorted(ours.keys() & theirs.keys())
     return t_interval([100 * (ours[s].perplexity / theirs[s].perplexity - 1) for s in seeds]) if seeds else None

@@ -1,4 +1,4 @@
-"""Where balance is tried: one mixture, and what is changed of it, one thing at a time. Imports no JAX."""
+"""Cases in which balance is tried: one mixture, of which one thing at a time is changed. Imports no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -31,7 +31,7 @@ def measure(run: Run[RoutingSettings]) -> None:
 
 
 def summarise(run: Run[RoutingSettings]) -> Result | None:
-    """What both parts came to; None before either has anything to tell."""
+    """Return the result of both parts; None before either has anything to tell."""
     scene, shares, found = scene_of(run.settings), slow_shares(run), outcomes(run)
     figures: dict[str, Any] = {}
     bars: list[Bar] = []

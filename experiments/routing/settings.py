@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for. Imports no JAX."""
+"""Settings of this experiment's command line. Imports no JAX."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,19 +28,19 @@ class RoutingSettings(ResumableSettings):
     seed: int = 0
     """The first seed."""
     seeds: int = 3
-    """How many."""
+    """Number of seeds."""
     speed: float = 0.1
-    """How fast biases move where a node is slow; see `dmoe_jax.routing.balanced`."""
+    """Speed at which biases move where a node is slow; see `dmoe_jax.routing.balanced`."""
     slowdown: float = 10.0
-    """How many times as long the slow node takes."""
+    """Factor by which the slow node takes longer."""
     trainers: int = 8
     """Trainers beside the slow node, each a process of its own but for the trunk."""
     case: tuple[str, ...] = ()
-    """Of what balance costs: 16, 64, 256 (experts), k1, k2 (experts for a sequence), token, token64 (experts for each
+    """Cases of `balance`: 16, 64, 256 (experts), k1, k2 (experts for a sequence), token, token64 (experts for each
     token), swarm (32 stale trainers, a tenth of the calls lost), long (twenty times the words, one seed). Default: all,
     with --quick the first."""
     words: int = 524_288
-    """Of training, of each run; the swarm has half as many and the long case twenty times as many."""
+    """Words of training in each run; the swarm has half as many and the long case twenty times as many."""
     data: str = "auto"
     """Corpus of what balance costs; see experiments.transformer_xl."""
     jobs: int | None = None
@@ -60,12 +60,12 @@ class RoutingSettings(ResumableSettings):
 
     @property
     def slow_node_seeds(self) -> tuple[int, ...]:
-        """Of the slow node."""
+        """Seeds of part `slow-node`."""
         return tuple(range(self.seed, self.seed + (1 if self.quick else self.seeds)))
 
     @property
     def balance_seeds(self) -> tuple[int, ...]:
-        """Of what balance costs."""
+        """Seeds of part `balance`."""
         return tuple(range(self.seed, self.seed + (QUICK_SEEDS if self.quick else self.seeds)))
 
     @property
@@ -75,10 +75,10 @@ class RoutingSettings(ResumableSettings):
 
     @property
     def chosen_words(self) -> int:
-        """Of training, of each run, before a case's own factor."""
+        """Words of training in each run, before a case's own factor."""
         return min(self.words, 131_072) if self.quick else self.words
 
     @property
     def num_jobs(self) -> int:
-        """How many runs are trained at once."""
+        """Number of runs that are trained at once."""
         return self.jobs or min(2, usable_cores())

@@ -44,7 +44,7 @@ def measure_slow_node(run: Run[RoutingSettings]) -> None:
 
 
 def slow_shares(run: Run[RoutingSettings]) -> Shares:
-    """What has been measured so far."""
+    """Return the shares that have been measured so far."""
     found: dict[str, list[list[float]]] = {}
     for record in run.records("slow_node"):
         found.setdefault(record["router"], []).append(record["shares"])

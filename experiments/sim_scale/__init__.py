@@ -1,1 +1,1 @@
-"""How large a swarm fits into one process, and does it do the same thing twice?"""
+"""Cost of a large swarm that is simulated in one process, and equality of its runs with one seed."""

@@ -1,4 +1,4 @@
-"""What the simulation costs beside its computing, and what the swarm of the scenario went through."""
+"""Cost of the simulation beside its computing, and what the swarm of the scenario went through, in one figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -77,9 +77,9 @@ class ScenarioSettings:
     out: Path
     """The metrics file."""
     seed: int = 0
-    """Of parameters, text, latencies, losses, faults and scheduling."""
+    """Seed of parameters, text, latencies, losses, faults and scheduling."""
     steps: int = 48
-    """Of all trainers together."""
+    """Steps of all trainers together."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.seed < 0:

@@ -1,1 +1,1 @@
-"""What asynchrony costs a mixture of experts, and what wins some of it back."""
+"""Cost of asynchrony to a mixture of experts, and remedies that win some of it back."""

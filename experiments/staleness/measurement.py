@@ -66,7 +66,7 @@ def last_losses(run: Run[StalenessSettings]) -> Values:
 
 
 def lost_shares(values: Values, problem: str, label: str, plain: str = PLAIN, one: str = ONE) -> list[float]:
-    """What a row loses against one trainer, over what plain asynchrony loses; of each seed that all three have."""
+    """Return what a row loses against one trainer, over what plain asynchrony loses, for each seed that all have."""
     rows = [values.get((problem, name), {}) for name in (label, one, plain)]
     seeds = sorted(rows[0].keys() & rows[1].keys() & rows[2].keys())
     return [(rows[0][s] - rows[1][s]) / (rows[2][s] - rows[1][s]) for s in seeds]

@@ -57,7 +57,7 @@ def many_default(settings: StalenessSettings) -> str:
 
 
 def all_trials(settings: StalenessSettings) -> list[Trial]:
-    """What the settings ask for; the seeds of a row stand together.
+    """Return the trials that the settings ask for; the seeds of a row stand together.
 
     Raises:
       ValueError: no row has a text in its name that the settings ask for.

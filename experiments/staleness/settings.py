@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for."""
+"""Settings of this experiment's command line."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +17,13 @@ class StalenessSettings(ResumableSettings):
     seed: int = 0
     """The first of them."""
     problem: Literal["mnist", "transformer-xl", "both"] = "both"
-    """What is trained."""
+    """Problem that is trained."""
     trainers: int = 64
-    """Of the asynchronous rows."""
+    """Trainers of the asynchronous rows."""
     updates: int = 1024
-    """Of the MNIST model's trunk. The Transformer-XL takes twice as many."""
+    """Updates of the MNIST model's trunk. The Transformer-XL takes twice as many."""
     many_trainers: int = 256
-    """Of two further rows, with twice the updates; 0: none."""
+    """Trainers of two further rows, with twice the updates; 0: none."""
     only: tuple[str, ...] = ()
     """Only rows of these names, or that have one of these texts in their names, such as 256. Default: all."""
     swarm: bool = False

@@ -1,1 +1,1 @@
-"""What latency costs asynchronous trainers, and what it costs naive model parallelism."""
+"""Cost of latency to asynchronous trainers, and to naive model parallelism."""

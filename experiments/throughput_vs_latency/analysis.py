@@ -25,7 +25,7 @@ CEILINGS_APART = 2.0
 
 
 class Curve(NamedTuple):
-    """Which curve: kind of block, what a batch goes through, and how many batches are in flight."""
+    """Key of a curve: kind of block, what a batch goes through, and how many batches are in flight."""
 
     block: BlockName
     passes: Passes

@@ -26,7 +26,7 @@ from experiments.throughput_vs_latency.settings import Block
 T = TypeVar("T")
 
 OPTIMIZER = optax.adam(1e-6)
-"""Of every block on real computing: a step costs what Adam's costs, and hours of random gradients spoil nothing."""
+"""Optimiser of each block on real computing: it costs what Adam costs, and hours of random gradients spoil nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def expert_of(block: Block) -> Expert:
 
 _NUMBER = TensorSpec(name="number", shape=(1,), dtype="float32", differentiable=True)
 STAND_IN = Expert("stand_in", lambda key: {}, lambda params, number: number, (_NUMBER,), _NUMBER)
-"""What nodes serve in virtual time: one number for each row, returned as it came."""
+"""Expert that nodes serve in virtual time: one number for each row, returned as it came."""
 
 
 @functools.cache

@@ -46,7 +46,7 @@ AGREEMENT = Bar(name="agreement", bound=0.2)
 """Largest difference of virtual and real throughput, as a share of the real one."""
 
 PAPER_RATIOS = {"feedforward": 41, "transformer": 68}
-"""Of the paper's cloud run; from memory, seen in no source."""
+"""Ratios of the paper's cloud run; from memory, seen in no source."""
 
 _FIGURE_NAMES = {"feedforward": "ratio_ffn", "transformer": "ratio_transformer"}
 

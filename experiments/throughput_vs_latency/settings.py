@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for, and what is measured at each size."""
+"""Settings of this experiment's command line, and the loads that are measured at each size."""
 
 import random
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from experiments.bench import Settings
 BlockName = Literal["feedforward", "transformer"]
 BLOCK_NAMES: tuple[BlockName, ...] = ("feedforward", "transformer")
 Passes = Literal["forward", "training"]
-"""What a batch goes through: all layers forward, or also all of them backward, in which they learn."""
+"""Passes of a batch: all layers forward, or also all of them backward, in which they learn."""
 PASSES: tuple[Passes, ...] = ("forward", "training")
 Method = Literal["asynchronous", "model_parallel"]
 METHODS: tuple[Method, ...] = ("asynchronous", "model_parallel")
@@ -23,7 +23,7 @@ class Block:
     """One layer of the stack and the batch that each trainer sends through it."""
 
     name: BlockName
-    """Which network."""
+    """Kind of network."""
     batch_rows: int
     """Rows of a trainer's batch, a power of two: vectors for feed-forward blocks, sequences for Transformer blocks."""
     d_model: int
@@ -37,7 +37,7 @@ class Block:
 
 
 class Delay(NamedTuple):
-    """How late a layer call is served.
+    """Delay with which a layer call is served.
 
     Attributes:
       mean_s: the mean, seconds.
@@ -87,9 +87,9 @@ class Load:
     trainers: int
     """Batches in flight, one for each trainer."""
     delay: Delay
-    """Of each layer call, forward or backward."""
+    """Delay of each layer call, forward or backward."""
     passes: Passes
-    """What a batch goes through."""
+    """Passes of a batch."""
     joined: int
     """Trainers' batches that a server may join into one, a power of two."""
     calls: int
@@ -108,12 +108,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What is measured at one of the sizes."""
+    """Stack and blocks that are measured at one of the sizes."""
 
     layers: int
     """Blocks of the stack."""
     blocks: Mapping[BlockName, Block]
-    """Of each kind."""
+    """Block of each kind."""
 
 
 SIZES = {
@@ -144,7 +144,7 @@ class LatencySettings(Settings):
     quick: bool = False
     """Four delays, two repeats and fewer calls; on real computing only feed-forward blocks, forward."""
     size: Literal["laptop", "paper"] = "laptop"
-    """Of the blocks and the stack. The paper's blocks want a GPU to measure their cost on."""
+    """Size of the blocks and the stack. The paper's blocks want a GPU to measure their cost on."""
     where: Literal["both", "virtual", "real"] = "both"
     """The whole grid in virtual time, a small one on real computing beside the same in virtual time, or both."""
     layers: int | None = None
@@ -184,7 +184,7 @@ class LatencySettings(Settings):
 
     @property
     def agreement_rounds(self) -> int:
-        """How often the small grid is measured: other work on the machine spoils one round, seldom two of three."""
+        """Number of measurements of the small grid: other work on the machine spoils one round, seldom two of three."""
         return 1 if self.quick else 3
 
     @property
@@ -194,7 +194,7 @@ class LatencySettings(Settings):
         return [float(delay) for delay in np.linspace(0, self.max_delay_s, count)]
 
     def grid(self) -> list[tuple[Method, Load]]:
-        """What one repeat in virtual time measures with one kind of block: the curves, then the three regions."""
+        """Return the loads of one repeat in virtual time with one kind of block: the curves, then the three regions."""
         calls = 6 if self.quick else 12
         loads = []
         stacks = [(self.servers, Delay(delay_s)) for delay_s in self.delays_s]
@@ -214,7 +214,7 @@ class LatencySettings(Settings):
         return loads
 
     def agreement_grid(self) -> list[tuple[Method, Load]]:
-        """What is measured on real computing and in virtual time with one kind of block: two servers on one device."""
+        """Return the loads on real computing and in virtual time with one kind of block: two servers on one device."""
         # With half as many, the few that are slow by chance made single rounds differ by up to 0.6.
         calls = 160
         loads = []

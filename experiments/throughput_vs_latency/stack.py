@@ -53,14 +53,14 @@ _ROUTER = product_key((1,))
 _TIMEOUT_S = 600.0
 """No call takes so long: a batch waits for every layer."""
 _ECHO_DELAY_S = 0.02
-"""Of calls whose travelling is timed."""
+"""Delay of calls whose travelling is timed, seconds."""
 _BREAK_S = 0.5
 """After a load, for the batches that run when trainers stop: `on_done` may hold the event loop up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What trainers achieved.
+    """Throughput that trainers achieved.
 
     Attributes:
       samples_per_s: rows that went through the whole stack.
@@ -258,7 +258,7 @@ class Meter:
 
     @property
     def calls_per_s(self) -> float:
-        """Of the timed calls."""
+        """Number of timed calls a second."""
         return (self._last - self._first) / (self._ended_at - self._started_at)
 
 

@@ -104,7 +104,7 @@ def run_layers(
     *,
     keys: StepKeys | None = None,
 ) -> tuple[Float[Array, "batch seq d_model"], Memory]:
-    """What `forward` does between embedding and head; the arguments are of `forward`, hidden is what enters."""
+    """Run the layers between embedding and head of `forward`; the arguments are of `forward`, hidden is what enters."""
     layer = TransformerXLLayer(config.layer)
     num_keys = memory[0].states.shape[1] + hidden.shape[1]
     encodings = jnp.asarray(relative_positions(num_keys, config.d_model, config.layer.clamp_len))

@@ -117,7 +117,7 @@ class EmulatedDmoe(SetupEngine):
         return StepRecord(step=update + 1, trainer=trainer, loss=loss, items=self._step_items, staleness=staleness)
 
     def _check_router(self, trainer: int, step: int) -> None:
-        """Whether a trainer's last scores are the router's fault: no numbers, out of sound inputs."""
+        """Raise a RouterError if a trainer's last scores are NaN although the inputs of the layer are finite."""
         own, router = self._state.trainers, self.setup.router
         for number, (layer, scores) in enumerate(zip(self.layers, own.scores, strict=True)):
             if not np.isfinite(own.calls[number].inputs[0][trainer]).all():

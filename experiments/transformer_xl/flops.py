@@ -72,7 +72,7 @@ def training_flops(forward_per_token: float, tokens: float) -> float:
 
 
 def equal_flops(runs: Mapping[str, Iterable[Metrics]], forward: Mapping[str, float]) -> tuple[float, dict[str, Any]]:
-    """Where each label's curves stand after equal training FLOPs: after those that the cheapest had in the end.
+    """Compare all labels after equal training FLOPs: as many as the cheapest run had in the end.
 
     Between two points of a curve the logarithm of the perplexity is taken to be straight.
 

@@ -36,7 +36,7 @@ State = dict[str, PyTree]
 
 
 class StepReport(NamedTuple):
-    """What a step tells the host.
+    """Report of a step to the host.
 
     Attributes:
       nll: mean negative log-likelihood of the batch, nats per token; without auxiliary losses.

@@ -98,7 +98,7 @@ def _search(run: Run[TransformerXLSettings], corpus: Corpus) -> dict[str, float]
 
 
 def _overhead(run: Run[TransformerXLSettings]) -> float | None:
-    """What the mixture costs on this device, beside a dense layer of its FLOPs: another experiment, in a process."""
+    """Measure the mixture's cost on this device beside a dense layer of its FLOPs: another experiment, in a process."""
     settings = run.settings
     flags = {name: getattr(settings, name) for name in ("size", "router", "seed", "batch_size", "bf16")}
     flags |= {"rounds": 3 if settings.quick else 7, "steps_per_round": 3 if settings.quick else 10}

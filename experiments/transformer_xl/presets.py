@@ -28,20 +28,20 @@ class Preset:
     """A model and how it is trained."""
 
     model: Model
-    """Which of the three."""
+    """Model, one of the three."""
     config: TransformerXLConfig
     """Its sizes, over a vocabulary that is larger than that of any text; see `model_config`."""
     recipe: Recipe = field(default_factory=Recipe)
-    """How a dense model, or the trunk, is trained; `total_steps` are those of the run."""
+    """Recipe of a dense model, or of the trunk; `total_steps` are those of the run."""
     expert_recipe: Recipe = field(default_factory=Recipe)
-    """How each expert is trained; `total_steps` are those of the run.
+    """Recipe of each expert; `total_steps` are those of the run.
 
     An expert takes at most one update for each of the trunk, and its cosine counts its own: a popular expert is nearly
     at rest in the end, while one that is seldom asked still learns. (A cosine over an even share of the samples rests
     too early.) On a node, which knows of no end of the run, its step size stays.
     """
     unigram_biases: bool = False
-    """Whether output biases start at the words' frequencies instead of 0."""
+    """True if output biases start at the words' frequencies instead of 0."""
     batch_size: int = 32
     """Sequences of one update on one device. (A simulated trainer has one sequence, and there are 32 of them.)"""
     eval_batch_size: int = 10
@@ -54,9 +54,9 @@ class Preset:
     pauses: int = 50
     """Pauses of a run for evaluation and checkpoint, in equal steps."""
     step_size_source: str = "the published recipe, which is that of base"
-    """Where its step sizes are from, for the report."""
+    """Source of its step sizes, for the report."""
     stale_factor: float = 1.0
-    """What they are multiplied with where 32 asynchronous trainers share the model, and a stale update is divided by
+    """Factor of its step sizes where 32 asynchronous trainers share the model, and a stale update is divided by
     the root of its staleness."""
 
     def scaled(self, factor: float) -> "Preset":

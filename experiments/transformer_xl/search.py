@@ -23,7 +23,7 @@ _MOST_SEARCHED = 6
 
 
 def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
-    """What the runs of the search in the experiment's folder came to, and which are still to be made.
+    """Return the results of the search's runs in the experiment's folder; None for a run that is still to be made.
 
     Where the best of any label is at the edge of what was tried, a further value is added, for all labels.
     """
@@ -59,12 +59,12 @@ def tried(searched: Searched) -> list[float]:
 
 
 def has_ended(searched: Searched) -> bool:
-    """Whether nothing of the search is to be trained any more."""
+    """Return True if nothing of the search is to be trained any more."""
     return not any(value is None for found in searched.values() for value in found.values())
 
 
 def _perplexity(folder: RunFolder) -> float | None:
-    """Of a run of the search."""
+    """Return the perplexity of a run of the search, as `Searched` has it."""
     if (headline := finished_headline(folder)) is not None:
         value: float | None = headline.get("validation_perplexity")
         return math.inf if value is None else value

@@ -21,7 +21,7 @@ Place = Literal["local", "simulated", "emulated", "swarm"]
 or by a swarm of processes."""
 
 MAX_SEEDS = 1000
-"""Of a run; those beyond are the search's."""
+"""Most seeds that a run may have; seeds beyond them are the search's."""
 
 _NOT_IN_A_SWARM = ("seeds", "search", "ingredients", "concurrency")
 
@@ -57,8 +57,8 @@ class TrainingSettings(ResumableSettings):
     batch_size: int | None = None
     """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer."""
     route: Route = "sequence"
-    """What has experts of its own in dmoe: a sequence, whose experts are whole layers; or each token, whose experts are
-    the feed-forward networks of layers that share one attention."""
+    """Unit that has experts of its own in dmoe: a sequence, whose experts are whole layers; or each token, whose
+    experts are the feed-forward networks of layers that share one attention."""
     grid_size: tuple[int, ...] = ()
     """Experts of each layer of dmoe, as the extents of their grid: 8 8 are 64. Default: the preset's."""
     k_best: int | None = None
@@ -82,7 +82,7 @@ class TrainingSettings(ResumableSettings):
     """An update of trunk or experts is divided by (1 + its staleness) to this power, and stale ones get no
     momentum; 0: plain Adam."""
     slow_node: float = 1.0
-    """How many times longer the calls of the first of the nodes take. Only dmoe, and only where simulated."""
+    """Factor by which the calls of the first of the nodes take longer. Only dmoe, and only where simulated."""
     concurrency: int | None = None
     """Simulated trainers at work at once; the others wait for their turn. Default: all. With 1 nothing is stale."""
     step_size: float = 1.0
@@ -105,19 +105,19 @@ class TrainingSettings(ResumableSettings):
 
     @property
     def place(self) -> Place:
-        """Where the models train."""
+        """Place where the models train."""
         if self.where == "auto":
             return "simulated" if self.size == "tiny" else "local"
         return self.where
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether slow trainers of one sequence each train the models on this machine."""
+        """True if slow trainers of one sequence each train the models on this machine."""
         return self.place in ("simulated", "emulated")
 
     @property
     def compute_dtype(self) -> str:
-        """Of the layers' matrix products."""
+        """Dtype of the layers' matrix products."""
         return "bfloat16" if self.bf16 else "float32"
 
 
@@ -199,13 +199,13 @@ class TransformerXLSettings(TrainingSettings, Settings):
 
     @property
     def num_seeds(self) -> int:
-        """How many seeds each model is trained with."""
+        """Number of seeds that each model is trained with."""
         is_whole = self.is_asynchronous and not self.quick and self.steps is None
         return self.seeds or (3 if is_whole and len(self.models) > 1 else 1)
 
     @property
     def num_jobs(self) -> int:
-        """How many runs are trained at once."""
+        """Number of runs that are trained at once."""
         default = min(2, usable_cores()) if self.is_asynchronous else 1
         return self.jobs or default
 

@@ -32,8 +32,8 @@ class Setting:
     """A simulated swarm. The paper's has 32 trainers, 1000 ms of mean delay, and 10 % of the calls fail."""
 
     place: Literal["simulated", "emulated"] = "simulated"
-    """Who plays it: the code of a real swarm, in virtual time; or one compiled program, which has no nodes and no grace
-    time and gives up no call but those that fail."""
+    """Program that plays it: the code of a real swarm, in virtual time; or one compiled program, which has no nodes and
+    no grace time and gives up no call but those that fail."""
     num_trainers: int = 32
     """Asynchronous trainers."""
     concurrency: int | None = None
@@ -46,15 +46,15 @@ class Setting:
     num_nodes: int = 8
     """Hosts that share the experts."""
     slow_node: float = 1.0
-    """How many times longer the calls of the first of them take."""
+    """Factor by which the calls of the first host take longer."""
     grace_s: float = 5.0
-    """How long a trainer waits for the other experts after the first has answered, virtual seconds: so long that hardly
+    """Virtual seconds that a trainer waits for the other experts after the first has answered: so long that hardly
     a call is lost but those that fail (1 in 150)."""
     timeout_s: float = 30.0
     """After which a call is given up, virtual seconds."""
 
     def faults(self, seed: int, host: str) -> FaultPlan:
-        """What happens to the expert calls to a host: node0, node1 and so on."""
+        """Return the faults of the expert calls to a host: node0, node1 and so on."""
         rates = {Fault.LATE: 1 - self.failure_rate, Fault.HANG: self.failure_rate}
         delay_s = self.delay_s * (self.slow_node if host == "node0" else 1.0)
         return FaultPlan(rates=rates, late_mean_s=delay_s, methods=("expert.",), seed=seed)
@@ -71,21 +71,21 @@ class Setup:
     steps: int
     """Updates of the whole run, for the schedules."""
     seed: int
-    """Of parameters, dropout, the router's noise and the rows' places in the text."""
+    """Seed of parameters, dropout, the router's noise and the rows' places in the text."""
     router: Router | None = None
-    """Of every layer of a mixture."""
+    """Router of every layer of a mixture."""
     route: Route = "sequence"
-    """What has experts of its own in a mixture."""
+    """Unit that has experts of its own in a mixture."""
     name: str = ""
-    """What figures call it; empty: the model's name."""
+    """Name in figures; empty: the model's name."""
     compute_dtype: str = "float32"
-    """Of the layers' matrix products, "float32" or "bfloat16"."""
+    """Dtype of the layers' matrix products, "float32" or "bfloat16"."""
     setting: Setting | None = None
     """The simulated swarm that trains it; None: this device."""
     batch_size: int | None = None
     """Sequences of an update. None: the preset's on this device, 1 for a simulated trainer."""
     staleness_power: float = 0.5
-    """Of both recipes."""
+    """Staleness power of both recipes."""
 
     def __post_init__(self) -> None:
         if self.preset.config.is_mixture != (self.router is not None):
@@ -93,12 +93,12 @@ class Setup:
 
     @property
     def title(self) -> str:
-        """What figures call the model."""
+        """Name of the model in figures."""
         return self.name or self.preset.model
 
     @property
     def where(self) -> Place:
-        """Where it is trained."""
+        """Place where it is trained."""
         return "local" if self.setting is None else self.setting.place
 
     @property
@@ -120,12 +120,12 @@ class Setup:
 
     @property
     def recipe(self) -> Recipe:
-        """How a dense model, or the trunk, is trained."""
+        """Recipe of a dense model, or of the trunk."""
         return replace(self.preset.recipe, total_steps=self.steps, staleness_power=self.staleness_power)
 
     @property
     def expert_recipe(self) -> Recipe:
-        """How each expert is trained."""
+        """Recipe of each expert."""
         return replace(self.preset.expert_recipe, total_steps=self.steps, staleness_power=self.staleness_power)
 
     def init_trunk(self) -> PyTree:
@@ -163,7 +163,7 @@ class Setup:
 
 
 class SetupEngine(abc.ABC):
-    """What all engines of the experiment share. It has most of an `Engine`.
+    """Base of all engines of the experiment. It has most of an `Engine`.
 
     Args:
       setup: the model, its text and its optimisers.

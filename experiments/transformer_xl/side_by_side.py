@@ -34,7 +34,7 @@ from experiments.transformer_xl.training import FAILURES, carry_out
 from experiments.transformer_xl.trainings import Training
 
 _ENDING_S = 120.0
-"""How long an interrupted child may take for its report; a stretch cannot be left before its current step."""
+"""Seconds that an interrupted child may take for its report; a stretch cannot be left before its current step."""
 
 
 def run_folder(training: Training) -> RunFolder:

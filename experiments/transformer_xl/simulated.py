@@ -34,7 +34,7 @@ _MAX_LOST_IN_A_ROW = 200
 
 
 class SimulatedEngine(SetupEngine):
-    """What engines in virtual time share: streams, trainers' memories, counters, and a run's stretches.
+    """Base of the engines in virtual time: streams, trainers' memories, counters, and a run's stretches.
 
     Args:
       setup: the model, its text and its optimisers.

@@ -36,7 +36,7 @@ from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
 from experiments.transformer_xl.trainings import Training
 
 FAILURES = (FloatingPointError, RouterError, NetError)
-"""What may go wrong with a run."""
+"""Errors with which a run may fail."""
 
 
 def checked_router(spec: str, config: TransformerXLConfig, route: Route = "sequence") -> Router:
@@ -89,7 +89,7 @@ ENGINES: Mapping[Place, Callable[[Setup], ModelEngine]] = {
     "simulated": _simulated,
     "emulated": EmulatedDmoe,
 }
-"""Where a model trains -> its engine at its beginning."""
+"""Place where a model trains -> maker of its engine at its beginning."""
 
 
 def make_engine(setup: Setup) -> ModelEngine:

@@ -1,4 +1,4 @@
-"""Which runs the experiment is made of: the models compared with each seed, and those of the search. Imports no JAX."""
+"""Runs of the experiment: the compared models with each seed, and the runs of the search. Imports no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 stale, and a delay would only be waited for."""
 
 SEARCHED = (0.5, 1.0, 2.0)
-"""What the preset's step sizes are multiplied with in the search at first: as many values for every label."""
+"""Factors of the preset's step sizes that the search tries at first: as many values for every label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,13 @@ class Training:
     """One run of one model."""
 
     label: str
-    """What figures call it."""
+    """Name in figures."""
     settings: TransformerXLSettings
     """With one model, one seed, and the run's own folder as `out`."""
     may_fail: bool = False
-    """Whether the others go on if this one ends in a loss that is not finite, or the like."""
+    """True if the others go on when this one ends in a loss that is not finite, or the like."""
     keeps_checkpoints: bool = True
-    """Whether its checkpoints stay when it is finished; it needs none of them any more."""
+    """True if its checkpoints stay when it is finished; it needs none of them any more."""
 
 
 def labels(settings: TransformerXLSettings) -> dict[str, Model]:

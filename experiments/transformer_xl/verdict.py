@@ -1,4 +1,4 @@
-"""Which model ends lower, as far as the seeds allow to say: paired differences, final figures, equal FLOPs."""
+"""Verdict on the model that ends lower, as far as the seeds allow: paired differences, final figures, equal FLOPs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

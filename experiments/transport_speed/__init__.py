@@ -1,1 +1,1 @@
-"""How fast is our network layer beside blocking sockets?"""
+"""Speed of our network layer beside blocking sockets."""

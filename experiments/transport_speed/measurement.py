@@ -62,7 +62,7 @@ class Pair:
     """A transfer."""
 
     def address(self, side: str, network: str) -> Address:
-        """Where a side listens on a network."""
+        """Return the address at which a side listens on a network."""
         return Address.parse(self.servers[side].hello[network])
 
     def timer(self, side: str, warm_up_calls: int, *, min_calls: int = 1, nbytes: int = 0) -> SliceTimer:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 ECHO, TAKE, GIVE = "echo", "take", "give"
-"""What a server does with a call: echo a small message, take a tensor, or give one."""
+"""Actions of a server on a call: echo a small message, take a tensor, or give one."""
 
 _MAX_SLICES = 5
 """A slice that wants more calls than its time allows goes on for at most so many times as long: a machine under load
@@ -28,7 +28,7 @@ class SliceTimer:
     nbytes: int = 0
     """Payload of each transfer, bytes; 0 for small calls."""
     latencies_s: list[float] = field(default_factory=list)
-    """Of the calls so far; whoever calls appends to it."""
+    """Seconds that each call took so far; the caller appends to it."""
     _started: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def start(self) -> None:

@@ -1,1 +1,1 @@
-"""How much of a wide-area line averaging and state downloads use, in virtual time; see README.md beside this file."""
+"""Share of a wide-area line that averaging and state downloads use, in virtual time; see README.md beside this file."""

@@ -26,7 +26,7 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduceTimes:
-    """What came of the all-reduces on one line."""
+    """Times, memory and connections of the all-reduces on one line."""
 
     seconds: tuple[float, ...]
     """From the first member's start to the last one's end, virtual, one after the other."""
@@ -37,8 +37,8 @@ class AllReduceTimes:
 
 
 def ideal_s(line: Line, *, peers: int, nbytes: int) -> float:
-    """What an all-reduce takes at best: each member's line carries 2 (n - 1) / n vectors each way, and there is a round
-    trip from the first value to its mean."""
+    """Return the least seconds of an all-reduce: each member's line carries 2 (n - 1) / n vectors each way, and there
+    is a round trip from the first value to its mean."""
     return 2 * (peers - 1) / peers * 8 * nbytes / (1e9 * line.gbps) + line.round_trip_ms / 1000
 
 

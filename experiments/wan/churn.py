@@ -24,7 +24,7 @@ RATES = (0, 1, 2, 4, 8)
 
 NUM_PARAMS = 2**17
 LINE_BPS = 10e6
-"""Of every host in each direction: with a vector of half a MiB an averaging takes a second."""
+"""Bits a second of every host in each direction: with a vector of half a MiB an averaging takes a second."""
 
 ROUND_TRIP_MS = 100.0
 
@@ -45,7 +45,7 @@ def measure(run: Run[WanSettings]) -> None:
 
 
 def scene(per_minute: int, seed: int, *, minutes: float) -> dict[str, Any]:
-    """What a scene with so many failures a minute comes to, after so many virtual minutes."""
+    """Return the figures of a scene with so many failures a minute, after so many virtual minutes."""
     played = play_churn(
         virtual_s=60 * minutes,
         failure_every_s=60 / per_minute if per_minute else float("inf"),

@@ -23,7 +23,7 @@ ROUND_TRIPS_MS = (20.0, 100.0, 200.0, 400.0)
 _NUM_PEERS, _TARGET = 6, 384
 _DOWN_S = 20.0
 _AVERAGING_S = 0.35
-"""What an averaging takes on the line alone, with six members: kills come within it, and within the votes after it."""
+"""Seconds of an averaging on the line alone, with six members: kills come within it, and within the votes after it."""
 
 BARS = (Bar(name="kill_next_step_s", bound=10),)
 

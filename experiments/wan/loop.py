@@ -38,7 +38,7 @@ from experiments.wan.loop_settings import CONFIG, NAME, WIDTH, params_of
 from experiments.wan.settings import WanSettings
 
 _ROWS = 64
-"""Of a batch."""
+"""Rows of a batch."""
 
 _WARM_UP_STEPS = 3
 BARS: tuple[Bar, ...] = ()

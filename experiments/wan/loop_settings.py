@@ -1,4 +1,4 @@
-"""What both processes of part `loop` must agree on."""
+"""Settings on which both processes of part `loop` must agree."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""What is trained where only its size matters: a vector of parameters, whose gradient is always the same."""
+"""Problem of which only the size matters: a vector of parameters, whose gradient is always the same."""
 
 from collections.abc import Sequence
 

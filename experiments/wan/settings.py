@@ -1,4 +1,4 @@
-"""What the command line of this experiment can ask for, and which lines it measures."""
+"""Settings of this experiment's command line, and the lines that it measures."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,15 +8,15 @@ from experiments.bench import Settings
 Part = Literal["allreduce", "state", "churn", "kill", "tokens", "loop"]
 
 IN_VIRTUAL_TIME: tuple[Part, ...] = ("allreduce", "state", "churn", "kill", "tokens")
-"""What is measured unless parts are named: `loop` measures this machine, which must have nothing else to do."""
+"""Parts that are measured unless others are named: `loop` measures this machine, which must have nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What connects every two hosts."""
+    """Line between every two hosts."""
 
     gbps: float
-    """Of each host, in each direction, Gb/s."""
+    """Bandwidth of each host, in each direction, Gb/s."""
     round_trip_ms: float
     """Between every two hosts."""
 
@@ -40,7 +40,7 @@ class WanSettings(Settings):
     quick: bool = False
     """Only the lines that have a bar; churn with one seed and for four minutes; fewer kills; two sizes of models."""
     parts: tuple[Part, ...] = IN_VIRTUAL_TIME
-    """What to measure. allreduce, state: shares of the line. churn: samples that are in a step, against failures a
+    """Parts to measure. allreduce, state: shares of the line. churn: samples that are in a step, against failures a
     minute. kill: from a kill in the middle of an averaging to the next step. tokens: bytes for each token. All these in
     virtual time. loop: what averaging in the background costs a trainer on this machine."""
     peers: int = 4
@@ -93,12 +93,12 @@ class WanSettings(Settings):
 
     @property
     def churn_seeds(self) -> range:
-        """Of `churn`."""
+        """Seeds of `churn`."""
         return range(self.seed, self.seed + (1 if self.quick else self.seeds))
 
     @property
     def churn_minutes(self) -> float:
-        """Of `churn`."""
+        """Virtual minutes of `churn`."""
         return min(self.minutes, 4.0) if self.quick else self.minutes
 
     @property
@@ -123,5 +123,5 @@ class WanSettings(Settings):
 
     @property
     def chosen_loop_turns(self) -> int:
-        """Of `loop`, at each period."""
+        """Turns of `loop`, at each period."""
         return min(self.loop_turns, 2) if self.quick else self.loop_turns

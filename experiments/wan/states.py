@@ -26,7 +26,7 @@ _ARRAYS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
-    """How long a newcomer took."""
+    """Time and memory that a newcomer took."""
 
     seconds: float
     """From its asking the DHT for donors to the whole state, virtual."""
@@ -35,7 +35,7 @@ class Download:
 
 
 class WrongState(Exception):
-    """What was downloaded is not what the donors have."""
+    """The state that was downloaded is not the donors'."""
 
 
 def download_times(

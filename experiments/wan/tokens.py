@@ -39,7 +39,7 @@ METHODS: tuple[Method, ...] = ("gradients", "pseudo-gradients", "parameters", "s
 
 NUM_PEERS = 8
 TOKENS_PER_S = 512
-"""Of each machine."""
+"""Tokens a second of each machine."""
 EVERY = {"gradients": 1, "pseudo-gradients": 50, "parameters": 10, "sparse pseudo-gradients": 50}
 """Steps between two averages: of DiLoCo (Douillard et al. 2023, the shortest of its ablation), and of `dmoe up`."""
 
@@ -47,7 +47,7 @@ SPARSE = ErrorFeedback()
 """64 values of each 4,096 in two bits: SparseLoCo's setting."""
 
 MICRO_BATCHES = 4
-"""Of a machine for each step with gradients: the swarm finds the end of a batch by them."""
+"""Micro-batches of a machine for each step with gradients: the swarm finds the end of a batch by them."""
 
 ROUND_TRIP_MS, LINE_BPS = 100.0, 100e6
 _SKIPPED = 1
@@ -58,7 +58,7 @@ BARS: tuple[Bar, ...] = ()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What was counted."""
+    """Bytes, tokens and averages that were counted, and the seconds that they took."""
 
     nbytes: int
     """Delivered to all hosts together: frames with their headers, whatever they are for."""
@@ -105,7 +105,7 @@ def traffic_of(method: Method, *, num_params: int, batch: int, seed: int) -> Tra
 
 
 def _averages_of(method: Method) -> int:
-    """How many are counted: where they are rare, what happens in between is as regular."""
+    """Return the number of averages to count: where they are rare, what happens in between is as regular."""
     return 8 if method == "gradients" else 2
 
 
@@ -159,7 +159,7 @@ async def _average(method: Method, num_params: int, batch: int, seed: int) -> Tr
 
 
 class _Counter:
-    """What all machines of Moshpit averaging have done."""
+    """Counter of the tokens and averages of all machines of Moshpit averaging."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -122,8 +122,8 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 
 def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Whether the holder of `public_key` has signed `data` by `Identity.sign`. False for keys or signatures of any
-    wrong length too: all three may come from the network."""
+    """Return True if the holder of `public_key` has signed `data` by `Identity.sign`. Return False for keys or
+    signatures of any wrong length too: all three may come from the network."""
     if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -135,7 +135,7 @@ def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Who may take part in a swarm. Both conditions hold for both ends of every connection.
+    """Conditions on which a peer may take part in a swarm. Both hold for both ends of every connection.
 
     Attributes:
       secret: what all members know, random, at least 16 bytes; empty for a swarm open to everybody.
@@ -160,13 +160,13 @@ class Membership:
         return _swarm_key(self.secret).public_key().public_bytes_raw()
 
     def admits(self, peer_id: PeerId) -> bool:
-        """Whether the allow-list has room for a peer; that it knows the secret is the handshake's part to check."""
+        """Return True if the allow-list admits a peer; that it knows the secret is the handshake's part to check."""
         return self.allowed is None or peer_id in self.allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateChain:
-    """What a TLS endpoint needs.
+    """Certificates and private key of a TLS endpoint.
 
     Attributes:
       swarm_certificate: DER; the only certificate to trust.

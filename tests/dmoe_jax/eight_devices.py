@@ -1,4 +1,4 @@
-"""What `test_node_devices` has a process of eight devices do; it prints a line for each thing that holds."""
+"""Work of a process of eight devices for `test_node_devices`; it prints a line for each thing that holds."""
 
 import functools
 import gc
@@ -33,7 +33,7 @@ WIDTH = 16
 
 
 class Compilations:
-    """How many programs XLA has compiled."""
+    """Counter of the programs that XLA compiles from now on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -227,7 +227,7 @@ def held_once() -> None:
 
 
 def refused() -> None:
-    """What cannot be laid out says so in a line."""
+    """Print the error of each layout that cannot be made, a line each."""
     rules: list[ShardingRule] = [
         lambda name, array, mesh: PartitionSpec("rows"),
         lambda name, array, mesh: PartitionSpec(None, None, "model") if name.endswith("kernel") else PartitionSpec(),

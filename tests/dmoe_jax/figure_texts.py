@@ -1,4 +1,4 @@
-"""Whether the words of a figure can be read: for the tests of all figures."""
+"""Check that the words of a figure can be read, for the tests of all figures."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def texts_of(figure: Figure) -> list[Any]:
 
 
 def words_of(figure: Figure) -> set[str]:
-    """What they say."""
+    """Contents of the texts of a figure."""
     return {text.get_text() for text in texts_of(figure)}
 
 

@@ -31,7 +31,7 @@ def layer_norm(x, params):
 
 
 def attention(params, biases, query_vector, seen: Sequence[tuple[int, np.ndarray]], clamp_len: int | None):
-    """What one query attends to: `seen` are (distance, vector) pairs; terms (a) to (d) of the paper's equation."""
+    """Attention output of one query: `seen` are (distance, vector) pairs; terms (a) to (d) of the paper's equation."""
     content_bias, position_bias = biases
     num_heads, d_head = content_bias.shape
     result = np.zeros(len(query_vector))

@@ -77,7 +77,7 @@ class World:
         return found
 
     def all_served(self, times: int = 1, uids: set[str] = UIDS) -> bool:
-        """Whether each expert is served by so many nodes, and announced: no claim is held any more."""
+        """Return True if `times` nodes serve each expert, and announce it: no claim is held any more."""
         holders = self.holders()
         is_so = holders.keys() == uids and all(len(names) == times for names in holders.values())
         return is_so and not any(self.claims(name)["held"] for name in self.served)
@@ -93,7 +93,7 @@ class World:
         return copies
 
     def replicas(self, name: str) -> Replicas:
-        """What averages a node's experts."""
+        """The `Replicas` of a node, which average its experts."""
         replicas = self.served[name].node.replicas
         assert isinstance(replicas, Replicas)
         return replicas

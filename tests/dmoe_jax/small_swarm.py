@@ -35,7 +35,7 @@ from tests.net.direct_network import DirectCaller, DirectNetwork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallSwarm:
-    """What a test needs of a running swarm."""
+    """Running swarm, as a test needs it."""
 
     swarm: Swarm
     """The trainer's place in it."""
@@ -126,7 +126,7 @@ def direct_callers(network: DirectNetwork, count: int) -> list[DirectCaller]:
 
 
 async def find_experts(directory: ExpertDirectory, uids: Iterable[ExpertUid]) -> dict[ExpertUid, Contact | None]:
-    """Who serves these experts; None for those that are not alive."""
+    """Contact of the node that serves each of these experts; None for those that are not alive."""
     uids = list(uids)
     found: dict[tuple[str, int], dict[tuple[int, ...], Contact]] = {}
     for prefix, dims in {(uid.prefix, len(uid.coordinates)) for uid in uids}:

@@ -55,7 +55,7 @@ def local_loss(params: Any, x: Any, targets: Any) -> Any:
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_what_a_segment_keeps(again: bool) -> None:
-    """What its backward needs beside its inputs, which are not kept twice; under `jax.checkpoint` nothing."""
+    """A segment keeps what its backward needs, and not its inputs twice; under `jax.checkpoint` it keeps nothing."""
     computed: list[int] = []
 
     def noting(params: Any, x: Any) -> Any:

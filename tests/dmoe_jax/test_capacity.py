@@ -1,4 +1,4 @@
-"""What is known of how much each expert can do: times of calls, ours and the nodes' own."""
+"""Estimates of how much each expert can do, from times of calls: ours and the nodes' own."""
 
 import numpy as np
 import pytest

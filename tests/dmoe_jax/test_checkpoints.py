@@ -23,7 +23,7 @@ def state_at(step: int) -> dict:
 
 
 def test_newest_is_restored_and_few_are_kept(tmp_path: Path) -> None:
-    """Of three saves two stay, and the latest comes back with its facts and its optimiser state."""
+    """Two of three saves stay, and the latest comes back with its facts and its optimiser state."""
     checkpoints = Checkpoints(tmp_path / "new" / "folder")
     for step in (1, 2, 3):
         checkpoints.save(step, state_at(step), {"positions": [step, 7]})
@@ -48,7 +48,7 @@ def test_empty_folder_and_wrong_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_unfinished_write_is_not_a_checkpoint(tmp_path: Path) -> None:
-    """What a killed writer leaves behind is passed over."""
+    """A folder that a killed writer leaves behind is passed over."""
     first = Checkpoints(tmp_path)
     first.save(1, state_at(1), {})
     first.close()

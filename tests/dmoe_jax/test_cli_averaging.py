@@ -47,7 +47,7 @@ def test_a_collaboration_may_compress() -> None:
 
 
 def test_top_k_has_its_settings_and_an_outer_optimiser_without_momentum() -> None:
-    """What is kept for later takes its place; flags that are given count. The optimiser keeps it in its state."""
+    """The residual, kept in the optimiser's state, takes the place of momentum; flags that are given count."""
     words = ["--average-every", "50", "--average", "pseudo-gradients", "--average-compression", "top-k"]
     options = tyro.cli(AveragingOptions, args=[*words, "--average-kept", "32", "--average-value-bits", "4"])
     options.check()

@@ -63,7 +63,7 @@ async def test_others_wait_until_the_first_one_is_done(cache: Path) -> None:
 
 
 async def test_a_failure_and_other_programs_keep_nobody(cache: Path) -> None:
-    """Where the first one fails the next compiles; who needs other programs, or has no cache, does not wait at all."""
+    """If the first one fails the next compiles; one with other programs, or without a cache, does not wait at all."""
     processes = Processes()
     await processes.compile("a", fails=True)
     async with trio.open_nursery() as nursery:

@@ -13,7 +13,7 @@ from tests.dmoe_jax.training_rig import text_of_few_words
 
 
 def averages_of_two(folder: Path, flags: str) -> list[list[dict[str, Any]]]:
-    """What the metrics of two trainers over TLS say of their averages."""
+    """Records of averages in the metrics of two trainers over TLS, a list for each."""
     out, text = folder / "run", text_of_few_words(folder)
     train = f"{flags} --average-window-s 3 --eval-tokens 64 --final-eval-tokens 64"
     words = ["up", "--nodes", "1", "--trainers", "2", "--grid-size", "2", "2", "--num-layers", "1", "--d-model", "64"]
@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> float:
     ],
 )
 def test_two_trainers_average_by_other_methods(tmp_path: Path, whole: float, flags: str, share: float) -> None:
-    """What a round moves says which part of the trunk it was: halves by turns, the trunk twice, or a few numbers."""
+    """The bytes of a round say which part of the trunk moved: halves by turns, the trunk twice, or a few numbers."""
     for averages in averages_of_two(tmp_path, flags):
         assert len(averages) >= 3
         assert {each["peers"] for each in averages} == {2}

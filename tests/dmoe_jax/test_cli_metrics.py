@@ -121,7 +121,7 @@ async def run(settings: TrainCommand, swarm: Swarm, monitor: Monitor) -> dict[st
 
 @pytest.mark.slow
 async def test_a_run_shows_its_figures_and_writes_its_trace(text: str, tmp_path: Path) -> None:
-    """What a scraper sees agrees with the headline; the trace has every call and step, whose hosts are the node."""
+    """A scraper's figures agree with the headline; the trace has every call and step, and the node as their host."""
     monitor = Monitor("train")
     async with served_swarm() as (served, swarm):
         settings = command(tmp_path / "run", text, steps=4, eval_every=4, trace=tmp_path / "trace.json")

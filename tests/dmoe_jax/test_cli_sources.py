@@ -44,7 +44,7 @@ def test_what_is_typed_goes_before_the_environment_and_that_before_a_file(tmp_pa
 
 
 def test_a_switch_has_a_word_for_an_answer() -> None:
-    """What it is by default needs none."""
+    """A word answers yes or no; an answer that is the default adds no flag."""
     for answer, saves in (("no", False), ("0", False), ("True", True)):
         given = gather(UpCommand, [], {"DMOE_SAVE_EXPERTS": answer}, name="up")
         command: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=given.words)
@@ -105,7 +105,7 @@ def test_a_variable_that_will_not_do_gets_one_line(
 
 
 def test_a_file_runs_no_code_by_itself(tmp_path: Path) -> None:
-    """What it names is run if the user names it too, where variables count as well, or trusts the file."""
+    """Code that a file names runs only if the user names it too, where variables count as well, or trusts the file."""
     file = tmp_path / "run.toml"
     file.write_text('model = "mine.py:model"')
 

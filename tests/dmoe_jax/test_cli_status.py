@@ -19,7 +19,7 @@ def member(index: int, role: str, *, listens: bool = True, **facts: Any) -> Memb
 
 
 def tables(members: Sequence[Member], before: Statuses, now: Statuses) -> str:
-    """What the terminal shows, in 80 columns."""
+    """Text that the terminal shows, in 80 columns."""
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 (rich owns it)
     with console.file:
         console.print(status_tables("test", members, before, now))

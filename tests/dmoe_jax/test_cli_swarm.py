@@ -83,7 +83,7 @@ def test_a_peer_can_be_joined_and_its_port_is_taken(capsys: pytest.CaptureFixtur
 
 
 def nodes_of(capsys: pytest.CaptureFixture[str], *join: str) -> list[dict[str, Any]]:
-    """What `dmoe status --json` lists."""
+    """Nodes that `dmoe status --json` lists."""
     with pytest.raises(SystemExit) as exit_:
         main(["status", "--json", "--join", *join])
     assert exit_.value.code == 0, capsys.readouterr().err
@@ -173,8 +173,8 @@ def test_a_peer_ends_with_the_process_that_started_it() -> None:
 
 @pytest.mark.slow
 async def test_experts_outlive_a_killed_node(tmp_path: Path) -> None:
-    """Of three processes that claim, over TLS, one is killed: the one that has room takes its experts over, and goes on
-    from what the dead one has saved."""
+    """When one of three processes that claim, over TLS, is killed, the one that has room takes its experts over and
+    goes on from the checkpoints that the dead one has saved."""
     claims = ["--claim", "4", "--of", "ffn.[0:2].[0:4]", "--checkpoint-dir", str(tmp_path)]
     kind = ["--expert", "feedforward", "--d-model", "8", "--warm-up-rows", "1", "--checkpoint-period-s", "1"]
     uids = {f"ffn.{row}.{column}" for row in range(2) for column in range(4)}

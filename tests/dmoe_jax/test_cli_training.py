@@ -109,7 +109,7 @@ async def test_a_run_is_resumed(
 def test_what_a_resumed_run_cannot_change(
     changes: dict[str, Any], line: str, trained: tuple[Path, dict[str, Any]], text: str
 ) -> None:
-    """What is trained, on what, and what the optimiser has a state for: refused by the flag's name, nothing written."""
+    """Changes of the model, its data and the optimiser's state are refused by the flag's name; nothing is written."""
     out, _ = trained
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
     with pytest.raises(UsageError, match=line):
@@ -142,7 +142,7 @@ def test_a_resumed_run_cannot_begin_or_cease_to_keep_values_for_later() -> None:
 
 
 def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
-    """What is not typed is as it was, in every group; what is typed counts, even if it is the default."""
+    """A flag that is not typed is as it was, in every group; one that is typed counts, even if it is the default."""
     out = tmp_path / "run"
     began = command(
         out,
@@ -386,7 +386,7 @@ async def test_a_trainer_is_listed_while_it_waits(text: str, tmp_path: Path) -> 
 
 
 def test_waiting_is_timed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who waits for experts says for how long; no second time is put behind it."""
+    """A trainer that waits for experts says for how long; no second time is put behind it."""
     monkeypatch.setattr(progress, "_LINE_PERIOD_S", 0.6)
     with TrainingProgress(1) as shown, shown.phase("waiting") as change:
         for waited in range(14):

@@ -40,9 +40,9 @@ def trained(
     victim: tuple[str, float] | None = None,
     helped: list[Averaged] | None = None,
 ) -> list[Life]:
-    """What the machines did; `victim` falls silent so many seconds after it has begun to average for step 6.
+    """Lives of the machines; `victim` falls silent so many seconds after it has begun to average for step 6.
 
-    What an assistant did is in `helped`.
+    The averages that an assistant made are put into `helped`.
     """
 
     async def body(world: World) -> None:

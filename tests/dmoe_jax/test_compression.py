@@ -33,7 +33,7 @@ SMALL = SparseCoding(block_size=16, kept=2, bits=2)
 
 
 def numpy_round(total: np.ndarray, coding: SparseCoding) -> np.ndarray:
-    """What is sent of a flat array, by plain loops."""
+    """Values that are sent of a flat array, with zeros for all others, by plain loops."""
     sent = np.zeros(total.size)
     for start in range(0, total.size, coding.block_size):
         block = total[start : start + coding.block_size].astype(np.float64)
@@ -53,7 +53,7 @@ def numpy_round(total: np.ndarray, coding: SparseCoding) -> np.ndarray:
 
 
 def test_a_block_by_hand() -> None:
-    """Of 3, -2, 0.1 and zeros two are kept: exactly 3 and 2 times the scale 1, so nothing but 0.1 stays."""
+    """Two of 3, -2, 0.1 and zeros are kept: exactly 3 and 2 times the scale 1, so nothing but 0.1 stays."""
     tree = {"w": jnp.zeros(16).at[jnp.array([4, 7, 9])].set(jnp.array([3.0, -2.0, 0.1]))}
     sent = compress(tree, zero_residual(tree), ErrorFeedback(coding=SMALL))
     assert np.flatnonzero(sent.tree["w"]).tolist() == [4, 7]
@@ -83,7 +83,7 @@ def test_rounds_against_plain_loops(coding: SparseCoding) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_a_payload_carries_just_what_left(bits: int) -> None:
-    """What a peer decodes is, bit for bit, the tree that was taken off the residual."""
+    """A peer decodes, bit for bit, the tree that was taken off the residual."""
     coding = SparseCoding(block_size=64, kept=4, bits=bits)
     tree = {"w": RNG.standard_t(3, size=(30, 11)).astype(np.float32), "b": RNG.normal(size=5).astype(np.float32)}
     sent = jax.jit(functools.partial(compress, feedback=ErrorFeedback(coding=coding)))(tree, zero_residual(tree))

@@ -198,7 +198,7 @@ def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> N
 
 
 async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says while it starts, where it serves, how it ended: lines in a log, a table on a terminal."""
+    """The view shows each process's start, address and end: as lines in a log, as a table on a terminal."""
     monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "of the user's real swarm"))
     screens = {is_terminal: io.StringIO() for is_terminal in (False, True)}
     async with (

@@ -115,7 +115,7 @@ async def test_short_work_runs_in_the_loop() -> None:
 async def test_where_the_loop_shares_its_core(
     cores: int, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no core to spare the loop computes what is short, and turns are longer."""
+    """Without a core to spare, the loop itself computes what is short, and turns are longer."""
     monkeypatch.setattr("dmoe_jax.machine.device.usable_cores", lambda: cores)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     device_module._shares_its_cores.cache_clear()

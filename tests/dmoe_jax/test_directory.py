@@ -335,7 +335,7 @@ MALFORMED: list[Any] = [
 
 
 async def test_malformed_records_are_ignored(autojump_clock: MockClock) -> None:
-    """What a stranger writes under a key is no expert, and the good entries beside it stay."""
+    """A malformed value of a stranger under a key is no expert, and the good entries beside it stay."""
     async with open_swarm(DirectNetwork(), 3) as nodes:
         for number, value in enumerate(MALFORMED):
             await announce(nodes[0], uids(f"ffn{number}.5.5"))

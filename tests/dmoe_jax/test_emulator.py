@@ -201,12 +201,12 @@ def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_many_experts_are_not_held_twice() -> None:
-    """Where a run has few calls for its experts, no copy is made of them, and nothing is compiled that trusts."""
+    """A run with few calls for its experts makes no copy of them, and compiles no program that trusts."""
     emulator = make_emulator(NUM_TRAINERS)
     data = make_data(num_trainers=NUM_TRAINERS, steps=NUM_UPDATES)
 
     def run(updates: int) -> bool:
-        """Whether there was a copy of the state."""
+        """Run so many updates; return True if there was a copy of the state."""
         state = emulator.run(emulator.init(*keys_of(3), data, num_updates=updates), drawn(updates), data)
         assert int(state.step) == updates
         return emulator._spare is not None
@@ -236,7 +236,7 @@ def test_places_for_trainers_and_experts_that_are_used_again() -> None:
 
 
 def test_one_trainer_is_one_jit() -> None:
-    """Where nothing is asynchronous and nobody fails, a run is that of the whole model in one jit."""
+    """A run in which nothing is asynchronous and nobody fails equals a run of the whole model in one jit."""
     emulator, steps = make_emulator(1), 4
     data = make_data(num_trainers=1, steps=steps)
     order = drawn(steps, num_trainers=1)

@@ -91,7 +91,7 @@ def test_requests_that_do_not_fit(parts: Any, tensors: Any, message: str) -> Non
 
 
 def test_an_answer_says_what_became_of_each_part() -> None:
-    """Of those that it speaks of; errors keep their kind and their words."""
+    """Each part that the answer speaks of comes back as it was; errors keep their kind and their words."""
     first, last = np.array([[1.0], [2.0]]), np.array([[3.0]])
     errors = {1: CallRefused("no \ud800"), 2: PeerBusy("full"), 3: RemoteFailure("x" * 2000)}
     outcomes: list[Any] = [(4, Answer(updates=7, tensors=(last, last[:, 0]))), *errors.items()]

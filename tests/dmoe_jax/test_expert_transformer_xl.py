@@ -99,7 +99,7 @@ def test_a_position_does_not_depend_on_later_ones(t):
 
 
 def test_unfilled_slots_have_no_influence():
-    """What stands in a slot that is not filled changes nothing; a filled one does."""
+    """The content of an unfilled slot changes nothing; a filled slot does."""
     expert, params = make_layer()
     hidden, memory, mask = make_inputs()  # slot 0 not filled
     output = expert.apply(params, hidden, memory, mask)
@@ -242,7 +242,7 @@ def test_position_dropout_drops_features_of_the_encodings():
 
 @pytest.mark.parametrize(("field", "constant"), [("dropout", True), ("attention_dropout", False)])
 def test_locked_masks_are_the_same_at_all_positions(field, constant):
-    """Where all inputs are equal, all outputs are: `dropout` is locked. Attention dropout is not."""
+    """Equal inputs have equal outputs under `dropout`, which is locked, but not under attention dropout."""
     expert, params = make_layer(**{field: 0.5})
     hidden = jnp.broadcast_to(make_inputs(batch=1)[0][:, :1], (1, SEQ, D_MODEL))
     memory = jnp.broadcast_to(hidden[:, :1], (1, MEM, D_MODEL))

@@ -29,7 +29,7 @@ print(int(done), pages[-1])
 
 
 def faults(**environment: str) -> tuple[bool, int]:
-    """Whether it was done, and the pages that the system had to bring for the last of several equal buffers."""
+    """Result of `keep_freed_memory`, and the pages that the system brought for the last of several equal buffers."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", PAGES]
     done, pages = subprocess.run(

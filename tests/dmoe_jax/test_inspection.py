@@ -36,7 +36,7 @@ def test_a_sample_may_have_several_experts_and_words() -> None:
 
 
 def test_only_what_is_no_chance_is_told_apart() -> None:
-    """Of 640 samples expert 0 takes nearly all of class 0; expert and class are independent in the other half."""
+    """An expert that takes nearly all of one class in 640 samples stands apart; one that is independent does not."""
     rng = np.random.default_rng(0)
     classes = rng.integers(0, 2, (16, 40))
     skewed = np.where(rng.random((16, 40)) < 0.95, classes, 1 - classes)
@@ -104,7 +104,7 @@ def test_articles_begin_at_their_titles() -> None:
 
 
 def test_places_are_counted_in_segments_from_the_title() -> None:
-    """Of articles at 3 and 20, segments of 4 words: 3..6 is the first, 7 the second, 11 the third."""
+    """With articles at 3 and 20, and segments of 4 words, 3..6 is the first, 7 the second, 11 the third."""
     found = places_in_article(np.array([0, 3, 6, 7, 11, 20]), np.array([3, 20]), 4)
     assert [number if number < 0 else found.names[number] for number in found.of] == [
         -1,
@@ -220,7 +220,7 @@ def test_a_run_folder_runs_no_code_by_itself(
 
 
 def test_the_runs_of_an_experiment_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who gives the folder above hears which runs it holds; who gives none that there is, that there is none."""
+    """The error names the runs that the folder above holds; for a path without a run, it says that there is none."""
     RunFolder.create(tmp_path / "all", {"experiment": "transformer_xl"})
     (tmp_path / "all" / "dmoe" / "seed0" / "checkpoints").mkdir(parents=True)
     for path, line in (

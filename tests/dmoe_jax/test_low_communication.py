@@ -333,7 +333,7 @@ MANY = {f"{number:02}": np.tile(RNG.normal(size=2), (PEERS, 1)).astype(np.float3
     [pytest.param(0, 0.0, 3, marks=pytest.mark.slow), (2, 0.5, 3), (4, 0.3, 2), (1, 1.0, 1)],
 )
 def test_streaming_diloco_by_hosts_is_that_of_the_axis(overlap: int, mixing: float, fragments: int) -> None:
-    """What hosts bring before tau steps are over is used after them: the same numbers."""
+    """Averages that hosts bring before tau steps are over are used after them: the numbers are the same."""
     steps, every = 17, 6
     grads = {name: RNG.normal(size=(steps, PEERS, 2)).astype(np.float32) for name in MANY}
     settings: dict[str, Any] = {"every": every, "fragments": fragments, "overlap": overlap, "mixing": mixing}

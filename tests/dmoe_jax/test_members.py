@@ -1,4 +1,4 @@
-"""Who takes part in a swarm, as announced in a DHT of direct calls, in virtual time."""
+"""Members of a swarm, as announced in a DHT of direct calls, in virtual time."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an expert node counts: batches, times on the device, staleness, and how each call ended."""
+"""Counts of an expert node: batches, times on the device, staleness, and how each call ended."""
 
 import time
 

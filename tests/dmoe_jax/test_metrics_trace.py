@@ -31,7 +31,7 @@ def call(contact: Contact, began: float, ended: float, outcome: str = "ok") -> C
 
 
 def written(trace: Trace, folder: Path) -> dict[str, Any]:
-    """What a viewer reads."""
+    """The trace as a viewer reads it from a file."""
     trace.write(folder / "new" / "trace.json")
     found: dict[str, Any] = json.loads((folder / "new" / "trace.json").read_text())
     return found
@@ -42,7 +42,7 @@ def happened(trace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_hosts_have_tracks_and_calls_at_once_have_lanes(tmp_path: Path) -> None:
-    """Of the calls to the first host the second begins before the first has ended, the third after both."""
+    """The second call to the first host overlaps the first, and has a new lane; the third begins as the first ends."""
     trace = Trace(100.0)
     for record in (
         call(FIRST, 101.0, 101.5),

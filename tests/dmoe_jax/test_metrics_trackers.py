@@ -67,7 +67,7 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
 
 
 class FakeModule(ModuleType):
-    """What wandb and trackio have in common, and what was done with it."""
+    """Stand-in for wandb and trackio, with the functions that both have; it notes each call."""
 
     def __init__(self, name: str, *, fails: tuple[str, ...] = ()) -> None:
         super().__init__(name)

@@ -183,7 +183,7 @@ def test_experts_that_draw_get_the_key_of_each_sample():
 
 
 def test_an_output_of_another_shape_or_type_leaves_no_rest():
-    """What the weights leave over adds nothing: half a weight is half an output, and none is zero."""
+    """Weights add nothing for what they leave over: half a weight is half an output, and none is zero."""
     wide = SCALE._replace(
         apply=lambda factor, x: factor * jnp.concatenate([x, x], axis=1),
         output=TensorSpec(name="y", shape=(4,), dtype="float32", differentiable=True),

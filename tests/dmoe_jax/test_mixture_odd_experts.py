@@ -1,4 +1,4 @@
-"""What a remote mixture is told to do with unusual experts and routers, and what it says when experts are missing."""
+"""Remote mixtures with unusual experts and routers, and their warnings and errors when experts are missing."""
 
 import logging
 import re

@@ -58,7 +58,7 @@ def layer_of(expert: Any, alive: Any = None) -> tuple[Any, Any, Any, Any]:
 
 
 def answers_of(expert: Any, experts: Any, slots: np.ndarray) -> np.ndarray:
-    """What each slot's expert answers, asked one by one."""
+    """Answer of each slot's expert, asked one by one."""
     ask = jax.jit(lambda number, slot: expert.apply(jax.tree.map(lambda leaf: leaf[number], experts), slot[None])[0])
     return np.stack([np.asarray(ask(s // PER_EXPERT, slot)) for s, slot in enumerate(slots)])
 

@@ -230,7 +230,7 @@ async def test_each_device_has_a_queue_of_its_own(autojump_clock: trio.testing.M
 
 
 async def test_all_devices_as_one(autojump_clock: trio.testing.MockClock) -> None:
-    """What it runs waits until none of them works, and none of them begins before it is done."""
+    """A function for all devices waits until none of them works, and none of them begins before it is done."""
     first, second = InlineDevice(CostModel(call_s=1.0)), InlineDevice(CostModel(call_s=3.0))
     together, ended = AllDevices([first, second]), dict[str, float]()
     spent = DeviceTime()

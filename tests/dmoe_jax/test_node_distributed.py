@@ -69,7 +69,7 @@ def two_processes(tmp_path: Path, *more: str) -> Iterator[tuple[list[subprocess.
 
 
 async def ask(contact: str, method: str, uid: str, *tensors: np.ndarray) -> np.ndarray:
-    """What an expert answers to all rows."""
+    """Answer of an expert to all rows."""
     count = len(tensors[0])
     index = np.arange(count, dtype=np.int32)
     body = {"parts": [{"uid": uid, "rows": count} | ({"id": os.urandom(8)} if method == BACKWARD else {})]}
@@ -106,7 +106,7 @@ async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [(1,), (0, 1), (1, 0)], ids=str)
 async def test_whichever_is_stopped_all_leave_in_order(tmp_path: Path, stopped: tuple[int, ...]) -> None:
-    """What was learnt is saved also where the other process is told to stop, or both are, as by Ctrl-C."""
+    """Updates are saved also if the other process is told to stop, or both are, as by Ctrl-C."""
     with two_processes(tmp_path, "--checkpoint-dir", str(tmp_path / "experts")) as (processes, contact):
         await ask(contact, BACKWARD, "ffn.1", rows(3, 16), rows(3, 16, seed=10))
         for number in stopped:

@@ -11,7 +11,7 @@ from tests.dmoe_jax.test_batching import asked, queue_of
 
 
 def test_only_what_would_be_one_batch_may_wait() -> None:
-    """Where a device has something else to do it does that."""
+    """Requests may wait if they would be one batch; a device that has something else to do does that."""
     assert queue_of(max_batch_rows=4).only_batch() == ()
     one = asked("a", 1, "a1"), asked("a", 3, "a2")
     assert queue_of(*one, max_batch_rows=4).only_batch() == one
@@ -20,8 +20,8 @@ def test_only_what_would_be_one_batch_may_wait() -> None:
 
 
 async def mean_rows(cost_s: float, *, callers: int = 8, delay_s: float = 0.02, away_s: float = 0.002) -> float:
-    """Of a batch, where callers of one row who began at different times come back after 10 ms on the way and so many
-    seconds."""
+    """Mean rows of a batch; callers of one row, who began at different times, come back after 10 ms on the way and
+    `away_s` seconds."""
     config = NodeConfig(max_batch_rows=8, max_queue_delay_s=delay_s)
     async with open_rig(cost=CostModel(call_s=cost_s), config=config) as rig:
         calls, ends_at = 0, trio.current_time() + 100 * cost_s
@@ -62,7 +62,7 @@ async def test_who_calls_alone_does_not_wait(autojump_clock: trio.testing.MockCl
 
 
 async def test_it_waits_no_longer_than_the_delay(autojump_clock: trio.testing.MockClock) -> None:
-    """Who does not come back in time delays one batch, whose caller is the only one of the next."""
+    """A caller that does not come back in time delays one batch; the next, for one caller alone, is not delayed."""
     async with open_rig(cost=CostModel(call_s=0.1), config=NodeConfig(max_queue_delay_s=0.02)) as rig:
         await rig.forward("ffn.0.1", rows(1))  # how long one row takes is known from now on
         took = []

@@ -22,7 +22,7 @@ from dmoe_jax.node.sharding import Place, PlacedDevice
 from tests.dmoe_jax.node_rig import SGD, open_rig, rows
 
 WIDTH = 512
-"""Of arguments that are large enough for the host to be given them by one of XLA's threads."""
+"""Width of arguments that are large enough for one of XLA's threads to give them to the host."""
 
 
 class LongTurnDevice(ThreadDevice):

@@ -79,7 +79,7 @@ async def test_what_is_accepted_is_begun_in_time(autojump_clock: trio.testing.Mo
 async def test_forward_calls_go_ahead_of_backward_ones(
     head_start_s: float, done: list[str] | None, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """Of those that wait for one expert while another one computes: backward calls become one batch behind them."""
+    """With a head start, a forward call goes ahead of waiting backward calls to its expert, which become one batch."""
     config = NodeConfig(max_batch_rows=4, forward_head_start_s=head_start_s)
     async with open_rig(cost=TENTH, config=config) as rig:
         ended: list[str] = []

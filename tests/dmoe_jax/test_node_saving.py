@@ -90,7 +90,7 @@ def test_what_was_learnt_before_a_restart_is_remembered_for_a_minute_after_it() 
 async def test_no_checkpoint_is_older_than_the_period(
     took_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """What was so when a save began is the newest on the disk until the next one has ended."""
+    """The state at the beginning of a save is the newest on the disk until the next save has ended."""
     saves: list[tuple[float, float]] = []
 
     async def save(*, gives_way: bool = False) -> None:
@@ -146,7 +146,7 @@ async def test_experts_go_on_where_they_were(tmp_path: Path) -> None:
 
 
 def saved(folder: Path) -> dict[str, list[int]]:
-    """Which checkpoints there are of each expert, by their numbers of updates; nothing else lies there."""
+    """Numbers of updates at which there are checkpoints, by expert; nothing else lies there."""
     return {own.name: sorted(int(path.name) for path in own.iterdir()) for own in sorted(folder.iterdir())}
 
 
@@ -214,7 +214,7 @@ async def test_only_one_expert_is_copied_at_a_time(tmp_path: Path) -> None:
 async def test_a_snapshot_is_no_view(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    """What was copied stays as it was when updates reuse the expert's buffers, whatever they do to views of these."""
+    """The copy stays as it was when updates reuse the expert's buffers, whatever they do to views of these."""
     if where == "device":  # as where arrays are not in the host's memory
         monkeypatch.setattr(saving, "_kind_of", lambda backend: (kind_of(backend)[0], False))
     elif where != "host":

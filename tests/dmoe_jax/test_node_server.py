@@ -298,8 +298,8 @@ async def test_experts_are_announced_renewed_and_withdrawn(autojump_clock: trio.
 async def test_a_node_that_leaves_answers_what_it_accepted(
     autojump_clock: trio.testing.MockClock, leave_timeout_s: float
 ) -> None:
-    """What waits is computed and answered, its retry too; what comes later is refused at once with a word. With
-    nothing to wait for, it is dropped."""
+    """A request that waits is computed and answered, its retry too; a later one is refused at once with a word. Without
+    time for leaving, none of these is answered."""
     outcomes: dict[str, str] = {}
     x, grads = rows(2), rows(2, seed=9)
 

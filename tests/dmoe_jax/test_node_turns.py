@@ -82,7 +82,7 @@ async def test_small_batches_of_several_experts_share_a_turn(autojump_clock: tri
 
 
 async def test_an_expert_has_one_batch_in_a_turn(autojump_clock: trio.testing.MockClock) -> None:
-    """What else waits for it comes in a later turn, in order: a forward behind a backward sees its update."""
+    """Further requests for the expert come in a later turn, in order: a forward behind a backward sees its update."""
     device = TurnDevice()
     async with open_rig(device=device, backends=backends()) as rig:
         await ask_all(rig, 1)
@@ -123,7 +123,7 @@ def asked(uid: str, count: int) -> list[Job]:
 
 
 async def test_a_failing_batch_leaves_the_others_of_its_turn_alone() -> None:
-    """Whether it fails as it begins or later; one that shares its program fails with it."""
+    """A batch that fails, as it begins or later, takes with it only batches that share its program."""
 
     def fails(where: str) -> Any:
         raise ValueError(where)

@@ -23,7 +23,7 @@ def data(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def whole_of(parts: list[Contribution]) -> Contribution:
-    """What the network makes of several peers' contributions."""
+    """Contribution that the network makes out of those of several peers."""
     samples = sum(float(part.samples) for part in parts)
     mean = jax.tree.map(
         lambda *leaves: sum(leaf * part.samples for leaf, part in zip(leaves, parts, strict=True)) / samples,

@@ -27,7 +27,7 @@ from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 RNG = np.random.default_rng(0)
 EVERYTHING = ("parameters", "gradients", "pseudo_gradients")
 OUTER = {"pseudo_gradients": optax.sgd(1.0)}
-"""Of rate 1: the outer step goes all the way."""
+"""Outer optimiser of rate 1 for pseudo-gradients: its step goes all the way."""
 
 
 def pmean(tree: Any, round_number: Any) -> Any:
@@ -374,7 +374,7 @@ def test_types_stay(what: Any, by_host: bool) -> None:
 
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_checkpoint_with_an_average_on_its_way(what: Any, tmp_path: Path) -> None:
-    """What is restored goes on as what was saved: the average that had arrived is applied."""
+    """A restored state goes on as the saved one: the average that had arrived is applied."""
     optimizer = moshpit_average(optax.adam(0.1), what=what)
     params = {"w": jnp.ones(3)}
     state = optimizer.init(params)

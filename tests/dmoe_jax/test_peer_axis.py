@@ -170,7 +170,7 @@ def test_gradients_and_vmap() -> None:
 
 
 def test_types_are_kept_and_sums_are_wide() -> None:
-    """Of bfloat16 the mean is right to its last bit, which sums in bfloat16 would miss from 256 peers on."""
+    """The mean of bfloat16 numbers is right to its last bit, which sums in bfloat16 would miss from 256 peers on."""
     values = jnp.ones((1024, 1), jnp.bfloat16)
     found = moshpit_round(values, grid=MoshpitGrid(side=1024, dims=1), cells=jnp.arange(1024), round_number=0)
     assert found.dtype == jnp.bfloat16

@@ -361,7 +361,7 @@ def test_after_a_partition_the_weakest_give_up(replicas: int) -> None:
 @pytest.mark.timeout(600 + 2400 * HOURS)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_hosts_die_and_return_for_hours(replicas: int) -> None:
-    """Of five hosts, of which one is slow, up to two are down at a time, with a word or without. No expert is unserved
+    """Up to two of five hosts, of which one is slow, are down at a time, with a word or without. No expert is unserved
     for longer than a takeover takes, and no more nodes than wanted serve one for longer than they need to find out."""
     draws, names = random.Random(1), [f"node{number}" for number in range(5)]
     unserved, crowded = list[float](), list[float]()

@@ -49,8 +49,8 @@ def test_claims_without_a_node_stand_for_two_lives() -> None:
 
 
 async def test_who_claims_for_long_has_to_answer(autojump_clock: trio.testing.MockClock) -> None:
-    """Of two that claim for ever one is a silent node, which is too far from the own id to be watched otherwise, and
-    one is no node; a third claims for a while."""
+    """Two that claim for ever are found dead: a silent node, too far from the own id to be watched otherwise, and one
+    that is no node. A third, which claims for a while, is not."""
     network, (own, *others) = DirectNetwork(), PEERS
     near, *_, silent = sorted(others, key=lambda peer: node_id(peer) ^ node_id(own))
     unlisted, late = (peer for peer in others if peer not in (near, silent))

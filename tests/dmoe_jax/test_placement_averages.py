@@ -21,7 +21,7 @@ HOSTS = [Contact(PeerId.draw(RNG), Address("10.0.0.1", 3000 + n)) for n in range
 
 
 def state(*values: float, count: int = 0) -> dict[str, Any]:
-    """Of an expert with two parameters and Adam: parameters, first and second moments."""
+    """State of an expert with two parameters and Adam: parameters, first and second moments."""
     w, m, v = (np.full(2, value, np.float32) for value in values)
     return {"params": {"w": w}, "opt_state": {"m": m, "v": v, "count": np.int32(count)}}
 

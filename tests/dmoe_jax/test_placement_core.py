@@ -115,7 +115,7 @@ def test_no_interleaving_gives_an_expert_more_holders_than_places(
 
 @pytest.mark.parametrize(("num_peers", "most", "replicas"), [(2, 3, 1), (3, 6, 2), (3, 6, 3)])
 def test_in_the_end_all_experts_have_their_holders(num_peers: int, most: int, replicas: int) -> None:
-    """Of six experts, where the claimers have room for all."""
+    """Each of six experts ends with as many holders as are wanted, where the claimers have room for all."""
     for seed in range(2):
         rng = random.Random(seed)
         peers = [Peer(Claiming(peer_id, UIDS, config(most, replicas))) for peer_id in PEERS[:num_peers]]

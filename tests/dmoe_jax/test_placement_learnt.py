@@ -120,7 +120,7 @@ def test_an_average_of_which_it_is_not_known_what_was_learnt_is_not_used(lies: b
 async def test_a_request_that_waits_while_its_name_arrives_is_refused(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    """Of two that wait to be one batch, the expert learns from the one that it does not know."""
+    """When two requests wait to be one batch, the expert learns only from the one that it does not know."""
     uid = "ffn.0.1"
     async with open_rig(cost=CostModel(call_s=1.0), config=NodeConfig(max_batch_rows=4)) as rig:
         outcomes: dict[bytes, str] = {}
@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("tensors", WRONG.values(), ids=WRONG)
 async def test_what_strangers_say_is_checked(tensors: tuple[Any, ...], autojump_clock: trio.testing.MockClock) -> None:
-    """Who answers nonsense has said nothing; the names of those who do not are taken all the same."""
+    """A peer that answers nonsense has said nothing; the names of the others are taken all the same."""
 
     async def nonsense(request: Request) -> Reply:
         return Reply(tensors=tensors)
@@ -207,7 +207,7 @@ async def test_nobody_waits_for_ever_for_an_average_that_is_not_made(
 async def test_of_too_many_names_the_newest_travel(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three experts with nine names, where eight may travel, each tells two at most; more than eight are refused."""
+    """If three experts have nine names and eight may travel, each tells two at most; an answer with more is refused."""
     monkeypatch.setattr(learnt, "MOST_NAMES", 8)
     network, group = DirectNetwork(), bytes(16)
     asking, told = (network.caller(Address(name, 1), PeerId(name.ljust(32).encode())) for name in ("asking", "told"))

@@ -36,7 +36,7 @@ def experts(count: int, hosts: dict[int, range]) -> dict[Coordinates, Replicas]:
 
 
 def firsts(found: dict[Coordinates, Replicas], readers: int) -> Counter[int]:
-    """How often each host comes first, over many readers and all experts."""
+    """Number of times that each host comes first, over many readers and all experts."""
     rng, counts = random.Random(5), Counter[int]()
     for _ in range(readers):
         for replicas in by_preference(found, "ffn", PeerId.draw(rng)).values():
@@ -45,8 +45,8 @@ def firsts(found: dict[Coordinates, Replicas], readers: int) -> Counter[int]:
 
 
 def test_readers_spread_over_replicas() -> None:
-    """Of 3 replicas each is the first of a third of 2400 choices: 800 with a deviation of 23. One that leaves changes
-    nothing but for those who had it first."""
+    """Each of 3 replicas is the first of a third of 2400 choices: 800 with a deviation of 23. When one leaves, nothing
+    changes but for readers who had it first."""
     found = experts(24, {host: range(24) for host in range(3)})
     assert all(abs(count - 800) < 4 * 23 for count in firsts(found, 100).values())
     reader = PeerId.draw(random.Random(9))
@@ -65,7 +65,7 @@ def test_a_node_that_serves_more_is_preferred_less() -> None:
 
 
 def test_who_failed_is_waited_for_until_it_announces_itself_anew() -> None:
-    """What the first look after a failure finds may be from before it; only a later end is a sign of life."""
+    """The first look after a failure may find an announcement from before it; only a later end is a sign of life."""
     renewals, who = Renewals(), HOSTS[0].peer_id
     failed: dict[PeerId, float] = {}
 
@@ -134,8 +134,8 @@ async def test_a_reader_goes_on_to_another_replica(autojump_clock: MockClock) ->
 
 
 async def test_one_that_is_late_to_announce_itself_comes_last(autojump_clock: MockClock) -> None:
-    """Of two that serve an expert the preferred one falls silent: a third of its announcement's life before the end the
-    other one is asked; alone it is listed to the end."""
+    """When the preferred one of two that serve an expert falls silent, the other one is asked from a third of the
+    announcement's life before its end; alone, the silent one is listed to the end."""
     async with open_swarm(DirectNetwork(), 4) as nodes:
         hosts = [Contact(node.peer_id, node.address) for node in nodes[:2] if node.address is not None]
         announcers = [Announcer(node, host, life_s=30.0) for node, host in zip(nodes, hosts, strict=False)]

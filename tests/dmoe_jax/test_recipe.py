@@ -13,7 +13,7 @@ from dmoe_jax.optim.recipe import learning_rate_schedule, make_optimizer
 
 
 def adam_in_numpy(recipe: Recipe, params: list[np.ndarray], grads: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """What `torch.nn.utils.clip_grad_norm_` and `torch.optim.Adam(weight_decay=...)` do, in float64."""
+    """Parameters as `torch.nn.utils.clip_grad_norm_` and `torch.optim.Adam(weight_decay=...)` make them, in float64."""
     params = [param.astype(np.float64) for param in params]
     first, second = ([np.zeros_like(param) for param in params] for _ in range(2))
     assert recipe.total_steps is not None
@@ -92,7 +92,7 @@ def test_without_clipping_and_decay_it_is_plain_adam() -> None:
 
 @pytest.mark.parametrize(("power", "share"), [(0.5, 1 / 2), (1.0, 1 / 4), (0.0, 1.0)])
 def test_stale_updates_are_smaller(power: float, share: float) -> None:
-    """Of the update only, at staleness 3; Adam's moments do not hear of it."""
+    """Staleness 3 scales only the update; Adam's moments do not hear of it."""
     optimizer = optax.with_extra_args_support(make_optimizer(Recipe(warmup_steps=0, staleness_power=power)))
     params, grads = jnp.ones(3), jnp.array([1.0, -2.0, 3.0])
     fresh, fresh_state = optimizer.update(grads, optimizer.init(params), params)

@@ -115,7 +115,7 @@ def test_contract(name, grid):
 
 @every_router
 def test_the_library_passes_its_own_check(name):
-    """What users' routers are checked for holds for ours, finite gradients when experts are silent among it."""
+    """Our routers pass the check for users' routers, which asks for finite gradients even when experts are silent."""
     check_router(CASES[name](GRID), GRID, D_MODEL)
 
 

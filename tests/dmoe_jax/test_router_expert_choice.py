@@ -88,7 +88,7 @@ def test_weights_are_the_affinities():
 
 
 def test_the_future_of_the_batch_decides():
-    """What the docstring warns of: another last sample changes who serves the first."""
+    """The docstring's warning is true: another last sample changes who serves the first."""
     logits = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
     before = selection(expert_choice(GRID), logits, 2)
     logits[1] = 2.0

@@ -22,7 +22,7 @@ def mix(h: int) -> int:
 
 
 def number(*words: int) -> float:
-    """What `unit_interval(hash_words(...))` should be."""
+    """Number that `unit_interval(hash_words(...))` should be."""
     state = 0
     for word in words:
         state = mix(((state + 0x9E3779B9) & 0xFFFFFFFF) ^ (word & 0xFFFFFFFF))

@@ -54,7 +54,7 @@ def good(tmp_path):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_names_are_the_routers_names(name):
-    """What figures call a router is what the command line calls it."""
+    """A router has the same name in figures as on the command line."""
     router = make_router(name, (2, 3))
     assert router.name == name
     assert router.grid_size == (2, 3)

@@ -125,7 +125,7 @@ class Mortal:
 
 
 def on_one_device(what: str, grads: Sequence[PyTree], samples: Sequence[float]) -> PyTree:
-    """Where all peers end, [peers, ...], by `optim` over an axis of simulated peers."""
+    """Parameters of all peers at the end, [peers, ...], by `optim` over an axis of simulated peers."""
 
     def mean(tree: PyTree, round_number: Any, weight: Any) -> PyTree:
         total = jax.lax.psum(weight, "peers")

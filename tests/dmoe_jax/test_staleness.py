@@ -252,7 +252,7 @@ class Spy:
 
 
 async def test_a_backward_pass_says_what_its_forward_pass_saw(autojump_clock: trio.testing.MockClock) -> None:
-    """Of two trainers that overtake each other; a retry says it again. What nodes count is what trainers see."""
+    """Two trainers that overtake each other say which updates they saw, retries too; nodes count what trainers see."""
     *nodes, last = direct_callers(DirectNetwork(latency_s=0.1), 2)
     spy = Spy(last)
     opened = open_small_swarm([*nodes, spy], CONFIG.expert(), STALE_SGD, prefixes=["layer0"], grid_size=(2, 2))

@@ -54,7 +54,7 @@ NOISY = add_noise(ROUTER, stddev=1.0)
 OPTIMIZER = optax.sgd(0.5)
 LAYERS = ["layer0", "layer1"]
 LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
-"""What is compared with compiles on the event loop, which on a busy machine may take longer than experts are listed."""
+"""Node settings that keep experts listed while a busy machine compiles the reference on the event loop."""
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 
 

@@ -1,4 +1,4 @@
-"""How evenly experts were used: numbers derived by hand, and what holds for any load."""
+"""Balance of the load of experts: numbers derived by hand, and properties of any load."""
 
 import math
 import random
@@ -14,7 +14,7 @@ UIDS = ("a.0", "a.1", "a.2", "a.3")
 
 
 def balance_of(samples: list[int] | tuple[int, ...]) -> Balance:
-    """Of the experts a.0, a.1 ... from the beginning of a run."""
+    """Balance of the experts a.0, a.1 ... from the beginning of a run."""
     load = {f"a.{index}": count for index, count in enumerate(samples)}
     return balance(list(load), Totals(load=load), Totals())
 
@@ -42,7 +42,7 @@ def test_balance_by_hand(load: tuple[int, ...], cv: float, entropy: float, dead:
 
 
 def test_balance_of_a_window() -> None:
-    """What counts is the growth; experts that were never called count 0, those of other layers not at all."""
+    """Only growth counts; experts that were never called count 0, those of other layers not at all."""
     before = Totals(load={"a.0": 10, "a.1": 3}, calls_ok=5, failures={"late": 1})
     totals = Totals(load={"a.0": 10, "a.1": 7, "a.2": 4, "b.0": 99}, calls_ok=11, failures={"late": 2, "timeout": 1})
     found = balance(UIDS, totals, before)

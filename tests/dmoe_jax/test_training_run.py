@@ -313,7 +313,7 @@ async def test_a_run_that_was_cancelled_goes_on_where_it_was(tmp_path: Path, aut
 
 
 async def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, autojump_clock: Any) -> None:
-    """What was written of later steps is cut, whether before or after the checkpoint in the file."""
+    """Records of later steps are cut, whether they stand before or after the checkpoint in the file."""
 
     class Killed(BaseException):
         """Nothing is written any more."""

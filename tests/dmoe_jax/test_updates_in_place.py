@@ -22,7 +22,7 @@ PARAMS = {"table": np.ones(SHAPE, np.float32), "bias": np.zeros(8, np.float32)}
 
 
 def places(tree: Any) -> list[int]:
-    """Where the arrays of a table's size lie, in the order of the tree."""
+    """Addresses in memory of the arrays of a table's size, in the order of the tree."""
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.shape == SHAPE]
 
 

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_said(path, load, attribute, message):
 
 
 def test_a_bare_name_is_answered_with_the_choices():
-    """What the caller knows by name, and how to name a file."""
+    """The error lists the names that the caller knows, and the way to name a file."""
     with pytest.raises(UserFileError, match=r"^optimizer 'sgdm': expected one of adam, lion, or 'path/to/file.py:"):
         load_from_file("sgdm", kind="optimizer", choices=("adam", "lion"))
     with pytest.raises(UserFileError, match=r"^expert 'mine.py': expected 'path/to/file.py:attribute'"):

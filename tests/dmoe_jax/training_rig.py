@@ -22,7 +22,7 @@ from dmoe_jax.swarm.swarm import Swarm
 
 SIZES = LayerConfig(d_model=8, num_heads=2, d_ff=8, seq_len=4, mem_len=4)
 OPTIMIZER = optax.sgd(0.1)
-"""Of all experts: equal experts with the same optimiser share their compiled code."""
+"""Optimiser of all experts: equal experts with the same optimiser share their compiled code."""
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ def dense(x: np.ndarray, params: Any) -> np.ndarray:
 
 
 def attend(params: Any, vectors: list[np.ndarray], query_place: int) -> np.ndarray:
-    """What the position `query_place` gathers from all positions, all heads together, projected."""
+    """Projected output of attention, all heads together, for the position `query_place`, over all positions."""
     num_heads, d_head = params["query"]["bias"].shape
     result = params["output"]["bias"].copy()
     for h in range(num_heads):

@@ -1,4 +1,4 @@
-"""What balance costs: which runs are made, what is taken from them, and one case from its beginning to its end."""
+"""Cost of balance: the runs that are made, what is taken from them, and one case from its beginning to its end."""
 
 import json
 from pathlib import Path

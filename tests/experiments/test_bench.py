@@ -22,7 +22,7 @@ class DiceSettings(ResumableSettings, Settings):
     """Throw dice."""
 
     throws: int = 3
-    """How often."""
+    """Number of throws."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,7 @@ DiceRun = Run[DiceSettings]
 
 
 class DiceError(Exception):
-    """What may go wrong."""
+    """Error that a run of the dice may raise."""
 
 
 def throw(run: DiceRun) -> None:

@@ -52,14 +52,14 @@ class LocalRun:
 
     @functools.cached_property
     def shares(self) -> list[np.ndarray]:
-        """Of each layer, its experts' shares of the calls."""
+        """Shares of each layer's calls that its experts had."""
         assert self.setup.router is not None
         found = loads(self.trunk, self.experts, self.setup.config, self.setup.router, self.corpus.valid)
         return [counts / counts.sum() for counts in found]
 
 
 def loads(trunk: Any, experts: Any, config: TransformerXLConfig, router: Router, text: np.ndarray) -> list[np.ndarray]:
-    """Of each layer, the samples that each of its experts had, by the model's own forward pass."""
+    """Number of samples that each expert of each layer had, by the model's own forward pass."""
     forward = jax.jit(txl.local_forward, static_argnums=(2, 3))
     memory, load = empty_memory(config, 32), [np.zeros(4), np.zeros(4)]
     for batch, _ in cut(text, config.seq_len, WORDS):

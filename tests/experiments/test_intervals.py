@@ -23,7 +23,7 @@ def test_an_interval_by_hand() -> None:
 
 
 def test_differences_are_of_the_same_seed() -> None:
-    """What both seeds share goes out: 10 - 11 and 20 - 21. Sides of zero are told; equal differences have no width."""
+    """Effects of a shared seed cancel: 10 - 11 and 20 - 21. Sides of zero are told; equal differences have no width."""
     found = paired_difference({0: 10.0, 1: 20.0, 5: 7.0}, {0: 11.0, 1: 21.0, 6: 0.0})
     assert found == Interval(-1.0, -1.0, -1.0, 2)
     assert (found.is_below_zero, found.is_above_zero) == (True, False)

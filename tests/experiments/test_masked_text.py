@@ -100,7 +100,7 @@ def test_lengths_do_not_give_the_order_away() -> None:
 
 
 def test_masking_statistics() -> None:
-    """Of 30,000 masked words 80 % show [MASK], 10 % any word, 10 % themselves; no other word changes."""
+    """80 % of 30,000 masked words show [MASK], 10 % any word, 10 % themselves; no other word changes."""
     text = MaskedText(TEXT, PLACES, seq_len=103, num_masked=15, seed=5)
     shown, targets, where = [], [], []
     for number in range(2000):

@@ -30,7 +30,7 @@ def test_gossip_by_hand() -> None:
 
 
 def test_push_sum_by_hand() -> None:
-    """Of five peers in round 0 each sends thirds to the next two; with the third absent its senders keep more."""
+    """Each of five peers sends thirds to the next two in round 0; with the third absent its senders keep more."""
     values, ones = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0]), jnp.ones(5)
     found, weights = push_sum_round(values, ones, round_number=0)
     np.testing.assert_allclose(found, np.array([25, 19, 7, 14, 28]) / 3, rtol=1e-6)
@@ -74,7 +74,7 @@ def test_random_groups_split_those_who_are_there() -> None:
 
 
 def test_random_groups_that_skip() -> None:
-    """Of five groups of five with one peer absent, one group keeps its values; fewer peers than a group are one."""
+    """One of five groups of five keeps its values if one peer is absent; fewer peers than a group are one."""
     values, alive = jnp.arange(25.0), jnp.arange(25) != 7
     found = random_groups_round(values, key=KEY, group_size=5, alive=alive, failure_rule="group_skips")
     assert int((found == values).sum()) == 5

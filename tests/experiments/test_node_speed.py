@@ -65,7 +65,7 @@ def test_rate_at_a_mean_between_two_batches() -> None:
 
 
 def test_tally_counts_what_ends_in_the_slice() -> None:
-    """Of four layer calls the first ends before it and the last at its end; the others took 2 and 6, 4 and 1 s."""
+    """The slice counts two of four layer calls, of 2 + 6 and 4 + 1 s; the first ends before it, the last at its end."""
     tally = Tally(begin=10.0, end=20.0)
     for times in ((1.0, 2.0, 9.9), (4.0, 6.0, 12.0), (14.0, 18.0, 19.0), (15.0, 18.0, 20.0)):
         tally.note(8, times)

@@ -11,8 +11,8 @@ from tests.experiments.test_node_speed import TINY
 
 
 def test_strategies_are_compared_cell_by_cell() -> None:
-    """Of the rounds after the first: 16 experts with one row make 10 and 40 samples a second, with 16 rows 30 and 20.
-    Stacked was chosen, which is right for the first and two thirds of the better for the second."""
+    """Only rounds after the first count: 16 experts with one row make 10 and 40 samples a second, with 16 rows 30 and
+    20. Stacked was chosen, which is right for one row, and has two thirds of the better rate for 16 rows."""
     cells = {1: ([1, 10, 10], [1, 40, 40]), 16: ([30, 30, 30], [20, 20, 20])}
     slices = [
         {"name": Cell(64, 16, rows).slice_of(strategy), "round": number, "samples_per_s": value}
@@ -32,7 +32,7 @@ def test_strategies_are_compared_cell_by_cell() -> None:
 
 @pytest.mark.slow
 def test_tiny_run_of_strategies(tmp_path: Path) -> None:
-    """What a node would choose, and both strategies, of every cell."""
+    """Each cell has the strategy that a node would choose, and the rates of both."""
     flags = ("--parts", "strategies", "--widths", "8", "--rounds", "1")
     headline = headline_of_run(tmp_path / "run", *TINY, *flags, limit_s=280)
     assert 0 < headline["strategy_choice"] <= 1

@@ -55,7 +55,7 @@ def test_every_paper_figure_belongs_to_an_experiment_and_says_how_sure_it_is() -
 
 
 def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None:
-    """What was not measured is named; figures that no paper has follow."""
+    """Figures that were not measured are named; figures that no paper has follow."""
     models = {
         "dmoe": {"validation_perplexity": 290.04, "validation_perplexity_interval": [280.0, 300.5], "steps": 8000}
     }

@@ -80,7 +80,7 @@ def test_every_other_round_goes_backwards(tmp_path: Path) -> None:
 
 
 def test_percentile_is_the_nearest_rank() -> None:
-    """Of 1 to 200, 198 are at most 198; a single sample is every percentile; the order does not matter."""
+    """198 of the numbers 1 to 200 are at most 198; a single sample is every percentile; the order does not matter."""
     samples = [float(value) for value in range(200, 0, -1)]
     assert percentile(samples, 99) == 198.0
     assert percentile(samples, 50) == 100.0

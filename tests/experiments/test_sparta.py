@@ -47,8 +47,8 @@ def test_sparta_against_plain_loops() -> None:
 
 
 def test_sparta_takes_its_share() -> None:
-    """Of 100,000 parameters 0.5 % +- four standard deviations (22 each); others in the next step; after 400 steps
-    1 - 0.995^400 = 86.5 % have been taken once."""
+    """A step takes 0.5 % of 100,000 parameters +- four standard deviations (22 each); the next step takes others; after
+    400 steps 1 - 0.995^400 = 86.5 % have been taken once."""
     masks = [np.asarray(sparta_masks(jnp.zeros(100_000), step, share=0.005, seed=0)) for step in range(400)]
     assert all(abs(int(mask.sum()) - 500) < 4 * 22.4 + 1 for mask in masks[:10])
     assert (masks[0] & masks[1]).sum() < 15

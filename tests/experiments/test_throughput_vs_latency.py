@@ -35,7 +35,7 @@ LOAD = Load(place=Place(layers=4, servers=2), trainers=1, delay=Delay(0.0), pass
 
 @pytest.mark.parametrize(("delay", "std_s"), [(Delay(0.05), 0.05), (CLOUD, 0.0324), (Delay(0.05, 0.0), 0.0)])
 def test_delays_have_the_mean_and_deviation_that_they_name(delay: Delay, std_s: float) -> None:
-    """Of 20,000 draws within five standard errors: an exponential's deviation is its mean."""
+    """The mean of 20,000 draws is right to five standard errors; an exponential's deviation is its mean."""
     rng = random.Random(0)
     draws = np.array([delay.draw_s(rng) for _ in range(20_000)])
     assert draws.mean() == pytest.approx(delay.mean_s, abs=5 * std_s / 20_000**0.5 + 1e-12)
@@ -77,7 +77,7 @@ def test_ceilings_by_hand() -> None:
 
 
 def virtual(load: Load, costs: CostTable = COSTS, *, seed: int = 0) -> Throughput:
-    """What one load achieves in virtual time."""
+    """Throughput of one load in virtual time."""
     found: list[Throughput] = []
     measure_virtual(BLOCK, [("asynchronous", load)], costs, lambda *done: found.append(done[-1]), seed=seed)
     return found[0]

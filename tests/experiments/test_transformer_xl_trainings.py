@@ -1,4 +1,4 @@
-"""Which runs are made, what the search makes of its own, and what several seeds allow to say."""
+"""Runs that are made, the search's use of its own, and the conclusions that several seeds allow."""
 
 import math
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_a_download_takes_its_line_at_least() -> None:
 
 
 def test_a_tiny_run_has_every_figure(tmp_path: Path) -> None:
-    """Of both parts that are about shares of the line, with a picture."""
+    """Both parts that are about shares of the line have their figures, and a picture."""
     settings = WanSettings(quick=True, parts=("allreduce", "state"), mib=2, rounds=1, state_mib=4, peers=2, donors=2)
     folder = RunFolder.create(tmp_path / "run", settings, name="wan")
     run = Run(settings=settings, folder=folder, console=Console(quiet=True))

@@ -161,7 +161,7 @@ async def find_later(peer: Peer, delay_s: float, seconds: float = 20.0) -> Group
 
 
 def ids(group: Group | None) -> set[PeerId]:
-    """Who is in it."""
+    """Ids of the members of a group, which must not be None."""
     assert group is not None
     return {member.peer_id for member in group.members}
 

@@ -70,7 +70,7 @@ class Peers:
                 self.steps[name].append(done)
 
     def stacked(self, names: Sequence[str] | None = None) -> np.ndarray:
-        """What they hold, [peers, SIZE]."""
+        """Values of the peers with these names, or of all, [peers, SIZE]."""
         return np.stack([self.values[name] for name in (self.names if names is None else names)])
 
     async def rounds(self, number: int) -> None:

@@ -28,7 +28,7 @@ class Swarm:
     network: SimNetwork
     seed: int
     done: dict[str, Any] = field(default_factory=dict)
-    """What `live` functions returned, by host."""
+    """Results of the `live` functions, by host."""
 
 
 @dataclass(slots=True, frozen=True)

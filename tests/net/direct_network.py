@@ -73,11 +73,11 @@ class DirectNetwork:
         return tuple(map(as_received, tensors))
 
     def at(self, address: Address) -> "DirectCaller | None":
-        """Who sits at an address."""
+        """Caller at an address; None if there was never one."""
         return self._callers.get(address)
 
     def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
-        """Who gets a call, or None if it is lost in silence.
+        """Caller that gets a call, or None if it is lost in silence.
 
         Raises:
           DialFailed: nobody was ever at the address.

@@ -23,12 +23,12 @@ from dmoe_net.transport.tls import TlsTransport
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What a test gets: two peers of one network.
+    """Two peers of one network, as a test gets them.
 
     Attributes:
       client, server: their transports.
-      any_port: where the server may listen.
-      client_host: where the server sees the client.
+      any_port: address where the server may listen.
+      client_host: host at which the server sees the client.
       settle: waits until nothing happens any more.
     """
 

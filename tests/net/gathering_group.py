@@ -43,7 +43,7 @@ class Members:
         config: GatherConfig = CONFIG,
         payloads: Mapping[int, Array] = MappingProxyType({}),
     ) -> dict[int, Gathered]:
-        """What came of it, for those of these places that came to an end."""
+        """Results of a gathering, by place, for those of these places that came to an end."""
         found: dict[int, Gathered] = {}
 
         async def one(place: int) -> None:

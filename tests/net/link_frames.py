@@ -28,12 +28,12 @@ def parts_of(*frames: EncodedFrame, num_opened: int = 0) -> list[Part]:
 
 
 def bytes_of(*frames: EncodedFrame) -> bytes:
-    """What a link that sends the frames writes in plain text."""
+    """Bytes in plain text that a link writes to send the frames."""
     return b"".join(piece for part in parts_of(*frames) for piece in part.pieces)
 
 
 def assert_same(got: Frame | None, sent: EncodedFrame) -> None:
-    """What was received is what was sent, in buffers that JAX can take over as they are."""
+    """Make sure that the frame received is the one sent, in buffers that JAX can take over as they are."""
     assert got is not None
     assert got.header == {"n": sent.frame.header["n"]}
     assert [tensor.tobytes() for tensor in got.tensors] == [np.asarray(t).tobytes() for t in sent.frame.tensors]

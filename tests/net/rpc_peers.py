@@ -20,7 +20,7 @@ LONG_S = 60.0
 
 
 def hello(peer_id: PeerId = CLIENT, *, port: int | None = None) -> Part:
-    """What a peer says first."""
+    """First part that a peer sends: its Hello."""
     return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES))
 
 

@@ -165,7 +165,7 @@ async def test_the_whole_ends_in_time() -> None:
 
 
 class Fault(enum.Enum):
-    """What a member does wrong."""
+    """Faults of a member."""
 
     FAIL_BEFORE = enum.auto()
     SLOW_SENDING = enum.auto()

@@ -78,7 +78,7 @@ def test_clients_and_auxiliaries_know_the_sum(auxiliary: int) -> None:
 
 @in_simulation
 async def test_an_auxiliary_with_an_empty_part_is_told_nothing() -> None:
-    """Of two vectors the nodes reduce all."""
+    """Two nodes reduce the whole of their two vectors; the auxiliary, whose part is empty, learns no sum of weights."""
     async with swarm(3, facts={2: {"role": Role.AUXILIARY}}) as peers:
         results = await weighted(peers, [*vectors(2), None], [1.0, 2.0, 3.0])
         assert [result.weight for result in results] == [3.0, 3.0, None]
@@ -220,7 +220,7 @@ async def test_members_may_compress_each_in_its_own_way_and_have_the_same() -> N
 
 @pytest.mark.parametrize("compression", LOSSY)
 def test_compressed_once_for_all(compression: Compression) -> None:
-    """What is left in place is what the payload stands for: compressing that anew makes the same payload."""
+    """The values left in place are those that the payload stands for: compressing them anew makes the same payload."""
     values = np.concatenate([vectors(1, 10_000)[0], np.zeros(5, np.float32), np.float32([1e-30, 7e4])])
     before = values.copy()
     once = compressed_in_place(values, compression)

@@ -1,4 +1,4 @@
-"""What one hostile or careless member can do to another's step: nothing but cost it that round."""
+"""One hostile or careless member can do nothing to another's step but cost it that round."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is measured of paths, what windows follow from it, and the memory that bounds them."""
+"""Rates and round trips measured on paths, the windows that follow from these, and the memory that bounds windows."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""Who is how far, and when the batch will be full."""
+"""Progress of each peer, and the time at which the batch will be full."""
 
 import math
 from dataclasses import replace

@@ -60,7 +60,7 @@ async def settlements(
 async def settled(
     members: list[Settlement], group: Group, votes: dict[int, Vote], *, after_s: dict[int, float] | None = None
 ) -> tuple[dict[int, Outcome | None], float]:
-    """What those that vote are told, and how long it took."""
+    """Outcomes that the voters are told, by number, and the seconds until all of them were."""
     outcomes: dict[int, Outcome | None] = {}
     began = trio.current_time()
 

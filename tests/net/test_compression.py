@@ -113,7 +113,7 @@ def test_typical_loss(kind: Compression, rms_loss: float) -> None:
 @settings(max_examples=150, deadline=None)
 @given(tensor=any_bits())
 def test_casts_are_idempotent(kind: Compression, tensor: Tensor) -> None:
-    """What was decoded is encoded to the same bytes again: a relay loses nothing more."""
+    """A decoded tensor is encoded to the same bytes again: a relay loses nothing more."""
     payload = encode(Compressed(tensor, kind))
     assert bytes(encode(Compressed(decoded(payload, kind, tensor.shape), kind))) == bytes(payload)
 

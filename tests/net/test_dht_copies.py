@@ -1,4 +1,4 @@
-"""What is remembered of holders, and how long a peer's silence is borne."""
+"""Memory of holders, and the time for which a peer's silence is borne."""
 
 import pytest
 

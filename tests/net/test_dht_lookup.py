@@ -46,7 +46,7 @@ def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
 
 
 def test_the_nearest_are_asked_first() -> None:
-    """Of the seeds the alpha nearest to the target are asked, nearest first; then it waits."""
+    """A lookup asks the alpha seeds that are nearest to the target, nearest first; then it waits."""
     lookup = lookup_of(0, peers(9, 4, 7, 1, 8))
     assert ask_all(lookup, 0.0) == [1, 4, 7]
     assert lookup.next(0.0) == 1.0
@@ -428,7 +428,7 @@ def test_lost_peers_are_bounded() -> None:
 
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
-    """Of two replicas of key 8, with nodes 0 (own), 16 and 20: 9 belongs there, 32 does not."""
+    """With two replicas and nodes 0 (own), 16 and 20, node 0 hands key 8 over to node 9, but not to node 32."""
     known = Book()
     for node in (16, 20):
         known.answered(contact(node), 0.0)

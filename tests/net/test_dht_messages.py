@@ -1,4 +1,4 @@
-"""What goes over the wire: round trips, pages that fit a header, and garbage that raises only one error."""
+"""Messages on the wire: round trips, pages that fit a header, and garbage that raises only one error."""
 
 import random
 from contextlib import suppress

@@ -32,7 +32,7 @@ def vectors() -> dict[str, bytes]:
 
 
 def signed_bytes(tag: bytes, key: bytes, row: list[object]) -> bytes:
-    """What is signed, from the page: written anew."""
+    """Bytes that are signed, written anew after the page."""
     public_key, suffix, sequence, issued_ms, life_ms, value, *_ = row
     assert isinstance(public_key, bytes)
     assert isinstance(suffix, str)

@@ -99,7 +99,7 @@ def test_chance_repeats_itself() -> None:
 
 
 def test_peers_under_one_plan_have_fates_of_their_own() -> None:
-    """What a caller asks of several peers at once does not fail together: as often as chance has it, and no more."""
+    """Requests to several peers at once fail together as often as chance has it, and no more."""
     plan = FaultPlan(rates={Fault.HANG: 0.1, Fault.LATE: 0.9})
     rows = []
     for number in (1, 2):

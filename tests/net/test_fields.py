@@ -70,7 +70,7 @@ BAD: list[tuple[Field[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("field", "values"), GOOD, ids=lambda each: getattr(each, "expected", ""))
 def test_what_holds_travels_there_and_back(field: Field[Any], values: list[Any]) -> None:
-    """What was unpacked packs to the same value again."""
+    """An unpacked value packs to the same value again."""
     for value in values:
         packed = field.pack(field.read_untrusted(value, "x"))
         assert (packed, type(packed)) == (value, type(value))

@@ -1,4 +1,4 @@
-"""What a peer claims costs nothing: memory is taken for bytes that came, not for lengths that were announced."""
+"""Claims of a peer cost nothing: memory is taken for bytes that came, not for lengths that were announced."""
 
 import sys
 import tracemalloc

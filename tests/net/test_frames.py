@@ -131,7 +131,7 @@ def test_what_a_sender_cuts_a_receiver_joins(sizes: list[int], reverse: bool) ->
 
 
 def test_the_last_part_brings_the_frame() -> None:
-    """What a simulated link delivers: nothing before the last part, and nothing at all after a reset."""
+    """On a simulated link the last part brings the frame; parts before it bring nothing, nor does a reset."""
     stream = OutgoingStream(LARGE_FRAMES[0], 0)
     assert [stream.next_part().frame for _ in range(2)] == [None, None]
     assert not stream.is_done

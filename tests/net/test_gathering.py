@@ -141,7 +141,7 @@ def test_pieces_that_are_none_are_refused(starts: list[int], piece: Any, fields:
 
 
 def test_strangers_bring_and_fetch_nothing() -> None:
-    """Who is not in the group is refused, and members fetch what there is and nothing else."""
+    """A peer outside the group is refused, and members fetch the payloads that there are and nothing else."""
 
     async def body(members: Members) -> None:
         group = members.group

@@ -1,4 +1,4 @@
-"""What the members of a group agree on."""
+"""Facts on which the members of a group agree."""
 
 import random
 
@@ -19,7 +19,7 @@ def member(slot: int = 0, **facts: object) -> Member:
 
 
 def group(*members: Member, side: int = 4) -> Group:
-    """Of these members."""
+    """A group of these members."""
     return Group(group_id=bytes(16), members=members, side=side)
 
 

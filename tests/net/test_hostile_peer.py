@@ -62,7 +62,7 @@ async def stuck(request: Request) -> Reply:
 
 
 async def is_dropped(stream: trio.SocketStream) -> bool:
-    """Whether the other end goes away; what it says before is read."""
+    """Return True if the other end goes away within `LONG_S` / 6; anything that it says before is read."""
     with trio.move_on_after(LONG_S / 6):
         try:
             while await stream.receive_some(MIB):

@@ -202,5 +202,5 @@ def test_the_largest_group_fits_a_message(host_length: int) -> None:
 @given(members)
 @settings(deadline=None)
 def test_the_size_of_a_member_is_an_upper_bound(who: Member) -> None:
-    """Of its encoding."""
+    """`member_bytes` bounds the bytes of a member's encoding, and `MAX_MEMBER_BYTES` bounds both."""
     assert len(encode(request_body(replace(request(1), member=who))["member"])) <= member_bytes(who) <= MAX_MEMBER_BYTES

@@ -106,7 +106,7 @@ def test_a_client_reduces_nothing() -> None:
 
 
 def test_unknown_bandwidths_count_as_the_mean_in_their_direction() -> None:
-    """Of those who reduce. A direction of which nobody knows anything is no limit."""
+    """The mean is over those who reduce. A direction of which nobody knows anything is no limit."""
     assert shares_of_nodes(1e6, None, 3e6) == pytest.approx(shares_of_nodes(1e6, 2e6, 3e6))
     known = [Speeds(up=1e6, down=9e6), Speeds(up=3e6, down=1.5e6), UNKNOWN]
     assert peer_fractions([N] * 3, known) == pytest.approx(shares_of_nodes(1e6, 1.5e6, 2e6))

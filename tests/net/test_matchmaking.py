@@ -1,4 +1,4 @@
-"""Who leads whom: the rules of matchmaking, without a network."""
+"""Rules of matchmaking, without a network: who leads whom."""
 
 import math
 import random
@@ -47,14 +47,14 @@ def candidate(number: int, expiration: float) -> Candidate:
 
 
 def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0, **facts: Any) -> JoinRequest:
-    """Of a peer that would join a search that began at 0 s with a window of 5 s."""
+    """Join request of a peer, for a search that began at 0 s with a window of 5 s."""
     return JoinRequest(
         key="key", schema=b"schema", side=3, member=member(number, **facts), expiration=expiration, window=window
     )
 
 
 def told(search: Matchmaking) -> dict[PeerId, Any]:
-    """What each follower is told; of a refusal, the reason."""
+    """Answer that each follower gets; for a refusal, its reason."""
     answers = search.take_answers().items()
     return {peer_id: each.reason if isinstance(each, Refusal) else each for peer_id, each in answers}
 
@@ -96,7 +96,7 @@ def test_too_few_are_sent_away() -> None:
 
 
 def test_windows_end_before_the_deadline() -> None:
-    """Of 12 s: windows until 5, 10 and 11.5 s, and then no more."""
+    """A search of 12 s has windows until 5, 10 and 11.5 s, and then no more."""
     alone = core(1, deadline=12.0)
     ends = []
     while (due := alone.deadline()) is not None:
@@ -244,7 +244,7 @@ def test_candidates_come_in_the_order_of_leaders() -> None:
 
 
 def test_whoever_failed_is_not_asked_again() -> None:
-    """Who refused is, after a while; unless its vector is another."""
+    """A peer that refused is asked again after a while, unless it refused because the vectors differ."""
     seeker = core(9)
     failing, refusing, strange = (candidate(number, 4.0) for number in (1, 2, 3))
     seeker.on_failed(failing)

@@ -1,4 +1,4 @@
-"""What leaves when: small before large, large ones by turns, and never more than the window allows."""
+"""Order in which frames leave: small before large, large ones by turns, and never more than the window allows."""
 
 import random
 
@@ -35,7 +35,7 @@ def completed(parts: list[Part]) -> list[int]:
 
 
 def drain(box: Outbox) -> list[list[int]]:
-    """What each write completes, until nothing can leave."""
+    """Names of the frames that each write completes, until nothing can leave."""
     writes = []
     while parts := box.take(WRITE_BYTES)[0]:
         writes.append(completed(parts))
@@ -114,7 +114,7 @@ def test_a_frame_larger_than_the_window_still_passes() -> None:
 
 @pytest.mark.parametrize("num_writes", [0, 1, 3])
 def test_a_frame_that_is_taken_back_is_never_seen(num_writes: int) -> None:
-    """Whether it has left in part or not; its room in the window is free again, the next frame arrives whole."""
+    """A frame taken back, whole or after parts have left, frees its room in the window; the next one arrives whole."""
     box = outbox(WINDOW)
     reader = FrameReader(window_bytes=WINDOW)
     data = b""

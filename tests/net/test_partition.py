@@ -54,7 +54,7 @@ def test_chunks_of_all_parts_cover_the_vector_once(size: int, count: int, chunk_
 
 
 def test_names_survive_the_wire() -> None:
-    """What is read is what was written."""
+    """A name is read as it was written."""
     assert parse_name_untrusted(decode_untrusted(encode(dict(NAME.body())))) == NAME
 
 
@@ -67,6 +67,6 @@ def test_names_survive_the_wire() -> None:
     ],
 )
 def test_names_that_are_none(changes: dict[str, object]) -> None:
-    """Of another length, type or sign."""
+    """A name is refused if a field has another length, another type or a value out of bounds."""
     with pytest.raises(RemoteProtocolError):
         parse_name_untrusted({**NAME.body(), **changes})

@@ -1,4 +1,4 @@
-"""What `import dmoe_net` gives, and what it costs."""
+"""Names that `import dmoe_net` gives, and its cost."""
 
 import subprocess
 import sys

@@ -53,7 +53,7 @@ class Bench:
         return chunks
 
     def mean(self, chunk: int, *senders: int) -> Array:
-        """What should come out."""
+        """Mean of these senders' values of a chunk, as it should come out."""
         where = self.part.chunk(chunk)
         return np.mean([self.vectors[sender][where].astype(np.float64) for sender in senders], axis=0)
 

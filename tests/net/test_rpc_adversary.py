@@ -1,4 +1,4 @@
-"""What peers do to each other out of malice, haste or bad luck, and what must not come of it."""
+"""Malice, haste and bad luck of peers, and the harm that must not come of it."""
 
 import math
 from contextlib import suppress
@@ -42,7 +42,7 @@ async def read_to_the_end(link: Link) -> None:
 
 
 async def is_over(link: Link) -> bool:
-    """Whether the other end has had enough already."""
+    """Return True if the other end has closed or broken the link, or does so within 0.1 s."""
     with trio.move_on_after(0.1):
         await read_to_the_end(link)
         return True
@@ -193,7 +193,7 @@ async def test_calls_of_a_peer_to_itself_end_when_it_is_closed() -> None:
 
 @in_simulation
 async def test_calls_of_a_peer_to_itself_share_no_body() -> None:
-    """What either side writes into it stays on that side."""
+    """Changes that either side makes to a body stay on that side."""
     kept = {"list": [1]}
     given = {"list": [1]}
 

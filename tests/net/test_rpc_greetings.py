@@ -1,4 +1,4 @@
-"""Who says hello and goodbye on which of two connections, and when."""
+"""Hello and goodbye on two connections: which peer says them on which, and when."""
 
 import functools
 from collections.abc import Awaitable, Callable

@@ -37,7 +37,7 @@ class Counting:
 
 
 async def numbers_of(caller: Caller, address: Any, counting: Counting, body: dict[str, Any]) -> list[list[int]]:
-    """What comes ahead, each before the next number may be sent, and at last the reply."""
+    """Numbers in each partial reply, which must come before the next number may be sent, and at last in the reply."""
     got: list[list[int]] = []
 
     def take(reply: Reply) -> None:

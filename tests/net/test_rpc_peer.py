@@ -40,7 +40,7 @@ class CountingTransport(TcpTransport):
 
 
 async def test_a_call_carries_body_and_tensors_both_ways() -> None:
-    """What the handler echoes comes back bit for bit, aligned and read-only; bfloat16 included."""
+    """The body and tensors that the handler echoes come back bit for bit, aligned and read-only; bfloat16 included."""
     half = np.array([1.5, -2], ml_dtypes.bfloat16)
     tensors = [np.arange(12.0).reshape(3, 4), half, np.zeros((0, 2), np.int8)]
     async with peers() as (server, client, address):
@@ -439,7 +439,7 @@ async def test_a_lost_client_cancels_its_handlers() -> None:
 
 
 async def test_statistics_count_bytes_connections_and_calls() -> None:
-    """What one end sends the other receives; calls count while they run, bytes also when the connection has ended."""
+    """Each end receives the bytes that the other sends; calls count while they run, bytes also after the connection."""
     stuck = Stuck()
     async with peers() as (server, client, address):
         server.add_handler("stuck", stuck)

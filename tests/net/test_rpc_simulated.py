@@ -1,4 +1,4 @@
-"""What peers do about each other over minutes and hours, in virtual time on the simulated network."""
+"""Connections, calls and health between peers over minutes and hours, in virtual time on the simulated network."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -59,7 +59,7 @@ async def ping(peer: RpcPeer, target: Contact | Address, timeout_s: float = 10.0
 
 @in_simulation
 async def test_one_connection_serves_both_directions() -> None:
-    """Who was called calls back on the same connection; by contact, whatever address that names."""
+    """A peer that was called calls back on the same connection; by contact, whatever address that names."""
     async with pair() as (network, alice, bob):
         await ping(alice, Address("b", 7))
         await ping(alice, contact(bob))

@@ -63,7 +63,7 @@ def deliver(source: RpcSession, target: RpcSession) -> tuple[Action, ...]:
 
 
 def receive(session: RpcSession, *received: Frame | Message) -> tuple[Action, ...]:
-    """What a session has to do when these come in."""
+    """Actions that a session has to take when these come in."""
     actions = []
     for each in received:
         frame = each if isinstance(each, Frame) else encode_message(each).frame
@@ -85,7 +85,7 @@ def place(session: RpcSession, method: str = "m", body: dict[str, Any] | None = 
 
 
 def queued(session: RpcSession) -> list[Message]:
-    """What a session sends now."""
+    """Messages that a session sends now."""
     return [parse_untrusted(frame) for frame in frames(session)]
 
 

@@ -1,4 +1,4 @@
-"""What a session core owes its peer and itself under the worst of orders: windows, places and answers."""
+"""Duties of a session core to its peer and itself under the worst of orders: windows, places and answers."""
 
 import weakref
 

@@ -118,7 +118,7 @@ async def test_a_send_waits_for_the_uplink() -> None:
 
 @in_simulation
 async def test_a_slow_line_has_a_short_queue() -> None:
-    """What is small and sent after much waits for a part of it, and not for all that the buffers would hold."""
+    """A small part sent after large ones waits for one of them, and not for all that the buffers would hold."""
     nbytes = 128 * 1024
     async with simulate(hosts=HostOptions(up_bps=8.0 * nbytes)) as network:
         bulk, control = await connect(network, "a", "b"), await connect(network, "a", "b")
@@ -133,7 +133,7 @@ async def test_a_slow_line_has_a_short_queue() -> None:
 
 @in_simulation
 async def test_a_receiver_that_does_not_read_bounds_the_link() -> None:
-    """What lies unread is bounded by the receive buffer, the rest by the send buffer and a part; reading goes on."""
+    """Unread data are bounded by the receive buffer, the rest by the send buffer and a part; reading goes on."""
     size = 100_000
     async with simulate() as network:
         dialled, accepted = await connect(network, "a", "b")
@@ -223,7 +223,7 @@ async def test_the_queue_of_a_listener_is_bounded() -> None:
 
 @in_simulation
 async def test_data_for_a_closed_link_reset_the_sender() -> None:
-    """Who goes on sending after the other end has closed is told after a round trip; what was sent to him arrives."""
+    """An end that sends after the other has closed is told after a round trip; data sent to it still arrive."""
     async with simulate() as network:
         dialled, accepted = await connect(network, "a", "b")
         await dialled.send(part(1000))
@@ -258,7 +258,7 @@ async def test_a_closed_link_delivers_even_what_the_window_held_back() -> None:
 
 @in_simulation
 async def test_an_aborted_link_drops_what_has_not_left() -> None:
-    """What the window held back is gone; what had left arrives before the reset."""
+    """Parts that the window held back are lost; those that had left arrive before the reset."""
     async with simulate() as network:
         dialled, accepted = await connect(network, "a", "b")
         for index in range(44):

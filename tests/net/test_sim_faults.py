@@ -1,4 +1,4 @@
-"""What befalls a simulated network: partitions, crashes, losses, and programs that go down with their hosts."""
+"""Faults of a simulated network: partitions, crashes, losses, and programs that go down with their hosts."""
 
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ from tests.net.sim_hosts import CUT, connect, expect_duration, expect_lost, in_s
 
 @in_simulation
 async def test_a_partition_holds_parts_until_it_heals() -> None:
-    """What was on its way or is sent meanwhile arrives after the heal, in order; others do not notice."""
+    """Parts on their way or sent meanwhile arrive after the heal, in order; other links do not notice."""
     async with simulate(give_up_s=1000.0) as network:
         cut, whole = await connect(network, "a", "b"), await connect(network, "c", "b")
         await cut[0].send(part(100, 0))

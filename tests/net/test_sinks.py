@@ -38,7 +38,7 @@ SMALL, LARGE = 1000, 400_000
 """Numbers: 4 kB travel in one part, 1.6 MB in four chunks."""
 
 NOBODYS = np.float32(7.0)
-"""What is in the caller's memory."""
+"""Value that fills the caller's memory before anything comes."""
 
 
 def values(size: int) -> Tensor:

@@ -18,7 +18,7 @@ from tests.net.test_state_sharing import CONFIG, Donor, Download, assert_same, s
 
 
 def offer_of(state: StateBuffer) -> dict[str, Any]:
-    """What a donor of version 8 says of it."""
+    """Offer of a state, as a donor of version 8 makes it."""
     return {"version": 8, "digest": state.digest, "table": state.table, "facts": {}, "chunk_bytes": 1000}
 
 

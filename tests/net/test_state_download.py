@@ -52,7 +52,7 @@ async def zeros(request: Request) -> Reply:
 
 
 def test_equal_states_are_packed_to_equal_bytes() -> None:
-    """What lies between the arrays is zero, whatever was in that memory before."""
+    """The bytes between the arrays are zero, whatever was in that memory before."""
     for _ in range(20):
         dirty = np.full(20_000, 0xAB, np.uint8)
         del dirty

@@ -137,7 +137,7 @@ def test_a_wrong_table_is_refused(table: Any) -> None:
 
 
 def test_the_freshest_donor_is_asked() -> None:
-    """Of three donors the one that is furthest gives its state; the others are not disturbed."""
+    """The donor that is furthest, of three, gives its state; the others are not disturbed."""
 
     async def body(swarm: Swarm, download: Download) -> None:
         donors = [Donor(version) for version in (5, 9, 7)]

@@ -1,4 +1,4 @@
-"""What steps brought reaches those who follow; whoever gives something else, or nothing, is passed over."""
+"""Results of steps reach the peers that follow; donors that give something else, or nothing, are passed over."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +20,7 @@ SIZE = 300_000  # two pieces
 
 
 def brought(number: int) -> Averaged:
-    """What came of step `number` of a chain of which every step's name is its number."""
+    """Averaged result of step `number` of a chain in which every step is named after its number."""
     mean = np.full(SIZE, number, np.float32)
     return Averaged(mean=mean, weight=float(10 * number), notes=0.0, group_id=bytes([number]) * 16)
 

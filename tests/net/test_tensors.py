@@ -132,7 +132,7 @@ def test_unusual_arrays_arrive_with_the_same_values(tensor: Tensor) -> None:
     ids=lambda tensor: str(getattr(tensor, "dtype", type(tensor).__name__)),
 )
 def test_other_tensors_are_refused_locally(tensor: Tensor) -> None:
-    """What cannot be sent is a LocalProtocolError before anything leaves."""
+    """A tensor that cannot be sent raises LocalProtocolError before anything leaves."""
     with pytest.raises(LocalProtocolError):
         describe([tensor])
 
@@ -270,7 +270,7 @@ def test_layout_of_compressed_tensors_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoded_tensors_do_not_keep_the_body(kind: Compression) -> None:
-    """What is decoded lives in memory of its own, aligned even where its payload is not the first."""
+    """A decoded tensor lives in memory of its own, aligned even where its payload is not the first."""
     tensors = [np.arange(3, dtype=np.int8), Compressed(np.arange(50, dtype=np.float32), kind)]
     content = b"".join(buffers_of(tensors))
     body = aligned_buffer(len(content))
@@ -369,7 +369,7 @@ def test_as_received_copies_what_would_not_arrive_so(tensor: Tensor) -> None:
 
 
 def test_as_received_copies_no_received_tensor() -> None:
-    """What came over a network, read-only and in order, is handed on as it is."""
+    """A tensor that came over a network, read-only and in order, is handed on as it is."""
     received = as_received(np.arange(6, dtype=np.float32))
     assert as_received(received) is received
 

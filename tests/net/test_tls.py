@@ -47,7 +47,7 @@ async def test_two_peers_exchange_frames(membership: Membership) -> None:
 
 
 async def test_a_first_frame_may_come_with_the_end_of_the_handshake() -> None:
-    """What follows the dialler's last handshake message in the same packet is not lost."""
+    """Data that follow the dialler's last handshake message in the same packet are not lost."""
     frame = numbered(1, 10)
     async with raw_dialler() as (raw, link), trio.open_nursery() as nursery:
 

@@ -1,4 +1,4 @@
-"""Who is let in over an encrypted link, and what those learn who are not."""
+"""Admission over an encrypted link: who is let in, and what refused peers learn."""
 
 import contextlib
 

@@ -50,7 +50,7 @@ async def test_frames_of_all_sizes_arrive_in_order(ends: Ends) -> None:
 
 @on_every_network
 async def test_links_count_what_comes_and_goes(ends: Ends) -> None:
-    """What one end has sent the other has received: the tensors' bytes, and what headers and encryption add."""
+    """One end counts as received what the other counts as sent: the tensors' bytes, headers and encryption."""
     dialled, accepted = await ends.pair()
     sent_before, received_before = dialled.num_sent, accepted.num_received
     await exchange(dialled, accepted, numbered(0, 100_000), numbered(1, 50_000))

@@ -23,7 +23,7 @@ from tests.net.wire_damage import FLOATS, damaged_stream
 NUM_INPUTS = 20_000
 WINDOW_BYTES = 2**20
 MAX_INPUT_S = 1.0
-"""Of processor time, for one input: a hundred times what the slowest takes, and noise does not reach it."""
+"""Seconds of processor time that one input may take: a hundred times the slowest; noise does not reach it."""
 
 
 def busy_session() -> RpcSession:
@@ -39,7 +39,7 @@ def busy_session() -> RpcSession:
 
 
 def feed(data: bytes, cut: int) -> int:
-    """What a connection does with bytes; answers calls at once. How many frames went through."""
+    """Number of frames that get through when a connection receives bytes, `cut` at a time; it answers calls at once."""
     reader, session = FrameReader(window_bytes=WINDOW_BYTES), busy_session()
     num_frames = start = 0
     while start < len(data):
@@ -58,7 +58,7 @@ def feed(data: bytes, cut: int) -> int:
 
 
 def refusal_site(error: BaseException) -> str:
-    """Where an error was raised: "module:line"."""
+    """Place where an error was raised: "module:line"."""
     traceback = error.__traceback__
     assert traceback is not None
     while traceback.tb_next is not None:

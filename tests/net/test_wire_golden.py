@@ -170,7 +170,7 @@ DECODED = (
 
 
 def tensors_of(name: str) -> tuple[np.ndarray, ...]:
-    """What the receiver of a vector gets."""
+    """Tensors that the receiver of a vector gets."""
     if name == "reply compressed":
         return DECODED
     return tuple(getattr(MESSAGES[name], "tensors", ()))
@@ -235,7 +235,7 @@ LARGE = [
     VECTORS["reset of stream 1"],
 ]
 LARGE_SHA256 = "4f9f5649e1308db3a9a31a795220b239408a9445cf1e01a6c599ecad616c1d4c"
-"""Of `LARGE`: the vectors with their chunks between them."""
+"""SHA-256 of `LARGE`, the vectors with their chunks between them."""
 
 
 def test_encoding_of_a_large_frame() -> None:

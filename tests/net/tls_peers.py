@@ -165,7 +165,7 @@ def hostile_context(pem: bytes, path: Path, *, is_server: bool = False) -> ssl.S
 
 
 async def rejection(context: ssl.SSLContext) -> NetError | None:
-    """How an accepted link's handshake with this dialler ends; the dialler must not hear a byte of data."""
+    """Error of an accepted link's handshake with this dialler, or None; the dialler must not hear a byte of data."""
     async with raw_dialler(context) as (raw, link), trio.open_nursery() as nursery:
         error: NetError | None = None
 

@@ -136,7 +136,7 @@ def pick(parts: list[RawPart], rng: random.Random, condition: Callable[[RawPart]
 
 
 def has_sound_table(part: RawPart) -> bool:
-    """Whether no earlier lie has touched the rows of a part's table."""
+    """Return True if a part has a table of tensors, not empty, whose rows no earlier lie has touched."""
     try:
         return isinstance(part.header, dict) and tensors.layout_untrusted(part.header.get("tensors", [])).nbytes > 0
     except RemoteProtocolError:

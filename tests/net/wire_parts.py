@@ -38,7 +38,7 @@ def chunk(stream: int, data: bytes) -> bytes:
 
 
 def part_bytes(part: Part) -> bytes:
-    """What a link writes."""
+    """Bytes that a link writes for a part."""
     data = b"".join(part.pieces)
     assert len(data) == part.nbytes
     return data

@@ -204,7 +204,7 @@ def name(common_name: bytes) -> bytes:
 
 
 def unsigned_leaf(public_key: bytes) -> bytes:
-    """What the swarm signs of a peer's certificate."""
+    """To-be-signed part of a peer's certificate (TBSCertificate), which the swarm signs."""
     ed25519 = der(0x30, bytes.fromhex("06032b6570"))
     peer_id = hashlib.sha256(public_key).digest()
     no_ca = der(0x30, bytes.fromhex("0603551d13"), b"\x01\x01\xff", der(0x04, der(0x30)))

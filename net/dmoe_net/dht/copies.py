@@ -18,7 +18,7 @@ MAX_RECORDS = 4096
 
 
 class Position(NamedTuple):
-    """What a reader has seen of a holder's changes."""
+    """Last of a holder's changes that a reader has seen."""
 
     epoch: int
     """Names the holder's counting."""
@@ -53,7 +53,7 @@ class Copies:
         return known.holders[(known.turn - 1) % len(known.holders)]
 
     def position(self, key: NodeId, peer_id: PeerId) -> Position | None:
-        """What has been seen of a peer's changes of a record."""
+        """Position of the last change seen in a peer's copy of a record; None if none was seen."""
         known = self._known.get(key)
         return None if known is None else known.positions.get(peer_id)
 

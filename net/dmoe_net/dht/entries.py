@@ -129,7 +129,7 @@ class Entry:
 
 
 class Found(NamedTuple):
-    """What a reader gets of an entry."""
+    """An entry, as a reader gets it."""
 
     owner: PeerId
     """The peer that signed it."""

@@ -396,7 +396,7 @@ class DhtNode:
         return is_outrun
 
     def _living(self, target: NodeId) -> tuple[Found, ...]:
-        """What is known of a record, by what was read and by what is kept here."""
+        """Living entries of a record, from what was read and what is kept here: the newest version of each."""
         now, newest = self.clock.ticks(), dict[Subkey, Held]()
         for held in (*self._read.get(target, now), *self._storage.get(target, now)):
             before = newest.get(held.entry.subkey)

@@ -25,8 +25,8 @@ MAX_RECORD_BYTES = 1024 * 1024
 """Most bytes of one record."""
 
 _FAIR_BYTES = 16 * 1024
-"""What an account may hold in a record that is full, and be left alone: otherwise thousands of small entries would make
-an honest host the one that holds most."""
+"""Bytes that an account may hold in a full record and be left alone: otherwise thousands of small entries would make an
+honest host the one that holds most."""
 
 MAX_OF_OWNER = 16
 """Most entries of one owner in one record; a further one takes the place of its oldest."""

@@ -70,7 +70,7 @@ MAX_ANSWER_BYTES = WINDOW_BYTES
 _CREDIT: Key = ("credit", 0)
 
 Action = CallStart | CallCancel | CallReply | CallPartial | CallError
-"""What the peer wants of the shell: run the handler of a call and then `reply`, `fail` or `forget` it; cancel the
+"""Request of the peer to the shell: run the handler of a call and then `reply`, `fail` or `forget` it; cancel the
 handler of a call; give the caller of a call of ours part of the answer, or finish the call with its answer."""
 
 
@@ -88,7 +88,7 @@ class RpcSession:
         self.max_answer_bytes = MAX_ANSWER_BYTES
         """The bounds above."""
         self.remote: Hello | None = None
-        """What the peer said of itself; None until it has."""
+        """Hello of the peer; None until it has come."""
         self.is_leaving = False
         """One of the two wants to part: place no more calls here."""
         self._calls = hello.calls
@@ -109,7 +109,7 @@ class RpcSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way in either direction."""
+        """True if no call is under way in either direction."""
         return not self._placed and not self._running
 
     @property
@@ -124,12 +124,12 @@ class RpcSession:
 
     @property
     def is_over(self) -> bool:
-        """Whether both said goodbye, and nothing is left to be done."""
+        """True if both ends have said goodbye and nothing is left to be done."""
         return self._said_goodbye and self._heard_goodbye and self.is_idle and not self._outbox
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether `take_parts` may have something, or the session has become over: wake the writer."""
+        """True if the writer must be woken: `take_parts` may have something, or the session has become over."""
         return bool(self._outbox) or self._owes_credit or self.is_over
 
     def place_call(
@@ -332,7 +332,7 @@ class RpcSession:
         return answer
 
     def _wants_answer(self, call_id: int) -> bool:
-        """Whether somebody waits for this call; if not, it is over now."""
+        """Return True if somebody waits for the answer to this call; if not, the call is over now."""
         if call_id in self._called_off:
             self.forget(call_id)
         return call_id in self._running

@@ -95,8 +95,8 @@ _DECODERS = dict.fromkeys(_KNOWN_TAGS, _refuse_tag)
 
 
 def _is_in_order(value: Any, depth: int) -> bool:
-    """Whether the plain encoding of `value` is the canonical one: the keys of all maps have its order, and no float
-    would fit fewer than eight bytes. False where that would take long to tell.
+    """Return True if the plain encoding of `value` is the canonical one: the keys of all maps have its order, and no
+    float would fit in fewer than eight bytes. Return False where that would take long to tell.
 
     Types are compared exactly: `np.float64` is a `float` and `IntEnum` an `int`, and both would come back as
     something else than was sent.
@@ -137,7 +137,7 @@ def _is_in_order(value: Any, depth: int) -> bool:
 
 
 def _is_wide(value: float) -> bool:
-    """Whether a float needs all of its eight bytes; raises ValueError for NaN."""
+    """Return True if a float needs all of its eight bytes; raise ValueError for NaN."""
     if value != value:
         raise ValueError("NaN is not allowed")
     if math.isinf(value):

@@ -38,14 +38,14 @@ _TILE_SIZE = _TILE_BLOCKS * BLOCK_SIZE
 """Values in 1 MiB of float32, which the second-level cache holds."""
 
 _STEPS = 127.0
-"""Of the int8 scale to either side. Not 128: the scale is symmetric, and the largest value exact."""
+"""Steps of the int8 scale to either side of 0. Not 128: the scale is symmetric, and the largest value exact."""
 
 _FLOAT32 = np.dtype("<f4")
 _FLOAT32S = (_FLOAT32, np.dtype(">f4"))
 
 
 class Compression(enum.StrEnum):
-    """How a tensor travels, by its name on the wire."""
+    """Form in which a tensor travels, by its name on the wire."""
 
     NONE = "none"  # as it is; for settings, never on the wire
     FLOAT16 = "float16"
@@ -54,13 +54,13 @@ class Compression(enum.StrEnum):
 
 
 COMPRESSIONS = {kind.value: kind for kind in Compression if kind is not Compression.NONE}
-"""What a message may name, by name. `NONE` is said by saying nothing, so that one meaning has one form."""
+"""Compressions that a message may name, by name. `NONE` is said by saying nothing, so that one meaning has one form."""
 
 _CASTS: dict[Compression, tuple[np.dtype[Any], float]] = {
     Compression.FLOAT16: (np.dtype("<f2"), 65504.0),
     Compression.BFLOAT16: (np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127),
 }
-"""What is sent, and the largest finite value that it holds."""
+"""Dtype that is sent, and its largest finite value."""
 
 
 # Compared by identity: arrays have no single answer to `==`.
@@ -89,7 +89,7 @@ class Compressed:
 
 
 def is_compressible(tensor: Array) -> bool:
-    """Whether `tensor` may be wrapped in `Compressed`: a NumPy array of float32, in either byte order."""
+    """Return True if `tensor` may be wrapped in `Compressed`: it is a NumPy array of float32, in either byte order."""
     return isinstance(tensor, np.ndarray) and tensor.dtype in _FLOAT32S
 
 

@@ -1,4 +1,4 @@
-"""What the fields of messages must be: said once for each, checked strictly, and told to whoever broke it.
+"""Rules for the fields of messages: said once for each, checked strictly, and told to whoever broke them.
 
 A `Field` reads a value that the network brought and says what it stands for, or raises a `RemoteProtocolError` with the
 field's name, what was expected, and what came. Types are compared exactly: True is no integer, and 1 no float. Bytes
@@ -30,16 +30,16 @@ class Field(Generic[T]):
     """One kind of value."""
 
     expected: str
-    """What it must be, as errors say it."""
+    """Description of the allowed values in error messages."""
     holds: Callable[[Any], bool]
-    """Whether a value is that; never raises."""
+    """Returns True if a value is allowed; never raises."""
     unpack: Callable[[Any], T] = _as_it_is
-    """What a value that holds stands for."""
+    """Returns the object that an allowed value stands for."""
     pack: Callable[[T], Any] = _as_it_is
     """The inverse of `unpack`."""
 
     def read_untrusted(self, value: Any, name: str) -> T:
-        """What the value stands for.
+        """Return the object that the value stands for.
 
         Raises:
           RemoteProtocolError: it is something else; the message names the field `name`.

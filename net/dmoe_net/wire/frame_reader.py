@@ -40,8 +40,8 @@ FREE_BYTES = 4096
 """Bodies that do not count. As many as a peer may have in work at once come to 1 MiB."""
 
 _SCRATCH_BYTES = 32 * 1024
-"""Where small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all. It grows once, to at
-most a preamble and the largest header, if such a header comes."""
+"""Bytes of the buffer in which small frames land. 150 small calls fit; with a thousand connections it is 32 MB in all.
+It grows once, to at most a preamble and the largest header, if such a header comes."""
 
 
 _NEXT_HEAD_BYTES = 4096
@@ -50,8 +50,8 @@ has to be copied, so not more."""
 
 
 def window_cost(body_nbytes: int, window_bytes: int) -> int:
-    """What a frame counts for in a window: its body, but at most half of the window, so that every frame can pass; and
-    nothing if it is small, so that those always can."""
+    """Bytes for which a frame counts in a window: its body, but at most half of the window, so that every frame can
+    pass; and 0 if it is small, so that small frames always can."""
     return min(body_nbytes, window_bytes // 2) if body_nbytes > FREE_BYTES else 0
 
 
@@ -61,7 +61,7 @@ class _Assembly:
 
     header: dict[str, Any]
     layout: Layout
-    """Of the body."""
+    """Layout of the body."""
     memory: memoryview
     sink: Sink | None
     """Whose memory that is, if it is not the frame's own."""
@@ -70,12 +70,12 @@ class _Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Of the body."""
+        """Bytes of the body."""
         return self.layout.nbytes
 
     @property
     def body(self) -> memoryview:
-        """Where the body goes, as long as nobody else has run."""
+        """Memory for the body, valid until another task runs."""
         if self.sink is not None and self.sink.is_withdrawn:
             # What has come is lost, and nobody waits for the frame: it is only parsed to its end.
             self.memory, self.sink = aligned_buffer(self.nbytes), None
@@ -119,11 +119,11 @@ class FrameReader:
 
     @property
     def at_boundary(self) -> bool:
-        """Whether all that was received belongs to complete frames: where a stream may end."""
+        """True if all that was received belongs to complete frames: a stream may end here."""
         return self._target is None and not self._streams and self._start == self._end
 
     def buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty once `next_frame_untrusted` has returned None.
+        """Memory for the next bytes of the stream; never empty once `next_frame_untrusted` has returned None.
 
         Valid until the next call of any other method, and until another task runs: memory that was offered may be
         withdrawn.

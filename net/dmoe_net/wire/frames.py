@@ -43,7 +43,7 @@ HELLO_VERSION = 2
 
 MAX_HEADER_BYTES = MAX_ENCODED_BYTES
 MAX_BODY_BYTES = 128 * 2**20
-"""Of one frame. The largest message is an expert's state (tens of MB); the rest travels in several messages."""
+"""Most bytes of a body. The largest message is an expert's state (tens of MB); the rest travels in several messages."""
 
 CHUNK_BYTES = 512 * 1024
 """The largest body that travels in one part, and the size into which larger ones are cut. A small call waits for the
@@ -51,14 +51,14 @@ chunk that is being written: half a millisecond at the gigabyte a second of an e
 cost a sixth of that rate, for each has its turn of the event loop and its system calls at both ends."""
 
 MAX_CHUNK_BYTES = 2**20
-"""What a receiver accepts: room for senders on faster links to choose otherwise."""
+"""Most bytes of a chunk that a receiver accepts: room for senders on faster links to choose otherwise."""
 
 PREAMBLE = struct.Struct("!2sBBIQ")
 NUM_STREAMS = 2**32
 
 
 class PartKind(enum.IntEnum):
-    """What a part is; the head of this file explains each."""
+    """Kind of a part; the head of this file explains each."""
 
     WHOLE = 0
     OPEN = 1
@@ -110,13 +110,13 @@ class EncodedFrame:
 
     @property
     def is_large(self) -> bool:
-        """Whether it must be sent as an `OutgoingStream` and not as a `whole_part`."""
+        """True if the frame must be sent as an `OutgoingStream` and not as a `whole_part`."""
         return self.body_nbytes > CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a link sends in one go.
+    """Bytes that a link sends in one go.
 
     Attributes:
       pieces: its bytes in order, preamble included. Large ones alias the tensors.
@@ -203,12 +203,12 @@ class OutgoingStream:
         return Part(pieces=tuple(pieces), nbytes=PREAMBLE.size + nbytes, frame=frame)
 
     def reset_part(self) -> Part:
-        """What to send instead of the rest."""
+        """Return the part to send instead of the rest."""
         return Part(pieces=(_preamble(PartKind.RESET, self._number, 0),), nbytes=PREAMBLE.size, frame=None)
 
 
 def _place_of(item: tuple[str, Any]) -> tuple[int, str]:
-    """Where a key comes in a canonical map."""
+    """Sort key that puts the items of a map in canonical order."""
     return len(item[0]), item[0]
 
 

@@ -77,7 +77,7 @@ class ErrorKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Who speaks. The first message in each direction, and never sent again.
+    """Introduction of the sender. The first message in each direction, and never sent again.
 
     Attributes:
       peer_id: the sender. A claim on a plain connection; an encrypted one proves it, and the two must agree.
@@ -246,8 +246,8 @@ _WITH_TENSORS = (CallStart, CallReply, CallPartial)
 
 
 def is_host(value: object) -> bool:
-    """Whether this may stand for a host: what DHT records may say of one too, or an honest peer that passes it on
-    would break their rules."""
+    """Return True if `value` may stand for a host. DHT records follow the same rule: otherwise an honest peer that
+    passes a host on would break theirs."""
     return HOST.holds(value)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from dmoe_net.wire.tensors import DTYPES, MAX_RANK, Outgoing, Tensor, name_of, plain
 
 _REPLY_KEYS = frozenset({"type", "id", "body"})
-"""Of the header of a reply, without the table of its tensors (`dmoe_net.wire.messages`)."""
+"""Keys in the header of a reply, without the table of its tensors (`dmoe_net.wire.messages`)."""
 
 
 class Sink:
@@ -43,13 +43,13 @@ class Sink:
         self._is_taken = False
 
     def take(self) -> bool:
-        """Whether it is to be had. It is once."""
+        """Take the array: return True the first time, and False from then on."""
         is_first, self._is_taken = not self._is_taken, True
         return is_first
 
 
 class Sinks:
-    """What is offered on one connection, by the ids of the calls. As bounded as the calls under way are."""
+    """Arrays that are offered on one connection, by the ids of the calls. As bounded as the calls under way are."""
 
     __slots__ = ("_offered",)
 
@@ -71,7 +71,7 @@ class Sinks:
             sink.is_withdrawn = True
 
     def take_untrusted(self, header: Mapping[str, Any], table: Sequence[Any]) -> Sink | None:
-        """Where the body of a frame goes; None: into a buffer of its own. Never raises.
+        """Take the sink for the body of a frame; None: the body goes into a buffer of its own. Never raises.
 
         Args:
           header: without the table. table: of the frame's tensors, which agrees with the length of the body.

@@ -71,7 +71,7 @@ _FLOAT32 = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseCoding:
-    """How much of a vector is kept, and in how many bits. The same at all peers of a run.
+    """Settings of sparse vectors: how much of a vector is kept, and in how many bits. The same at all peers of a run.
 
     Attributes:
       block_size: values that share a scale, 1 to 65,536.
@@ -125,7 +125,7 @@ class BlockGroup(NamedTuple):
 
 
 class SparseBlocks(NamedTuple):
-    """What is kept of a `BlockGroup`. NumPy arrays here; `dmoe_jax` has JAX arrays in it.
+    """Kept values of a `BlockGroup`. NumPy arrays here; `dmoe_jax` has JAX arrays in it.
 
     Attributes:
       indices: int [num_blocks, kept], each within its block.
@@ -283,7 +283,7 @@ def mean_of_sparse(vectors: Sequence[SparseVector], weights: Sequence[float]) ->
 
 
 class _Row(NamedTuple):
-    """How many bits and bytes the parts of a block's row have."""
+    """Numbers of bits and bytes in the parts of a block's row."""
 
     low_bits: int
     high_bits: int

@@ -32,7 +32,7 @@ Tensor = np.ndarray[Any, np.dtype[Any]]
 """A NumPy array of one of the dtypes of `DTYPES`."""
 
 Outgoing = Tensor | Compressed
-"""What can be sent: a tensor as it is, or one that may lose exactness to save bytes."""
+"""A tensor that can be sent: as it is, or wrapped, so that it may lose exactness to save bytes."""
 
 ALIGNMENT = 64
 """Bytes. XLA's CPU client aliases host buffers with this alignment and copies all others."""
@@ -44,11 +44,11 @@ MAX_RANK = 8
 """NumPy would take 64, but nothing here has more than five dimensions."""
 
 MAX_TENSOR_BYTES = 2**40
-"""Where a table stops being believable. Sums stay far inside 64 bits; `frames` sets the real limit."""
+"""Bytes and extents above which no table is believed. Sums stay far inside 64 bits; `frames` sets the real limit."""
 
 MAX_DECODED_BYTES = 256 * 2**20
-"""Of all compressed tensors of a message together, once decoded: as many as a frame could carry as they are. Without
-it, 8-bit tensors would make four bytes of each that a peer sends."""
+"""Most bytes of all compressed tensors of a message together, once decoded: twice as many as a frame's body has.
+Without it, 8-bit tensors would make four bytes of each that a peer sends."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
@@ -65,7 +65,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype("<f8"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""What may travel, by its name on the wire. A constant: nobody writes to it."""
+"""Dtypes that may travel, by their names on the wire. A constant: nobody writes to it."""
 
 _NAMES = {each: name for name, dtype in DTYPES.items() for each in (dtype.newbyteorder("<"), dtype.newbyteorder(">"))}
 """The names again, by dtype in either byte order: NumPy takes ten calls to make one."""
@@ -105,7 +105,7 @@ def as_outgoing(tensor: Tensor, compression: Compression) -> Outgoing:
 
 
 def as_received(outgoing: Outgoing) -> Tensor:
-    """What the receiver of `outgoing` gets: read-only, C-contiguous, little-endian, compression's losses included.
+    """`outgoing` as its receiver gets it: read-only, C-contiguous, little-endian, compression's losses included.
 
     For networks that hand over tensors and no bytes. Nothing is copied if the tensor is all that already.
 
@@ -179,7 +179,7 @@ class Placed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a table says, once it has been checked.
+    """Content of a table that has been checked.
 
     Attributes:
       rows: of the table.

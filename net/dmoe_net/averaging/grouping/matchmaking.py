@@ -83,7 +83,7 @@ class AssemblyConfig:
 
 
 Answer = Group | Refusal
-"""What a follower's `join` call is answered: its group, or why there is none."""
+"""Answer to a follower's `join` call: its group, or why there is none."""
 
 
 class Matchmaking:

@@ -1,4 +1,4 @@
-"""What is to happen when in a simulation: one task, one heap, no task and no cancel scope for each delivery."""
+"""Actions of a simulation at their times: one task, one heap, no task and no cancel scope for each delivery."""
 
 import heapq
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 _TOLERANCE = 1e-6
-"""Of a tick. Sums of floats miss the tick they mean by less, and should not be moved to the next."""
+"""Fraction of a tick that is ignored. Sums of floats miss the tick they mean by less, and should stay on it."""
 
 
 class Agenda:
@@ -39,7 +39,7 @@ class Agenda:
             self._scope.deadline = time_s
 
     def has_come(self, time_s: float) -> bool:
-        """Whether an action entered for `time_s` would run now."""
+        """Return True if an action entered for `time_s` would run now."""
         return time_s <= trio.current_time() + self._tick_s * _TOLERANCE
 
     async def run(self) -> None:

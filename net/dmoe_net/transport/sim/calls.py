@@ -43,7 +43,7 @@ PORT = 1
 """Port of every caller that listens."""
 
 _FRAME_BYTES = 32
-"""What frame and message add to a body, about."""
+"""Approximate number of bytes that frame and message add to a body."""
 
 
 class _Link:

@@ -20,11 +20,11 @@ _TELLING_BYTES = 4096
 
 
 class Acceptor(Protocol):
-    """What a link needs of a listener."""
+    """Interface of a listener, as a link needs it."""
 
     @property
     def peer_id(self) -> PeerId:
-        """Who listens."""
+        """Id of the peer that listens."""
         ...
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Acceptor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Topology:
-    """What there is in a simulation. Bounded by what its author starts.
+    """State of a simulation: settings, hosts, listeners and links. Bounded by what its author starts.
 
     Attributes:
       medium: what all links run over.
@@ -118,7 +118,7 @@ class SimLink:
 
     @property
     def remote_peer_id(self) -> PeerId | None:
-        """Who is at the other end; the network itself knows it."""
+        """Id of the peer at the other end, from the network itself; None before the handshake."""
         return self.other._own_id if self._is_proved else None
 
     @property

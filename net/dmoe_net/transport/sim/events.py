@@ -1,4 +1,4 @@
-"""What can happen to a simulated network, as plain data: a schedule of events is part of a run's configuration."""
+"""Events of a simulated network, as plain data: a schedule of events is part of a run's configuration."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ NetworkEvent = Partition | Heal | HostDown | HostUp | SetLatency | SetHost
 
 
 class Reachability:
-    """Who can reach whom."""
+    """Record of the hosts that can reach each other."""
 
     def __init__(self) -> None:
         self._group_of: dict[str, int] = {}
@@ -106,7 +106,7 @@ class Reachability:
         self._update()
 
     def between(self, one: str, other: str) -> bool:
-        """Whether parts pass between two hosts."""
+        """Return True if parts pass between two hosts."""
         is_one_group = self._group_of.get(one) == self._group_of.get(other)
         return is_one_group and one not in self._unplugged and other not in self._unplugged
 

@@ -20,17 +20,17 @@ from dmoe_net.transport.sim.links import Constant, LatencyModel, Loss, SimHost
 from dmoe_net.wire.frames import Frame
 
 SEND_BUFFER_BYTES = 512 * 1024
-"""What a flow holds back before its sender has to wait: about a socket's buffer, and one part of a large frame."""
+"""Bytes held back by a flow before its sender has to wait: about a socket's buffer, and one part of a large frame."""
 
 RECEIVE_BUFFER_BYTES = 4 * 2**20
-"""What is under way to one end of a link or lies unread there: the size to which Linux lets TCP's buffer grow."""
+"""Most bytes under way to one end of a link or unread there: the size to which Linux lets TCP's buffer grow."""
 
 _QUEUE_S = 0.25
-"""What a flow has waiting on a slow line, seconds of that line: about the queue of a home router, at whose end TCP
-slows down. The buffers above are what fast lines are bounded by."""
+"""Seconds of traffic that a flow has waiting on a slow line: about the queue of a home router, at whose end TCP slows
+down. The buffers above are the bounds on fast lines."""
 _LEAST_QUEUE_BYTES = 64 * 1024
 _UNDER_WAY_S = 1.0
-"""And what is on its way over one, round trip and queue."""
+"""Seconds of traffic that a flow has on its way over a slow line, round trip and queue."""
 _LEAST_UNDER_WAY_BYTES = 3 * 2**19
 """Two parts of a large frame and some, for a part is never cut: with one the line would stand idle in between."""
 
@@ -40,7 +40,7 @@ _LOOPBACK_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
-    """What all flows of a simulation share."""
+    """Agenda, losses and reachability, which all flows of a simulation share."""
 
     agenda: Agenda
     loss: Loss
@@ -72,11 +72,11 @@ class Reset:
 
 
 Payload = Frame | Syn | SynAck | Fin | Reset | None
-"""What a part brings: a frame that it completes, a signal, or nothing that could be delivered yet."""
+"""Content of a part: a frame that it completes, a signal, or nothing that could be delivered yet."""
 
 
 class FlowEnd(Protocol):
-    """What a flow needs of the end that it leads to."""
+    """Interface that a flow needs of the end to which it leads."""
 
     def deliver(self, nbytes: int, payload: Payload) -> None:
         """Take what arrived."""
@@ -141,14 +141,14 @@ class Flow:
         return self._waiting is None
 
     def has_room(self) -> bool:
-        """Whether less than `SEND_BUFFER_BYTES` are held back."""
+        """Return True if less than `SEND_BUFFER_BYTES` is held back; on a slow line, less than its queue."""
         most = min(max(self._source.up.bandwidth_bps / 8 * _QUEUE_S, _LEAST_QUEUE_BYTES), SEND_BUFFER_BYTES)
         if self._num_buffered >= most:
             self._count_passed()
         return self._num_buffered < most
 
     def _has_window_for(self, nbytes: int) -> bool:
-        """Whether a part may be under way beside what is."""
+        """Return True if a part of `nbytes` bytes may be under way beside those that are."""
         slower_bps = min(self._source.up.bandwidth_bps, self._destination.down.bandwidth_bps)
         most = max(slower_bps / 8 * _UNDER_WAY_S, _LEAST_UNDER_WAY_BYTES)
         return self._num_under_way + nbytes <= RECEIVE_BUFFER_BYTES and self._num_in_transit + nbytes <= most

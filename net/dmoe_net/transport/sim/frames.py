@@ -1,4 +1,4 @@
-"""What arrives at the other end of a simulated link: the frame that the bytes would have become, without the bytes."""
+"""Frames at the other end of a simulated link: those that the bytes would have become, without the bytes."""
 
 import functools
 from typing import Any

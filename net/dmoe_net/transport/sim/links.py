@@ -1,4 +1,4 @@
-"""How long things take on a simulated network: latency models, lines of limited bandwidth, loss, and their randomness.
+"""Delays on a simulated network: latency models, lines of limited bandwidth, loss, and their randomness.
 
 Each direction of each link draws for its n-th part with `dmoe_net.chance.uniform(key, n)`, its key being 16 bytes (a
 `random.Random` takes 2.5 KB). What one link draws does not depend on what else happens in the simulation.
@@ -177,14 +177,14 @@ class Loss:
             raise ValueError(f"max_retransmits must be at least 1, got {self.max_retransmits!r}")
 
     def num_losses(self, key: bytes, sequence: int) -> int:
-        """How often in a row the part is lost; at `max_retransmits + 1` the last attempt was lost too."""
+        """Number of times in a row that the part is lost; at `max_retransmits + 1` the last attempt was lost too."""
         attempt = 1
         while attempt <= self.max_retransmits + 1 and uniform(key, sequence, attempt) < self.probability:
             attempt += 1
         return attempt - 1
 
     def delay_s(self, latency_s: float, num_losses: int) -> float:
-        """What so many losses add to a latency, seconds."""
+        """Seconds that so many losses add to a latency."""
         return max(self.retransmit_s, 2 * latency_s) * (2.0**num_losses - 1)
 
 

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What a network has carried so far.
+    """Traffic of a network so far, and its open links.
 
     Attributes:
       parts: delivered.
@@ -98,7 +98,7 @@ class SimNetwork:
                 raise ValueError(f"not an event of a network: {event!r}")
 
     def statistics(self, host: str | None = None) -> Statistics:
-        """What the network has carried so far; for one host, what was delivered to it and dialled by it."""
+        """Traffic so far; for one host, the parts delivered to it, the dials made by it and its open links."""
         hosts = list(self._topology.hosts.values()) if host is None else [self._host(host)]
         return Statistics(
             parts=sum(each.num_parts for each in hosts),

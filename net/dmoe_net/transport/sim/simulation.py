@@ -80,7 +80,7 @@ def _virtual_time_told(clock: trio.testing.MockClock) -> Iterator[None]:
 
 @contextmanager
 def _deterministic_scheduling(seed: int) -> Iterator[None]:
-    """What trio's own plugin for Hypothesis does, but undone afterwards."""
+    """Make trio's scheduling deterministic, as its own plugin for Hypothesis does, and undo that afterwards."""
     scheduler: Any = getattr(getattr(trio, "_core", None), "_run", None)
     if not (hasattr(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING") and hasattr(scheduler, "_r")):
         raise RuntimeError(

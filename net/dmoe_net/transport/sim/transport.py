@@ -38,7 +38,7 @@ class SimListener:
 
     @property
     def peer_id(self) -> PeerId:
-        """Who listens."""
+        """Id of the peer that listens."""
         return self._peer_id
 
     def offer(self, link: SimLink) -> bool:
@@ -68,7 +68,7 @@ class SimListener:
         await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
-        """What `aclose` does, without waiting."""
+        """Do the same as `aclose`, without waiting."""
         if not self._is_closed:
             self._is_closed = True
             del self._topology.listeners[self._address]
