@@ -136,7 +136,8 @@ def test_two_nodes_share_the_load_average_and_one_dies_unnoticed() -> None:
     async def body(it: Scene) -> None:
         world = it.world
         await it.train(30.0)
-        assert 0.35 <= it.rows("a") / (it.rows("a") + it.rows("b")) <= 0.65
+        # Three trainers prefer one of two nodes for each of eight experts: a share of 0.5, with a deviation of 0.1.
+        assert 0.2 <= it.rows("a") / (it.rows("a") + it.rows("b")) <= 0.8
         assert [load.lost for load in it.loads] == [0, 0, 0]
         await it.after_round()
         world.check_agree("a", "b")

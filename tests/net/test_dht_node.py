@@ -66,6 +66,26 @@ async def test_replicas_are_counted_exactly(autojump_clock: MockClock, replicas:
             assert {node.peer_id for node in holders(nodes, "key")} == nearest(nodes, "key", replicas)
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_what_the_first_node_stored_alone_is_kept_by_those_who_come(autojump_clock: MockClock, seed: int) -> None:
+    """The first node takes others that come for holders nearer to its record than itself; none has it yet. Its
+    own entry is found by all the same, also beside entries that the newcomers store."""
+    network = DirectNetwork(latency_s=exponential_latency(0.05, seed=seed))
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(open_node(network, 10 * seed, []))
+        assert await first.store("key", "first", life_s=300) == 1
+        entrance = [address_of(10 * seed)]
+        nodes = [
+            await stack.enter_async_context(open_node(network, 10 * seed + index, entrance)) for index in range(1, 8)
+        ]
+        await trio.sleep(2.0)
+        assert {node.peer_id for node in holders([first, *nodes], "key")} >= nearest([first, *nodes], "key", 5)
+        for node in nodes:
+            await node.store("key", "later", life_s=300)
+        for node in nodes:
+            assert len(await by_owner(node, "key")) == 8
+
+
 async def test_nobody_writes_over_another(autojump_clock: MockClock) -> None:
     """Twelve owners, one key: each finds all twelve; one that stores again changes its own alone, and so does one that
     withdraws."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 import trio
 
 from dmoe_net.dht.calls import PEER_ERRORS, DhtCalls
+from dmoe_net.dht.copies import Copies, nearest
 from dmoe_net.dht.routing_table import NodeId
 from dmoe_net.dht.storage import EntryStorage
 from dmoe_net.errors import DialFailed
@@ -57,6 +58,7 @@ class Maintenance:
     Args:
       lookup: walks towards an id until so many of the nearest peers have answered, and thereby fills the table.
       read: what the node has read of others.
+      stored_at: the peers that keep this node's own entries.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Maintenance:
         calls: DhtCalls,
         lookup: Callable[[NodeId, int], Awaitable[object]],
         read: EntryStorage,
+        stored_at: Copies,
         rng: random.Random,
     ) -> None:
         others = (peer for peer in initial_peers if address_of(peer) != calls.caller.address)
@@ -75,7 +78,7 @@ class Maintenance:
         self.remembered = tuple(peer for peer in remembered if peer.peer_id != calls.caller.peer_id)
         self.jobs, self.calls, self.lookup = jobs, calls, lookup
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
-        self.read = read
+        self.read, self.stored_at = read, stored_at
         # A stream of its own for each task: the draws of one do not depend on when the others run.
         streams = (random.Random(rng.getrandbits(64)) for _ in range(3))
         self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
@@ -117,10 +120,18 @@ class Maintenance:
     async def _hand_over(self, newcomer: Contact) -> None:
         for key in [key for key, _ in self.storage.items(self.calls.clock.ticks())]:
             await trio.lowlevel.checkpoint()  # a full storage takes a while
-            if self.book.owes(newcomer, key, replicas=self.config.replicas):
-                now = self.calls.clock.ticks()
-                held = [(each.entry, each.ends_at - now) for each in self.storage.get(key, now)]
-                await self.calls.store(newcomer, key, held)
+            now = self.calls.clock.ticks()
+            held = self.storage.get(key, now)
+            if not self.book.owes(newcomer, key, replicas=self.config.replicas):
+                # Peers nearer than this node may be newcomers too, without the record. An owner knows its holders.
+                holders = self.stored_at.holders(key, trio.current_time())
+                wanted = nearest((*holders, newcomer), key, self.config.replicas)
+                if not holders or newcomer in holders or newcomer not in wanted:
+                    continue
+                held = tuple(each for each in held if each.entry.owner == self.calls.caller.peer_id)
+                self.stored_at.changed(key, wanted)
+            if held:
+                await self.calls.store(newcomer, key, [(each.entry, each.ends_at - now) for each in held])
 
     async def _refresh(self) -> None:
         """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""

@@ -170,6 +170,7 @@ class DhtNode:
             calls=self._calls,
             lookup=self.find_nearest,
             read=self._read,
+            stored_at=self._stored_at,
             rng=rng,
         )
         # A table of thousands of keys must not open thousands of lookups: each is some ten calls and their memory.
