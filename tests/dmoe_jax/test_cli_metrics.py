@@ -76,7 +76,7 @@ async def test_processes_show_themselves(tmp_path: Path, capsys: pytest.CaptureF
         found = await scrape(Address.parse(node.metrics))
         assert found["dmoe_node_updates_total"] == {(("uid", "ffn.0"),): 0, (("uid", "ffn.1"),): 0}
         assert found["dmoe_node_serving"] == {(): 1}
-        assert found["dmoe_network_connections"][(("direction", "outgoing"),)] >= 1
+        assert sum(found["dmoe_network_connections"].values()) >= 1, "either end may have dialled the one that stays"
         assert found["dmoe_dht_peers"] == {(): 1}
 
         targets = json.loads(shown.targets())
