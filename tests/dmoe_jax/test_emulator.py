@@ -175,6 +175,7 @@ def test_equals_the_swarm_in_float64() -> None:
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_trust_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that look for infinities at their end give what a run gives that looks at every update. A piece that has
     any is run again from its beginning, although copies of the pieces before it lay in the same memory."""

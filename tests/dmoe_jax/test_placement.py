@@ -320,7 +320,7 @@ def test_a_claimer_that_dies_before_it_serves_is_followed_by_another() -> None:
     in_world(body)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_after_a_partition_the_weakest_give_up(replicas: int) -> None:
     """Each half serves everything as often as is wanted; when they meet, each expert stays where it has learnt more,
     and is listed there alone."""
