@@ -15,6 +15,14 @@ test *ARGS:
 test-all *ARGS:
     python -m pytest -n auto --maxprocesses 8 --dist loadfile -m '' {{ARGS}}
 
+# the networking package alone, without JAX: the loop for half of the code
+test-net *ARGS:
+    python -m pytest -n auto --maxprocesses 8 --dist loadfile tests/net {{ARGS}}
+
+# the documentation as a site, in docs/_build/html; a warning is an error
+docs *ARGS:
+    python -m sphinx -W --keep-going -q -b html docs docs/_build/html {{ARGS}}
+
 # style and types
 lint:
     ruff check .

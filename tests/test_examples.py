@@ -1,7 +1,5 @@
-"""The README's Python blocks and the examples run as they stand there."""
+"""The examples run as they stand there."""
 
-import asyncio
-import json
 import os
 import re
 import runpy
@@ -13,22 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_readme_has_blocks_and_examples_are_short() -> None:
-    """The test below has something to run; an example is read at once."""
-    assert len(BLOCKS) >= 5
+def test_examples_are_short() -> None:
+    """The tests below have something to run; an example is read at once."""
     scripts = sorted(EXAMPLES.glob("*.py"))
     assert len(scripts) >= 5
     assert {script.name: lines for script in scripts if (lines := len(script.read_text().splitlines())) > 80} == {}
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block{number}" for number in range(len(BLOCKS))])
-def test_readme_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of the README, by itself."""
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow
@@ -53,22 +42,6 @@ def test_simulated_swarm_learns(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "simulated_swarm.py"), run_name="__main__")
     losses = [float(each) for each in re.findall(r"loss ([0-9.]+)", capsys.readouterr().out)]
     assert losses[-1] < 0.35  # chance is 0.69
-
-
-@pytest.mark.slow
-def test_notebook_runs_inside_an_event_loop() -> None:
-    """Cell by cell, with an asyncio loop already running around them, as in Jupyter."""
-    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names: dict[str, object] = {"__name__": "__main__"}
-
-    async def run_cells() -> None:
-        for source in sources:
-            exec(compile(source, "notebook.ipynb", "exec"), names)
-            await asyncio.sleep(0)
-
-    asyncio.run(run_cells())
-    assert names["trainers"].step == 200  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
