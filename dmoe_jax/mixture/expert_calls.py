@@ -50,6 +50,9 @@ MAX_UPDATES = 2**63 - 1
 """Most updates of an expert; beyond it nobody counts."""
 MAX_PAIRS = 2**31 - 1
 """Most pairs of a request: its index can say no more."""
+REMEMBERED_S = 60.0
+"""Seconds for which an expert remembers, at least, that it has learnt from a request. Later than that after it was
+first placed, a backward request is not sent again, or it could train an expert twice."""
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.05, 60.0
 """Shortest and longest time that a busy node may send a caller away for."""
 

@@ -26,6 +26,7 @@ from dmoe_jax.mixture.capacity import CallTimes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.expert_calls import (
     BACKWARD,
+    REMEMBERED_S,
     Answer,
     ExpertCall,
     TooManyRows,
@@ -112,6 +113,7 @@ class ExpertCaller:
             config=config,
             quorum=Quorum([call.rows for call in calls], num_samples=len(inputs[0]), k_min=config.k_min),
             left=dict(enumerate(placed)),
+            retry_until=now + (REMEMBERED_S if method == BACKWARD else math.inf),
             answers=[None] * len(calls),
         )
         requests = grouped(placed, row_bytes=_row_bytes(inputs, output_grads), most=config.max_parts)
@@ -192,6 +194,8 @@ class _LayerCalls:
     quorum: Quorum
     left: dict[int, ExpertCall]
     """Calls that have not come to their end; each does once, or is given up."""
+    retry_until: float
+    """Time until which a call that may have been answered is placed again."""
     answers: list[tuple[ExpertCall, Answer] | None]
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     """Ends with the grace time."""
@@ -202,7 +206,7 @@ class _LayerCalls:
         deadline = trio.current_time() + self.config.timeout_s
         elsewhere: dict[Contact, list[int]] = {}
         for index, error in await self._ask(indices, deadline, may_move=True):
-            call, is_over = self.left[index], trio.current_time() >= deadline
+            call, is_over = self.left[index], trio.current_time() >= min(deadline, self.retry_until)
             other = None if is_over else directory.another(call.uid, call.contact)
             if other is None:
                 self._finish(index, error)
@@ -297,7 +301,7 @@ class _LayerCalls:
             try:
                 take(await caller.rpc.call(contact, self.method, body, tensors, timeout_s=timeout_s, on_partial=take))
             except NetError as error:
-                if isinstance(error, ConnectionLost) and may_retry:
+                if isinstance(error, ConnectionLost) and may_retry and trio.current_time() < self.retry_until:
                     may_retry = False
                     continue
                 failure = error

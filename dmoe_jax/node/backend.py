@@ -17,6 +17,7 @@ import optax
 from dmoe_jax.arrays import PyTree, stored
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.experts.base import Expert, numbers_of_uid
+from dmoe_jax.mixture.expert_calls import REMEMBERED_S
 from dmoe_jax.node.programs import (
     Batch,
     ExpertPrograms,
@@ -34,9 +35,6 @@ from dmoe_jax.node.programs import (
 from dmoe_jax.node.sharding import DEFAULT_PLACE, Place, spread
 from dmoe_net.types import Array
 
-REMEMBERED_S = 60.0
-"""Seconds for which an expert remembers, at least, that it has learnt from a request. A retry comes within one call's
-deadline, which is 10 s by default."""
 LEAST_REMEMBERED, MOST_REMEMBERED = 64, 65536
 """Newest requests that it always remembers; and the most (10 MB), if it learns from over a thousand a second."""
 

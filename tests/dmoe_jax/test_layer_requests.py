@@ -295,6 +295,20 @@ async def test_a_retry_asks_only_for_what_is_missing(autojump_clock: trio.testin
         assert np.abs(grads[2]).sum() > 0
 
 
+async def test_nothing_is_retried_later_than_it_is_remembered(autojump_clock: trio.testing.MockClock) -> None:
+    """The connection breaks 80 s after the request: experts remember it for 60 s only, so nobody is asked again."""
+    slow = InlineDevice(CostModel(call_s=20.0))
+    options = {"grace_s": 300.0, "timeout_s": 300.0}
+    async with one_node(device=slow, config=NodeConfig(max_wait_s=1000.0), **options) as (swarm, mixture, wire, choice):
+        outputs, _, residual = await mixture.forward(choice, [X])
+        wire.asked.clear()
+        wire.loses_replies = 1
+        await mixture.backward(residual, outputs)
+        assert wire.asked == [["ffn.0", "ffn.1", "ffn.2", "ffn.3"]]
+        assert [backend.update_count for backend in swarm.backends.values()] == [1] * 4
+        assert swarm.statistics.failures == {"connection lost": 1}
+
+
 async def test_what_came_ahead_of_a_bad_reply_counts(autojump_clock: trio.testing.MockClock) -> None:
     """A reply that speaks of a part twice is held against the experts that it leaves unanswered."""
     async with one_node(grace_s=60.0) as (swarm, mixture, wire, choice):

@@ -20,8 +20,9 @@ from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.feedforward import feedforward
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
+from dmoe_jax.mixture.expert_calls import REMEMBERED_S
 from dmoe_jax.node import saving
-from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, REMEMBERED_S, ExpertBackend
+from dmoe_jax.node.backend import LEAST_REMEMBERED, MOST_REMEMBERED, ExpertBackend
 from dmoe_jax.node.programs import Batch, Result, Work
 from dmoe_jax.node.saving import ExpertSaver
 from dmoe_net.errors import CallRefused
