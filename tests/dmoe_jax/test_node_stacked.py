@@ -1,5 +1,6 @@
 """Stacked experts compute what experts by themselves do, in place, and each is refused alone."""
 
+import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -144,6 +145,7 @@ def test_nothing_is_compiled_for_batches_that_are_warm(form: Form, compilations:
 def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
     """The single states are gone; an update's arrays lie where the old ones did, and XLA needs less room than a second
     copy of the stack takes."""
+    gc.collect()  # what earlier tests left behind is not freed meanwhile
     held = sum(leaf.nbytes for leaf in jax.live_arrays())
     backends, group = stacked_backends(32, form=form)
     one = nbytes_of(group.read(0))
