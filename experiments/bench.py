@@ -1,15 +1,9 @@
 """Parts that all experiments share: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
 
-An experiment `X` consists of
-
-- `experiments/X/settings.py`: a subclass of `Settings` and the constants that it needs. It imports no JAX, so that
-  `--help` and a wrong flag are answered at once.
-- `experiments/X/measurement.py`: an `Experiment`, which says how to measure, what the records amount to, and how to
-  draw them.
-- `experiments/X/__main__.py`: `run_experiment(XSettings, "experiments.X.measurement:EXPERIMENT", name="X")`.
-
-`Experiment.measure` writes records into the run folder and `Experiment.summarise` reads them again. They are apart so
-that a run which is interrupted, or fails half way, still leaves a report of what it has.
+An experiment has `settings.py`, a subclass of `Settings` that imports no JAX, so that `--help` and a wrong flag are
+answered at once; `measurement.py`, an `Experiment`; and `__main__.py`, which hands both to `run_experiment`. `measure`
+writes records into the run folder and `summarise` reads them again: a run that is interrupted, or fails half way, still
+leaves a report of what it has.
 """
 
 import importlib
@@ -30,7 +24,7 @@ from dmoe_jax.runs.flags import as_words, flags_of, words_of
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
-from dmoe_jax.training.prepared_run import check_code
+from dmoe_jax.training.prepared_run import check_code, saved_settings
 from experiments.exits import ending_of, one_line_errors, run_until_signal
 from experiments.results import Result, result_table, write_result
 
@@ -50,22 +44,14 @@ class UnseededSettings:
     """Print the headline figures as one JSON object on the last line."""
 
     def __post_init__(self) -> None:
-        """Check the fields. A subclass that checks more calls this one too.
-
-        Raises:
-          ValueError: the line that the command prints.
-        """
+        """Raise ValueError for a wrong field; the command prints its line. Subclasses that check more call this too."""
 
     def require_at_least(self, least: float, *names: str) -> None:
-        """Check the fields with these names; a field that is None was left to its default.
-
-        Raises:
-          ValueError: names the first flag whose value is below `least`.
-        """
+        """Raise ValueError for the first of these fields that is below `least`; None was left to its default."""
         self._require(names, lambda value: value >= least, f"at least {least:g}")
 
     def require_above(self, bound: float, *names: str) -> None:
-        """Check as `require_at_least`, but the bound itself is too little."""
+        """As `require_at_least`, but the bound itself is too little."""
         self._require(names, lambda value: value > bound, f"above {bound:g}")
 
     def _require(self, names: Sequence[str], is_right: Callable[[float], bool], text: str) -> None:
@@ -127,12 +113,8 @@ class Run(Generic[S]):
         return [record for record in self.folder.metrics() if record["kind"] == kind]
 
 
-def create_folder(settings: UnseededSettings, name: str) -> RunFolder:
-    """Make a new run folder, or open the one to go on with if the settings say `resume`.
-
-    Raises:
-      ValueError: the path is a file, or a folder that is not empty. OSError: it cannot be written.
-    """
+def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
+    """Make a new run folder, or open the one to go on with if the settings say `resume`."""
     resume = isinstance(settings, ResumableSettings) and settings.resume
     return RunFolder.create(settings.out, settings, name=name, resume=resume)
 
@@ -149,13 +131,12 @@ class Experiment(Generic[S]):
     """Computes the results from the run's records. It must cope with a run that ended early, and returns None where
     there is too little for a report."""
     draw: Callable[[Run[S], Result], "Figure | None"] | None = None
-    """Returns the picture for figure.png, or None for no picture. None: the measurement draws its own, or there is
-    none."""
+    """Returns the picture for figure.png, or None. Without this function the measurement draws its own, or none."""
     figure_text: str = ""
     """Description of the figure for readers who cannot see it."""
     check: Callable[[S], object] | None = None
     """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
-    open_folder: Callable[[S, str], RunFolder] = create_folder
+    open_folder: Callable[[S, str], RunFolder] = _create_folder
     """Opens the run folder, from the settings and the experiment's name. A ValueError or OSError becomes one line."""
     write_report: Callable[[Run[S], Result], object] | None = None
     """Writes report.md; None: `results.write_result` does."""
@@ -180,10 +161,9 @@ def run_experiment(
     expects, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result and no error.
 
     Args:
-      settings_class: what the command line is read into.
       experiment: the experiment, or "module:attribute" where it is found once the command line has been read.
       name: of the experiment; also begins its messages and the names of its run folders.
-      uses_jax: whether JAX is to be set up (compilation cache, memory) before the experiment is imported.
+      uses_jax: True to set JAX up (compilation cache, memory) before the experiment is imported.
       args: the command line; None for this process's.
 
     Returns:
@@ -240,16 +220,14 @@ def _resumed(settings: S, given: Sequence[str], prog: str) -> S:
     if not isinstance(settings, ResumableSettings) or not settings.resume or settings.out is None:
         return settings
     try:
-        saved = RunFolder(settings.out).config()["settings"]
-        before = {flag: saved.get(flag.word[2:].replace("-", "_")) for flag in flags_of(type(settings))}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        saved = saved_settings(settings.out)
+    except ValueError:
         return settings  # no run: told when its folder is opened
-    words = [
-        word
-        for flag, value in before.items()
-        if flag.word not in ("--out", "--resume", "--json") and value not in (None, plain(flag.default))
-        for word in as_words(flag.word, value)
-    ]
+    words = []
+    for flag in flags_of(type(settings)):
+        value = saved.get(flag.key)
+        if flag.key not in ("out", "resume", "json") and value not in (None, plain(flag.default)):
+            words += as_words(flag.word, value)
     resumed: S = parse_command_line(type(settings), prog=prog, args=[*words, *given])
     with mistakes_in_one_line():
         check_code(settings.out, words_of(resumed), named=given, otherwise="")
@@ -261,10 +239,7 @@ def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
     result = experiment.summarise(run)
     if result is None:
         return None
-    bars = [
-        {"name": bar.name, "bar": str(bar), "met": bar.is_met_by(result.figures.get(bar.name))} for bar in result.bars
-    ]
-    run.log("bars", bars=bars)
+    run.log("bars", bars=[{"name": bar.name, "bar": str(bar), "met": result.meets(bar)} for bar in result.bars])
     run.log("headline", **plain(result.headline))
     picture = None if experiment.draw is None else experiment.draw(run, result)
     if picture is not None:

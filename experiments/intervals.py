@@ -14,13 +14,7 @@ _T_975 = (
 
 
 class Interval(NamedTuple):
-    """A mean and where it may lie.
-
-    Attributes:
-      mean: of the values.
-      low, high: ends of the 95 % interval of the mean; None for a single value, whose spread is not known.
-      num_values: of the mean.
-    """
+    """The mean of so many values, and the ends of its 95 % interval; None for a single value, of unknown spread."""
 
     mean: float
     low: float | None
@@ -49,11 +43,7 @@ def t_point(degrees: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """The mean of independent values, and its 95 % interval with n - 1 degrees of freedom.
-
-    Raises:
-      ValueError: there are no values.
-    """
+    """The mean of independent values, at least one, and its 95 % interval with n - 1 degrees of freedom."""
     if not values:
         raise ValueError("expected one value at least, got none")
     array, count = np.asarray(values, float), len(values)

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dmoe_jax.runs.style import GREY, INK, KILLED, TRAIN, VALID, dress, end_labels
+from dmoe_jax.runs.style import GREY, INK, KILLED, TRAIN, VALID, dress, end_labels, short
 from experiments.results import Bar
 
 SERIES = (VALID, KILLED, "#009E73", "#CC79A7", TRAIN, "#56B4E9", INK)
@@ -30,7 +30,7 @@ def ratio_figure(
       panels: of each its title, the ratios round by round by the text below their column, and the bar.
       first_label, last_label: what the ratios of the first panels and of the last one are.
     """
-    widths = [1 + len(columns) for _, columns, _ in panels]
+    widths = [2 + len(columns) for _, columns, _ in panels]
     figure = Figure(figsize=(0.5 + sum(widths), 3.5), layout="constrained")
     all_axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     for axes, (title, columns, bar) in zip(all_axes, panels, strict=True):
@@ -45,51 +45,10 @@ def _draw_ratios(axes: Axes, columns: Mapping[str, Sequence[float]], bar: Bar) -
     for place, ratios in enumerate(columns.values()):
         axes.bar(place, median(ratios), color=VALID, width=0.6)
         axes.plot([place] * len(ratios), ratios, "o", color=INK, markersize=2.5, alpha=0.6)
-        axes.text(
-            place, median(ratios) / 2, f"{median(ratios):.2f}", fontsize=9, color="white", ha="center", va="center"
-        )
+        text = short(median(ratios))
+        axes.text(place, median(ratios) / 2, text, fontsize=9, color="white", ha="center", va="center")
     axes.axhline(bar.bound, color=KILLED, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"{'at most' if bar.comparison == '<=' else 'at least'} {bar.bound:g}",
-        (0.99, bar.bound),
-        (0, 2),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        fontsize=8,
-        color=KILLED,
-        ha="right",
-        va="bottom",
-        # It may lie upon a column.
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )
     axes.set_xticks(range(len(columns)), list(columns))
     axes.set_xlim(-0.6, len(columns) - 0.4)
     axes.set_ylim(0, 1.15 * max(bar.bound, *(ratio for ratios in columns.values() for ratio in ratios)))
-
-
-def draw_rounds(
-    axes: Axes,
-    title: str,
-    values: Sequence[float],
-    *,
-    bar: tuple[float, str],
-    reference: tuple[float, str] | None = None,
-) -> None:
-    """Draw a column for each round, and a line across for what must be reached.
-
-    Args:
-      axes: where.
-      title: of the panel, with the unit of the values.
-      values: of each round.
-      bar: value and text of the line.
-      reference: of one more line, what to compare with.
-    """
-    numbers = range(1, len(values) + 1)
-    axes.bar(numbers, values, color=VALID, width=0.6)
-    labels = [*([(*reference, GREY)] if reference is not None else []), (*bar, KILLED)]
-    for value, _, colour in labels:
-        axes.axhline(value, color=colour, linestyle="--", linewidth=1.2)
-    axes.set_xticks(list(numbers))
-    axes.set_ylim(0, 1.15 * max(*(value for value, _, _ in labels), *values))
-    dress(axes, title, "round")
-    end_labels(axes, labels)
+    end_labels(axes, [(bar.bound, f"{'at most' if bar.comparison == '<=' else 'at least'} {bar.bound:g}", KILLED)])

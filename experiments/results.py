@@ -16,20 +16,14 @@ MISSED_BARS = "missed_bars"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Bound that a figure of the headline must reach.
-
-    Attributes:
-      name: of the figure.
-      bound: the bar itself.
-      comparison: whether the bar is the least or the greatest that meets it.
-    """
+    """Bound that the figure of this name must reach in the headline."""
 
     name: str
     bound: float
     comparison: Literal["<=", ">="] = "<="
 
     def is_met_by(self, value: float | None) -> bool:
-        """Say whether `value` is on the right side of the bar. A figure that is not known misses it."""
+        """True if `value` is on the right side of the bar, or on it. A figure that is not known misses it."""
         if value is None or math.isnan(value):
             return False
         return value <= self.bound if self.comparison == "<=" else value >= self.bound
@@ -58,16 +52,17 @@ class Result:
     """A paragraph for the report, below its title."""
     tables: Sequence[ReportTable] = ()
     """Tables for the report, below its figure."""
-    command: str | None = None
-    """Command that gives this run again. Default: the command line that made the folder."""
     failure: str = ""
     """Failure of a run that came to its end all the same, in one line: the exit status is 1. Empty: none."""
+
+    def meets(self, bar: Bar) -> bool:
+        """True if the figure meets its bar."""
+        return bar.is_met_by(self.figures.get(bar.name))
 
     @property
     def missed_bars(self) -> list[str]:
         """Names of the bars that were missed, then those that the experiment names itself."""
-        by_name = [bar.name for bar in self.bars if not bar.is_met_by(self.figures.get(bar.name))]
-        return [*by_name, *(self.missed or ())]
+        return [*(bar.name for bar in self.bars if not self.meets(bar)), *(self.missed or ())]
 
     @property
     def headline(self) -> dict[str, Any]:
@@ -82,7 +77,7 @@ def result_table(result: Result) -> Table:
     table = Table("figure", "value", *(["bar"] if bars else []), title=result.title, title_justify="left")
     for name, value in _rows(result):
         bar = bars.get(name)
-        colour = None if bar is None else "green" if bar.is_met_by(result.figures.get(name)) else "red"
+        colour = None if bar is None else "green" if result.meets(bar) else "red"
         table.add_row(name.replace("_", " "), value, *([str(bar or "")] if bars else []), style=colour)
     return table
 
@@ -90,18 +85,14 @@ def result_table(result: Result) -> Table:
 def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None:
     """Write report.md: the figures, the bars beside them, the picture, settings, how to do it again."""
     tables = list(result.tables)
-    if result.bars:
-        verdicts = []
-        for bar in result.bars:
-            value = result.figures.get(bar.name)
-            verdicts.append((bar.name.replace("_", " "), value, str(bar), bar.is_met_by(value)))
-        tables.insert(0, ReportTable(title="Bars", head=("figure", "value", "bar", "met"), rows=verdicts))
+    if bars := result.bars:
+        rows = [(bar.name.replace("_", " "), result.figures.get(bar.name), str(bar), result.meets(bar)) for bar in bars]
+        tables.insert(0, ReportTable(title="Bars", head=("figure", "value", "bar", "met"), rows=rows))
     write_report(
         folder,
         dict(_rows(result)),
         title=result.title,
         summary=result.summary,
-        command=result.command,
         figure_text=figure_text,
         tables=tables,
     )

@@ -21,18 +21,14 @@ Measurement = Callable[[], Mapping[str, Record]]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A quantity of one slice over that of another one of the same round.
-
-    Attributes:
-      name: in the headline.
-      quantity: key of the slices' records that is divided.
-      ours, baseline: names of the slices; `ours` is the numerator.
-      comparison, bound: what the median of the rounds must reach.
-    """
+    """A quantity of one slice over that of another one of the same round; its median over the rounds has a bar."""
 
     name: str
+    """In the headline."""
     quantity: str
+    """Key of the slices' records that is divided."""
     ours: str
+    """Name of the slice above, as the next is of that below."""
     baseline: str
     comparison: Literal["<=", ">="]
     bound: float
@@ -72,11 +68,8 @@ def measure_rounds(run: Run[S], measurements: Sequence[Measurement], ratios: Seq
 def round_figures(
     slices: Sequence[Record], ratios: Sequence[Ratio], quantities: Sequence[str]
 ) -> dict[str, float] | None:
-    """Compute the headline: how many rounds have all ratios, of each ratio the median of its rounds, the least and the
-    greatest, and by "slice_quantity" the medians of what the ratios are made of.
-
-    Returns: None if there is no such round.
-    """
+    """The headline: number of rounds that have all ratios (None for none), of each ratio the median of its rounds, the
+    least and the greatest, and by "slice_quantity" the medians of what the ratios are made of."""
     of_rounds = {ratio.name: ratio.of_rounds(slices) for ratio in ratios}
     figures: dict[str, float] = {"rounds": min(map(len, of_rounds.values()))}
     if not figures["rounds"]:

@@ -1,7 +1,7 @@
 """A whole run in a few numbers, from its metrics: what a comparison of runs shows of each."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,36 +12,22 @@ from dmoe_jax.runs.style import natural_order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The figures of one run; None for what it did not measure.
-
-    Attributes:
-      perplexity: validation perplexity at the end, over as much text as was read then; of a run that has not ended,
-        that of the last evaluation.
-      test_perplexity: of the test text, at the end.
-      final_load_cv, final_load_entropy: of the load in the last window that was measured, mean over layers.
-      final_dead_experts: experts of all layers without a sample in that window.
-      calls_lost: failed calls / all calls, over the whole run.
-      staleness: mean trunk updates by others between a step's reading and writing of the parameters.
-      virtual_s: seconds of virtual time, of a simulated run.
-      wall_s: seconds until the last training step.
-      tokens_per_s: training tokens a second, as the run's headline has it (without compilation, it may be), else
-        training tokens / wall_s.
-    """
+    """The figures of one run; None for what it did not measure."""
 
     perplexity: float | None
+    """Validation perplexity at the end; of a run that has not ended, that of the last evaluation."""
     test_perplexity: float | None
-    final_load_cv: float | None
+    """The same of the test text."""
     final_load_entropy: float | None
+    """Entropy of the load in the last window that was measured, mean over layers."""
     final_dead_experts: float | None
+    """Experts of all layers without a sample in that window."""
     calls_lost: float | None
-    staleness: float | None
+    """Failed calls / all calls, over the whole run."""
     virtual_s: float | None
+    """Seconds of virtual time, of a simulated run."""
     wall_s: float | None
-    tokens_per_s: float | None
-
-
-FIGURES = tuple(field.name for field in fields(RunSummary))
-"""Names of a summary's figures, in order."""
+    """Seconds until the last training step."""
 
 
 def summarise_run(metrics: Metrics) -> RunSummary:
@@ -49,23 +35,15 @@ def summarise_run(metrics: Metrics) -> RunSummary:
     lines = balance_lines(metrics)
     _, ok, failed = new_calls(metrics)
     calls = float(ok.sum() + failed.sum())
-    times, tokens = columns(metrics, "train", "time_s", "items")
-    (staleness,) = columns(metrics, "train", "staleness")
-    wall_s = float(times.max()) if times.size else None
-    tokens_per_s = _last(metrics, "tokens_per_s")
-    if tokens_per_s is None and wall_s:
-        tokens_per_s = float(tokens.sum()) / wall_s
+    (times,) = columns(metrics, "train", "time_s")
     return RunSummary(
         perplexity=_last_perplexity(metrics, "valid"),
         test_perplexity=_last_perplexity(metrics, "test"),
-        final_load_cv=mean(lines.cv[:, -1:]),
         final_load_entropy=mean(lines.entropy[:, -1:]),
         final_dead_experts=float(lines.dead) if lines.layers else None,
         calls_lost=float(failed.sum()) / calls if calls else None,
-        staleness=mean(staleness),
-        virtual_s=_last(metrics, "virtual_s"),
-        wall_s=wall_s,
-        tokens_per_s=tokens_per_s,
+        virtual_s=next((float(r["virtual_s"]) for r in reversed(metrics) if r.get("virtual_s") is not None), None),
+        wall_s=float(times.max()) if times.size else None,
     )
 
 
@@ -75,16 +53,14 @@ class BalanceLines(NamedTuple):
     Attributes:
       layers: names, in order.
       steps: [windows], trunk updates at the end of each window.
-      cv, entropy: [layer, window]; NaN where a layer has no figure.
-      dead, experts: of all layers, those without a sample in their layer's last window, and all.
+      entropy: [layer, window]; NaN where a layer has no figure.
+      dead: experts of all layers without a sample in their layer's last window.
     """
 
     layers: tuple[str, ...]
     steps: np.ndarray
-    cv: np.ndarray
     entropy: np.ndarray
     dead: int
-    experts: int
 
 
 def balance_lines(metrics: Metrics) -> BalanceLines:
@@ -95,36 +71,19 @@ def balance_lines(metrics: Metrics) -> BalanceLines:
             table.setdefault(str(record["layer"]), {})[record["step"]] = record
     layers = tuple(sorted(table, key=natural_order))
     steps = sorted({step for windows in table.values() for step in windows})
-    last = [windows[max(windows)] for windows in table.values()]
-
-    def figures(field: str) -> np.ndarray:
-        values = [[table[layer].get(step, {}).get(field) for step in steps] for layer in layers]
-        return np.array(values, dtype=np.float64).reshape(len(layers), len(steps))  # None becomes NaN
-
+    entropy = [[table[layer].get(step, {}).get("entropy") for step in steps] for layer in layers]
     return BalanceLines(
         layers=layers,
         steps=np.array(steps, dtype=np.float64),
-        cv=figures("cv"),
-        entropy=figures("entropy"),
-        dead=sum(record.get("dead") or 0 for record in last),
-        experts=sum(len(record.get("histogram") or ()) for record in last),
+        entropy=np.array(entropy, dtype=np.float64).reshape(len(layers), len(steps)),  # None becomes NaN
+        dead=sum(windows[max(windows)].get("dead") or 0 for windows in table.values()),
     )
-
-
-def known(summaries: Sequence[RunSummary], figure: str) -> np.ndarray:
-    """The values of one figure, of those runs that have it."""
-    return np.array([value for run in summaries if (value := getattr(run, figure)) is not None], dtype=np.float64)
 
 
 def mean(values: np.ndarray) -> float | None:
     """Mean of the values that are numbers; None if none is."""
     numbers = values[~np.isnan(values)]
     return float(numbers.mean()) if numbers.size else None
-
-
-def deviation(values: np.ndarray) -> float | None:
-    """Standard deviation of a sample (n - 1); None for fewer than two values."""
-    return float(values.std(ddof=1)) if values.size > 1 else None
 
 
 def perplexity_curve(metrics: Metrics) -> dict[float, tuple[float, float]]:
@@ -154,7 +113,3 @@ def _evaluations(metrics: Metrics, kind: str, split: str) -> list[Mapping[str, A
 def _last_perplexity(metrics: Metrics, split: str) -> float | None:
     evaluations = _evaluations(metrics, "final_eval", split) or _evaluations(metrics, "eval", split)
     return float(evaluations[-1]["perplexity"]) if evaluations else None
-
-
-def _last(metrics: Metrics, field: str) -> float | None:
-    return next((float(r[field]) for r in reversed(metrics) if isinstance(r.get(field), int | float)), None)

@@ -1,24 +1,19 @@
-"""Expert nodes on a simulated network, which outlive the crashes of their hosts.
+"""Expert nodes on a simulated network (`dmoe_net.simulate`), which outlive the crashes of their hosts.
 
 A trainer is `dmoe_jax.open_swarm(join, network=network, host=..., listen=None, seed=...)`: the code that runs is that
-of a real swarm, and only the network and the devices are simulated. Use it inside `dmoe_net.transport.sim.simulate`,
-under `dmoe_net.transport.sim.run`.
+of a real swarm, and only the network and the devices are simulated.
 """
 
 from collections.abc import Callable, Mapping
 
 import trio
 
+from dmoe_jax import NodeConfig
 from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.server import open_expert_node
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from dmoe_net.errors import DialFailed
-from dmoe_net.identity import Address
-from dmoe_net.rpc.base import Caller
-from dmoe_net.rpc.faults import FaultPlan
-from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net import Address, Caller, DialFailed, FaultPlan, SimNetwork
 
 _JOIN_AGAIN_S = 0.3
 
@@ -41,19 +36,13 @@ async def start_simulated_nodes(
 
     Args:
       network: where they live; none of these hosts may be down yet.
-      backends: the experts by uid. Warm, or what is compiled at the first call takes real time, but no virtual time.
-      num_nodes: at most one for each expert.
-      seed: of the nodes' identities and choices.
+      backends: the experts by uid, at least one for each node.
       device: the device of a host, asked for at each of its starts; None: work takes no virtual time.
       faults: what goes wrong with their calls; perhaps by host.
-      config: of all nodes.
       through: what a node serves through, made of its peer's caller.
 
     Returns:
       where to join, once all of them serve.
-
-    Raises:
-      ValueError: there are more nodes than experts, or no nodes.
     """
     if not 1 <= num_nodes <= len(backends):
         raise ValueError(f"num_nodes must be from 1 to the {len(backends)} experts, got {num_nodes}")

@@ -1,117 +1,124 @@
-"""A member's process, a helper of the measurement.
+"""A member's process, a helper of the measurement, of ours or of the baseline.
 
 It says where it listens, and answers each order with what its exchange took.
+
+The baseline are blocking sockets of the standard library that carry what an all-reduce carries, and add up nothing.
+Every member sends every other one as many bytes as its part of the vector has, twice: once for the values, once for the
+average. There is a connection for each direction between two members, with a thread at either end, so that nothing ever
+waits for anything but the network. It is received into a buffer that was made and touched before the clock started.
 """
 
 import hashlib
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from threading import Thread
 
 import numpy as np
-import numpy.typing as npt
 
+from dmoe_net import Address, AllReduceConfig, Contact
 from dmoe_net.averaging.grouping.group import Group, Member
 from dmoe_net.averaging.reduction.all_reduce import AllReduce
-from dmoe_net.averaging.reduction.partition import AllReduceConfig
-from dmoe_net.identity import Address, Contact
-from dmoe_net.keys import Identity
-from dmoe_net.rpc.peer import open_rpc_peer
-from dmoe_net.transport.tcp import TcpTransport
-from dmoe_net.transport.tls import TlsTransport
-from experiments.allreduce_speed.baseline import BlockingMember
+from experiments.blocking_sockets import Listener, dial, receive_into
 from experiments.processes import memory_bytes, orders, run_helper, say
+from experiments.transport_speed.server import open_peer
 
-Vector = npt.NDArray[np.float32]
 
-
-def vector_of(index: int, size: int, seed: int) -> Vector:
-    """Return what the member with this number averages: float32 [size], uniform in [0, 1)."""
+def vector_of(index: int, size: int, seed: int) -> np.ndarray:
+    """Vector that the member with this number averages: float32 [size], uniform in [0, 1)."""
     return np.random.default_rng((seed, index)).random(size, dtype=np.float32)
 
 
-def digest_of(vector: Vector) -> str:
-    """Return what tells two averages apart, in hexadecimal."""
+def digest_of(vector: np.ndarray) -> str:
+    """Something that tells two averages apart, in hexadecimal."""
     return hashlib.blake2b(vector.data, digest_size=16).hexdigest()
 
 
 async def take_part(
-    side: Literal["rpc", "blocking"],
-    *,
-    index: int,
-    peers: int,
-    size: int,
-    seed: int,
-    certificate: str | None,
-    chunk_bytes: int,
-    window_bytes: int,
+    side: str, *, index: int, peers: int, size: int, seed: int, expected: str, certificate: str | None
 ) -> None:
     """Take part in measurements until standard input closes.
 
     Args:
-      side: ours or the baseline.
+      side: "rpc", ours, or "blocking", the baseline.
       index: place among the members.
       peers: members.
       size: numbers in the vector.
-      seed: of all vectors.
+      seed: of all vectors. expected: digest of their mean.
       certificate: certificate and key of the baseline, PEM; None for a plain network, of either side.
-      chunk_bytes, window_bytes: as in `AllReduceConfig`.
     """
     if side == "rpc":
-        config = AllReduceConfig(chunk_bytes=chunk_bytes, window_bytes=window_bytes)
-        await _serve_rpc(config, (index, size, seed), is_encrypted=certificate is not None)
+        await _serve_rpc(partial(vector_of, index, size, seed), expected, is_encrypted=certificate is not None)
     else:
-        path = None if certificate is None else Path(certificate)
-        await _serve_blocking(BlockingMember(4 * size // peers, certificate=path))
+        await _serve_blocking(4 * size // peers, None if certificate is None else Path(certificate))
 
 
-async def _serve_rpc(config: AllReduceConfig, own_vector: tuple[int, int, int], *, is_encrypted: bool) -> None:
+async def _serve_rpc(make_vector: Callable[[], np.ndarray], expected: str, *, is_encrypted: bool) -> None:
     """Serve ours: a peer with an `AllReduce`, as in every process that averages.
 
     Raises:
-      ConnectionError: not everybody took part to the end.
+      ConnectionError: the average is not the mean of all vectors, to the last bit.
     """
-    identity = Identity.generate()
-    transport = TlsTransport(identity) if is_encrypted else TcpTransport()
-    async with open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address("127.0.0.1", 0)) as peer:
+    async with open_peer("tls" if is_encrypted else "plain", listen=Address("127.0.0.1", 0)) as peer:
         assert peer.address is not None
-        all_reduce = AllReduce(peer, prefix="speed", config=config)
+        all_reduce = AllReduce(peer, prefix="speed", config=AllReduceConfig())
         say(where=Contact(peer.peer_id, peer.address).full)
-        held = memory_bytes()
-        vector = vector_of(*own_vector)
+        held, vector = memory_bytes(), make_vector()
         async for order in orders():
-            group = _group_of(order)
+            members = tuple(
+                Member(peer_id=contact.peer_id, address=contact.address, wanted_slot=slot)
+                for slot, contact in enumerate(map(Contact.parse, order["members"]))
+            )
+            group = Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
             cpu_s, started = time.process_time(), time.perf_counter()
             result = await all_reduce.run(group, vector, size=vector.size)
             ended, cpu_s = time.perf_counter(), time.process_time() - cpu_s
-            if not result.complete:
-                raise ConnectionError("the average is not that of all members")
-            digest, memory = digest_of(result.average), memory_bytes()
+            if digest_of(result.average) != expected:
+                raise ConnectionError("the average is not the mean of all members' vectors")
             del result  # or its memory would count in the next exchange
+            memory = memory_bytes()
             grown_bytes = memory[1] - held[0] if memory and held else None
-            say(started=started, ended=ended, cpu_s=cpu_s, digest=digest, grown_bytes=grown_bytes)
+            say(started=started, ended=ended, cpu_s=cpu_s, grown_bytes=grown_bytes)
 
 
-def _group_of(order: dict[str, Any]) -> Group:
-    contacts = [Contact.parse(text) for text in order["members"]]
-    members = tuple(
-        Member(peer_id=contact.peer_id, address=contact.address, wanted_slot=slot)
-        for slot, contact in enumerate(contacts)
-    )
-    return Group(group_id=bytes.fromhex(order["group"]), members=members, side=len(members))
-
-
-async def _serve_blocking(member: BlockingMember) -> None:
-    say(where=str(member.address))
-    is_connected = False
+async def _serve_blocking(part_bytes: int, certificate: Path | None) -> None:
+    """Serve the baseline, encrypted if there is a certificate."""
+    listener = Listener(certificate)
+    say(where=str(listener.address))
+    work: list[Callable[[], object]] = []
     async for order in orders():
-        if not is_connected:
-            addresses = [Address.parse(text) for text in order["members"]]
-            member.connect([address for address in addresses if address != member.address])
-            is_connected = True
-        cpu_s = time.process_time()
-        started, ended = member.exchange()
-        say(started=started, ended=ended, cpu_s=time.process_time() - cpu_s)
+        others = [Address.parse(text) for text in order["members"] if text != str(listener.address)]
+        work = work or _connected(listener, others, part_bytes, certificate)
+        threads = [Thread(target=each) for each in work]
+        cpu_s, started = time.process_time(), time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        say(started=started, ended=time.perf_counter(), cpu_s=time.process_time() - cpu_s)
+
+
+def _connected(
+    listener: Listener, others: Sequence[Address], part_bytes: int, certificate: Path | None
+) -> list[Callable[[], object]]:
+    """Connect with all others, who do the same meanwhile; the threads' work, a direction each."""
+    work: list[Callable[[], object]] = []
+
+    def add(move: Callable[[memoryview], object]) -> None:
+        touched = memoryview(bytearray(b"\1") * part_bytes)
+        work.append(lambda: [move(touched) for _ in range(2)])  # there, and the average back
+
+    def accept() -> None:
+        for _ in others:
+            add(partial(receive_into, listener.accept()))
+
+    accepting = Thread(target=accept)
+    accepting.start()
+    for address in others:
+        add(dial(address, certificate=certificate).sendall)
+    accepting.join()
+    return work
 
 
 if __name__ == "__main__":

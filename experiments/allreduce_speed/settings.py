@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-from dmoe_net.averaging.reduction.partition import AllReduceConfig
 from experiments.bench import Settings
-
-_QUICK_ROUNDS = 3
-_DEFAULT = AllReduceConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,23 +17,9 @@ class SpeedSettings(Settings):
     """Length of the vector, MiB of float32."""
     rounds: int = 9
     """Rounds that count; one more comes before them to warm up."""
-    chunk_kib: int = _DEFAULT.chunk_bytes // 1024
-    """As in `AllReduceConfig`."""
-    window_kib: int = _DEFAULT.window_bytes // 1024
-    """As in `AllReduceConfig`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.peers <= 64:
             raise ValueError(f"--peers must be 2 to 64, got {self.peers}")
-        self.require_above(0, "mib", "rounds", "chunk_kib", "window_kib")
-
-    @property
-    def size(self) -> int:
-        """Numbers in the vector."""
-        return max(1, int(self.mib * 2**20) // 4)
-
-    @property
-    def chosen_rounds(self) -> int:
-        """The rounds that are meant."""
-        return _QUICK_ROUNDS if self.quick else self.rounds
+        self.require_above(0, "mib", "rounds")

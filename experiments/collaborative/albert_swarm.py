@@ -1,4 +1,4 @@
-"""Peers of unequal speeds and lines that train the small ALBERT together, while some fail and come back.
+"""Peers of unequal speeds and lines that train the small ALBERT together, and the baselines' time with the same ones.
 
 DeDLOC's setting (section 4.2-4.3): graphics cards whose speeds are spread 1 to 10; workstations with lines of 200 Mb/s
 and servers with 1 Gb/s. The model of the paper, ALBERT-large, has 18 million parameters and this one far fewer.
@@ -7,176 +7,83 @@ So lines are made thinner, and what may be under way on them smaller, such that 
 
 import math
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 
 import numpy as np
 import trio
 
-from dmoe_jax.collaboration import CollaborationConfig, GlobalStep
-from dmoe_net.averaging.reduction.partition import AllReduceConfig
-from dmoe_net.transport.sim import run, simulate
-from dmoe_net.transport.sim.links import Constant, HostOptions
+from dmoe_jax.collaboration import GlobalStep
+from dmoe_net import (
+    Address,
+    AllReduceConfig,
+    Constant,
+    HostOptions,
+    PeerId,
+    Role,
+    Speeds,
+    open_rpc_peer,
+    run,
+    simulate,
+)
+from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
+from dmoe_net.averaging.reduction.all_reduce import AllReduce
 from experiments.collaborative.albert_task import AlbertTask
-from experiments.collaborative.scenes import LATENCY_S, Played
-from experiments.collaborative.world import Life, PeerSpec, Problem, World, host_lines
+from experiments.collaborative.scenes import LATENCY_S, Played, fail, play
+from experiments.collaborative.world import Life, PeerSpec, Problem, World
 
 FASTEST_PER_S = 4.0
 """Samples a second of the fastest peer: with 512 samples a step, one machine of its kind takes two minutes for a step,
 about what a V100 would take for 4096 samples of ALBERT-large."""
 
-SPREAD = 10.0
-"""The fastest peer's speed over the slowest one's."""
+_SPREAD, _LARGEST_MICRO_BATCH = 10.0, 4
+"""The fastest peer's speed over the slowest one's, and the samples of a micro-batch, at most."""
 
-SERVER_BPS, WORKSTATION_BPS = 1e9, 2e8
+_SERVER_BPS, _WORKSTATION_BPS = 1e9, 2e8
 """Lines, bits a second in each direction, before they are made thinner."""
 
-LARGE_BYTES = 2 * 18e6
+_LARGE_BYTES = 2 * 18e6
 """Gradients of ALBERT-large's 18 million parameters (Lan et al. 2020, table 1) in 16 bits, as DeDLOC sends them."""
 
 _SERVER_EVERY = 3
 """Every third peer has a server's line: 8 of 24, as the paper's servers and workstations together."""
 
-_MICRO_BATCH_S, _LARGEST_MICRO_BATCH = 1.0, 4
-
-MEAN_LIFE_S = 1800.0
-"""Mean virtual seconds that a peer lives before it fails."""
-
-_DOWN_S = 60.0
-"""Virtual seconds that a failed peer stays away."""
-
-_LEAST_CHUNK_BYTES = 4096
-"""Smaller ones are more calls than bytes."""
+_MEAN_LIFE_S, _DOWN_S = 1800.0, 60.0
+"""Mean virtual seconds that a peer lives before it fails, and that it stays away."""
 
 _JOIN_LATE, _JOINING_STEPS = 4, 4
 """One peer of so many joins late, after one of so many first steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """The state of a training after a step."""
-
-    step: int
-    """Global steps so far."""
-    virtual_s: float
-    """When the first peer had made it."""
-    samples: float
-    """In all steps so far."""
-    loss: float
-    """On the held-out samples, nats."""
+def _thinner(num_params: int) -> float:
+    """Return the bytes of this model's gradients, in 32 bits, over those of the paper's."""
+    return 4 * num_params / _LARGE_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """A training's loss over its steps and over virtual time."""
-
-    points: tuple[Point, ...]
-
-    @property
-    def last(self) -> Point:
-        """After the last step that was measured."""
-        return self.points[-1]
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples in steps, over the virtual time that they took, from the first measured step to the last."""
-        first, last = self.points[0], self.points[-1]
-        return (last.samples - first.samples) / (last.virtual_s - first.virtual_s)
-
-    def seconds_to(self, loss: float) -> float:
-        """Virtual time at which the loss is first as low as this, on straight lines between points; NaN if never."""
-        before = None
-        for point in self.points:
-            if point.loss <= loss:
-                if before is None:
-                    return point.virtual_s
-                part = (before.loss - loss) / (before.loss - point.loss)
-                return before.virtual_s + part * (point.virtual_s - before.virtual_s)
-            before = point
-        return float("nan")
-
-    def loss_after(self, step: int) -> float:
-        """After the last measured step up to this one.
-
-        Raises:
-          ValueError: none was measured by then.
-        """
-        found = [point.loss for point in self.points if point.step <= step]
-        if not found:
-            raise ValueError(f"no loss was measured in the first {step} steps")
-        return found[-1]
-
-    def largest_gap(self, other: "Curve") -> float:
-        """The largest difference of the losses after equal numbers of steps.
-
-        Raises:
-          ValueError: there are no steps that both have.
-        """
-        ours, theirs = ({each.step: each.loss for each in curve.points} for curve in (self, other))
-        both = ours.keys() & theirs.keys()
-        if not both:
-            raise ValueError("two curves must have a step in common to be compared, got none")
-        return max(abs(ours[step] - theirs[step]) for step in both)
-
-
-@dataclass(slots=True, kw_only=True)
-class Together:
-    """Outcome of a collaboration: its curve, and the lives and failures of its peers."""
-
-    curve: Curve
-    problem: Problem
-    """Problem that was trained; it knows which samples were whose."""
-    lives: list[Life]
-    failed_at: list[float]
-    """Virtual times at which peers died."""
-
-    @property
-    def chains_apart(self) -> int:
-        """Steps after which peers had several sets of parameters."""
-        return Played(lives=self.lives).chains_apart
-
-    @property
-    def goodput(self) -> float:
-        """Share of the computed samples that are in a step."""
-        # Peers that are about to make the last step still hold what is in it.
-        peers = [life.peer for life in self.lives if life.peer is not None and life.ended is None]
-        at_hand = sum(peer.standing.gathered for peer in peers if peer.step >= self.curve.last.step)
-        return (self.curve.last.samples + at_hand) / sum(life.computed for life in self.lives)
-
-
-def thinner(num_params: int) -> float:
-    """Bytes of this model's gradients, in 32 bits, over those of the paper's."""
-    return 4 * num_params / LARGE_BYTES
-
-
-def all_reduce_config(num_params: int) -> AllReduceConfig:
-    """Return settings with as large a share of a vector under way as the paper's has by default, or a few chunks."""
-    default, scale = AllReduceConfig(), thinner(num_params)
-    return replace(
-        default,
-        chunk_bytes=max(_LEAST_CHUNK_BYTES, round(scale * default.chunk_bytes)),
-        window_bytes=max(_LEAST_CHUNK_BYTES, round(scale * default.window_bytes)),
+def _all_reduce_config(num_params: int) -> AllReduceConfig:
+    """Return settings with as large a share of a vector under way as the paper's has by default."""
+    default, scale = AllReduceConfig(), _thinner(num_params)
+    return AllReduceConfig(
+        chunk_bytes=round(scale * default.chunk_bytes), window_bytes=round(scale * default.window_bytes)
     )
 
 
+def _lines_of(specs: Sequence[PeerSpec]) -> Callable[[str], HostOptions]:
+    lines = {spec.name: spec.line for spec in specs}
+    return lambda name: lines.get(name, HostOptions())
+
+
 def machines(count: int, *, num_params: int) -> list[PeerSpec]:
-    """Peers whose speeds are spread evenly on a logarithmic scale, the fastest first; every third has a server's line.
+    """Return peers whose speeds are spread evenly on a logarithmic scale, the fastest first.
 
     Args:
       count: of peers; at least 2. num_params: of the model; lines are as much thinner as it is smaller.
-
-    Raises:
-      ValueError: there are fewer than two.
     """
-    if count < 2:
-        raise ValueError(f"machines of unequal speed are at least 2, got {count}")
     specs = []
-    for index, rate in enumerate(np.geomspace(FASTEST_PER_S, FASTEST_PER_S / SPREAD, count).tolist()):
-        bps = (WORKSTATION_BPS if index % _SERVER_EVERY else SERVER_BPS) * thinner(num_params)
+    for index, rate in enumerate(np.geomspace(FASTEST_PER_S, FASTEST_PER_S / _SPREAD, count).tolist()):
+        bps = (_WORKSTATION_BPS if index % _SERVER_EVERY else _SERVER_BPS) * _thinner(num_params)
         # Powers of two, so that the gradient is compiled for few sizes.
-        micro_batch = 2 ** int(np.log2(max(1.0, min(rate * _MICRO_BATCH_S, _LARGEST_MICRO_BATCH))))
+        micro_batch = 2 ** int(np.log2(max(1.0, min(rate, _LARGEST_MICRO_BATCH))))
         line = HostOptions(up_bps=bps, down_bps=bps)
         specs.append(PeerSpec(name=f"peer{index}", sample_s=1 / rate, micro_batch=micro_batch, line=line))
     return specs
@@ -187,69 +94,57 @@ def train_together(
     specs: Sequence[PeerSpec],
     *,
     steps: int,
-    mean_life_s: float = MEAN_LIFE_S,
+    mean_life_s: float = _MEAN_LIFE_S,
     keep: bool = False,
     seed: int = 0,
-) -> Together:
+) -> tuple[list[tuple[float, float]], Played, Problem]:
     """Train in virtual time. A quarter of the peers joins late, and peers die silently and come back as newcomers.
 
     Args:
       specs: see `machines`.
       steps: global steps.
-      mean_life_s: of a peer, virtual seconds; infinite for no failure.
+      mean_life_s: of a peer, virtual seconds.
       keep: whether lives have their parameters after each step.
       seed: of everything but the task.
+
+    Returns: for each step, the virtual time at which the first peer had made it, and the loss then; the scene; what was
+      trained, which knows which samples were whose.
     """
-    made: dict[tuple[int, bytes], _Made] = {}
+    made: dict[int, tuple[float, float]] = {}
 
     def on_step(life: Life, done: GlobalStep) -> None:
-        key = (done.number, life.chains[done.number])
-        if key not in made:
+        if done.number not in made:
             assert life.peer is not None
-            made[key] = _Made(trio.current_time(), done.samples, task.loss(life.peer.params))
+            made[done.number] = trio.current_time(), task.loss(life.peer.params)
 
-    async def main() -> Together:
-        hosts = host_lines(specs)
-        async with simulate(seed=seed, latency=Constant(LATENCY_S), hosts=hosts) as network:
-            config = CollaborationConfig(
-                target_batch_size=task.size.target, lead_s=2.0, all_reduce=all_reduce_config(task.num_params)
-            )
-            problem = task.problem(len(specs))
-            world = World(network, problem, config=config, seed=seed, keep=keep, last_step=steps, on_step=on_step)
-            await world.open()
-            failed_at: list[float] = []
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_join, world, specs)
-                nursery.start_soon(_fail, world, len(specs), mean_life_s, failed_at, random.Random(seed))
-                await world.wait_for_step(steps)
-                nursery.cancel_scope.cancel()
-            return Together(curve=_curve_of(made, world.lives), problem=problem, lives=world.lives, failed_at=failed_at)
+    async def body(world: World, played: Played) -> None:
+        async def failures() -> None:
+            every_s = mean_life_s / len(specs)
+            await fail(world, every_s=every_s, chance=random.Random(seed), down_s=_DOWN_S, only_silently=True)
 
-    return run(main, seed=seed)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_join, world, specs)
+            nursery.start_soon(failures)
+            await world.wait_for_step(steps)
+            nursery.cancel_scope.cancel()
 
-
-class _Made(NamedTuple):
-    """A step of a chain, when the first peer had made it."""
-
-    virtual_s: float
-    samples: float
-    loss: float
-
-
-def _curve_of(made: Mapping[tuple[int, bytes], _Made], lives: Sequence[Life]) -> Curve:
-    """After each step; where peers went apart, that of the chain which most of them were in."""
-    points: list[Point] = []
-    samples = 0.0
-    for number in sorted({number for number, _ in made}):
-        chains = Counter(life.chains[number] for life in lives if number in life.chains)
-        step = made[number, chains.most_common(1)[0][0]]
-        samples += step.samples
-        points.append(Point(step=number, virtual_s=step.virtual_s, samples=samples, loss=step.loss))
-    return Curve(points=tuple(points))
+    problem = task.problem(len(specs))
+    played = play(
+        body,
+        target=task.target,
+        seed=seed,
+        lines=_lines_of(specs),
+        problem=problem,
+        all_reduce=_all_reduce_config(task.num_params),
+        keep=keep,
+        last_step=steps,
+        on_step=on_step,
+    )
+    return [made[number] for number in sorted(made)], played, problem
 
 
 async def _join(world: World, specs: Sequence[PeerSpec]) -> None:
-    """Three of four begin; the others join in four groups, one after each of the first steps."""
+    """Start three of four; the others join in four groups, one after each of the first steps."""
     late = specs[_JOIN_LATE - 1 :: _JOIN_LATE]
     for spec in specs:
         if spec not in late:
@@ -260,25 +155,67 @@ async def _join(world: World, specs: Sequence[PeerSpec]) -> None:
         world.start(spec)
 
 
-async def _fail(
-    world: World, num_machines: int, mean_life_s: float, failed_at: list[float], chance: random.Random
-) -> None:
-    """Peers die, silently as if unplugged, at random times; each comes back as a newcomer that knows nothing.
+def baseline_step_s(specs: Sequence[PeerSpec], *, target: int, num_params: int) -> dict[str, float]:
+    """Return the seconds of a step of each baseline with these machines.
 
-    Nobody dies while half of the machines are down.
+        one_machine         target / the fastest one's speed
+        all_reduce          target / n * seconds a sample of the slowest       + an all-reduce with equal shares
+        parameter_server    target / speed of all together                     + the same, all of it reduced by one
+
+    This flatters the baselines: nobody dies or joins, no group has to be found, and with the parameter server, which
+    has the widest line, nobody waits for slower peers. The loss of all three is that of one machine: averaging
+    gradients of parts of a batch makes the same steps.
     """
+    seconds = [spec.sample_s for spec in specs]
+    server = max(range(len(specs)), key=lambda index: specs[index].line.down_bps)
+    return {
+        "one_machine": target * min(seconds),
+        "all_reduce": target / len(specs) * max(seconds) + averaging_s(specs, num_params),
+        "parameter_server": target / sum(1 / each for each in seconds) + averaging_s(specs, num_params, server=server),
+    }
 
-    async def come_back(name: str) -> None:
-        await trio.sleep(_DOWN_S)
-        world.revive(name)
 
-    async with trio.open_nursery() as nursery:
-        while True:
-            await trio.sleep(mean_life_s / num_machines * chance.uniform(0.5, 1.5))
-            names = [life.spec.name for life in world.living if life.peer is not None]
-            if 2 * len(names) <= num_machines:
-                continue  # what all have learnt must not be lost
-            name = chance.choice(names)
-            failed_at.append(trio.current_time())
-            world.kill(name, silent=True)
-            nursery.start_soon(come_back, name)
+def averaging_s(
+    specs: Sequence[PeerSpec], num_params: int, *, server: int | None = None, by_speed: bool = False
+) -> float:
+    """Return the virtual seconds that the library's all-reduce takes these machines.
+
+    Args:
+      num_params: of the gradient; the number of samples travels with it.
+      server: the only one that reduces; None: all do.
+      by_speed: whether machines reduce by the speeds of their lines; if not, all alike.
+
+    Raises:
+      RuntimeError: somebody did not get all of the average.
+    """
+    size = num_params + 1
+
+    async def main() -> float:
+        async with AsyncExitStack() as stack:
+            simulated = simulate(latency=Constant(LATENCY_S), hosts=_lines_of(specs))
+            network = await stack.enter_async_context(simulated)
+            reduces, members = [], []
+            for index, spec in enumerate(specs):
+                peer_id, role = PeerId(index.to_bytes(32, "big")), Role.NODE if server in (None, index) else Role.CLIENT
+                listen = Address(spec.name, 1) if role is Role.NODE else None
+                opening = open_rpc_peer(network.transport(spec.name, peer_id), peer_id=peer_id, listen=listen)
+                rpc = await stack.enter_async_context(opening)
+                reduces.append(AllReduce(rpc, prefix="averaging", config=_all_reduce_config(num_params)))
+                speeds = spec.speeds if by_speed else Speeds()
+                members.append(
+                    Member(peer_id=peer_id, address=rpc.address, role=role, wanted_slot=index, speeds=speeds)
+                )
+            group = Group(group_id=bytes(GROUP_ID_BYTES), members=tuple(members), side=len(members))
+
+            async def average(index: int) -> None:
+                result = await reduces[index].run(group, np.full(size, index, np.float32), size=size)
+                if not result.complete:
+                    raise RuntimeError(f"member {index} has not all of the average: {result.received:.3f}")
+
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for index in range(len(members)):
+                    nursery.start_soon(average, index)
+            return trio.current_time() - began
+
+    return run(main)

@@ -1,12 +1,12 @@
 """A small ALBERT on WikiText-2: its samples by peer, its compiled gradient, and its loss on text that nobody trains on.
 
 The vocabulary is cut to the most frequent words, so that the model is small beside its layers; all others are `<unk>`.
-One compiled gradient serves every peer of a simulation.
+The optimiser is that of ALBERT (Lan et al. 2020, section 4.1), DeDLOC and Moshpit SGD: LAMB (You et al. 2020, algorithm
+2) under a clipped gradient, with linear warm-up and linear decay.
 """
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,112 +16,45 @@ import optax
 from jaxtyping import Int
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.checks import check_positive
-from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.data.vocabulary import UNK, Vocabulary
-from dmoe_jax.optim.collaborative import collaborative
+from dmoe_jax.data import Corpus, load_corpus
+from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.optim import collaborative
 from experiments.collaborative.albert import AlbertConfig, albert_loss, init_albert
-from experiments.collaborative.albert_recipe import AlbertRecipe, albert_optimizer
-from experiments.collaborative.masked_text import MaskedBatch, MaskedText
+from experiments.collaborative.masked_text import NUM_SPECIAL, MaskedBatch, MaskedText
 from experiments.collaborative.world import Problem
 
-_ONE_MACHINE_BATCH = 32
-"""Samples of one compiled call of the machine that has the whole batch to itself."""
+_PEAK, _WARMUP_STEPS, _TOTAL_STEPS = 0.1, 2, 32
+"""Step size of LAMB after the warm-up, and global steps until then and until it would be 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSize:
-    """Sizes of the model, its text and its training."""
-
-    num_words: int = 1000
-    """Words of the vocabulary, the most frequent ones; the rest is `<unk>`."""
-    seq_len: int = 32
-    """Tokens of a sample."""
-    d_model: int = 32
-    """Width of the layer."""
-    num_layers: int = 2
-    """Number of times that the layer is applied."""
-    target: int = 512
-    """Samples of a global step."""
-    held_out: int = 256
-    """Samples of the validation text on which the loss is measured."""
-    learning_rate: float = 0.1
-    """Peak step size of LAMB."""
-    warmup_steps: int = 2
-    """Global steps until then."""
-    total_steps: int = 32
-    """Global steps after which the step size would be 0."""
-    sent: int = 2**20
-    """Numbers that peers average; those that the model has not are zeros. On lines that are made as much thinner as the
-    vector is shorter than the paper's, the messages by which many peers find each other would else outweigh it."""
-
-    def __post_init__(self) -> None:
-        check_positive(num_words=self.num_words, target=self.target, held_out=self.held_out)
+def decays(params: PyTree) -> PyTree:
+    """Return a tree of bool, True for the arrays that decay: not `bias`, nor `scale`, a LayerNorm's gain."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) not in ("bias", "scale"), params
+    )
 
 
-def frequent_words(corpus: Corpus, num_words: int) -> tuple[Vocabulary, Callable[..., Int[np.ndarray, " words"]]]:
-    """The vocabulary of the most frequent words, and a function from the corpus's ids to its own.
-
-    Raises:
-      ValueError: there are fewer words, or `<unk>` is not among them.
-    """
-    words = corpus.vocabulary.words
-    if not 1 <= num_words <= len(words) or UNK not in words[:num_words]:
-        raise ValueError(f"num_words must be at most {len(words)}, with {UNK} among them, got {num_words}")
-    unk = words.index(UNK)  # ids go by falling frequency
-
-    def cut(ids: Int[np.ndarray, " words"]) -> Int[np.ndarray, " words"]:
-        return np.where(ids < num_words, ids, unk).astype(np.int32)
-
-    return Vocabulary(words[:num_words]), cut
-
-
-class SampleNumbers:
-    """Numbers of the text's samples that each peer reads.
-
-    Machine k of n reads the numbers k, k + n, k + 2 n, ... A process that comes back goes on where the one before it on
-    the same machine had stopped. A micro-batch that was asked for once keeps its numbers, so that a run can be repeated
-    from what its peers wrote down.
-
-    Args:
-      num_machines: n. Peers are named "peerK.P": process P of machine K.
-    """
-
-    def __init__(self, num_machines: int) -> None:
-        check_positive(num_machines=num_machines)
-        self._num_machines = num_machines
-        self._read = [0] * num_machines
-        self._begins: dict[tuple[str, int], int] = {}
-
-    def of(self, peer: str, number: int, count: int) -> range:
-        """The numbers of micro-batch `number` of a peer, `count` of them.
-
-        Raises:
-          ValueError: the name is not one of those machines'.
-        """
-        index = peer.removeprefix("peer").partition(".")[0]
-        if not (index.isdecimal() and int(index) < self._num_machines):
-            raise ValueError(f"a peer is named peerK.P with K below {self._num_machines}, got {peer!r}")
-        machine = int(index)
-        if (peer, number) not in self._begins:
-            self._begins[peer, number] = self._read[machine]
-            self._read[machine] += count
-        begin, stride = self._begins[peer, number], self._num_machines
-        return range(machine + begin * stride, machine + (begin + count) * stride, stride)
+@functools.cache
+def albert_optimizer() -> optax.GradientTransformation:
+    """Return the optimiser, the same object for all: they share compiled code."""
+    warmup = optax.linear_schedule(0.0, _PEAK, _WARMUP_STEPS)
+    decay = optax.linear_schedule(_PEAK, 0.0, _TOTAL_STEPS - _WARMUP_STEPS)
+    schedule = optax.join_schedules([warmup, decay], [_WARMUP_STEPS])
+    lamb = optax.lamb(schedule, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.01, mask=decays)
+    return optax.chain(optax.clip_by_global_norm(1.0), lamb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AlbertTask:
-    """Model, text and optimiser of a training. Made by `albert_task`."""
+    """Model, text and batch of a training. Made by `albert_task`."""
 
-    size: TaskSize
     config: AlbertConfig
     text: MaskedText
     held_out: MaskedBatch
     params: PyTree
-    """To begin with: the model's, and zeros that stay so, see `TaskSize.sent`."""
-    optimizer: optax.GradientTransformation
-    """LAMB under a clipped gradient."""
+    """To begin with: {"model", "zeros"}, see `albert_task`."""
+    target: int
+    """Samples of a global step."""
 
     @property
     def num_params(self) -> int:
@@ -129,111 +62,104 @@ class AlbertTask:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def loss(self, params: PyTree) -> float:
-        """On the held-out samples: masked words plus sentence order, nats."""
-        return float(_loss(self.config)(params["model"], self.held_out))
+        """Return the loss on the held-out samples: masked words plus segment order, nats."""
+        return float(_loss(params["model"], self.config, self.held_out))
 
     def gradient(self, params: PyTree, numbers: Sequence[int]) -> PyTree:
-        """Mean gradient of the samples of these numbers, in one compiled call."""
-        grads = _gradient(self.config)(params["model"], self.text.batch(numbers))
+        """Return the mean gradient of the samples of these numbers; it is compiled for each number of samples."""
+        grads = _gradient(params["model"], self.config, self.text.batch(numbers))
         return {"model": grads, "zeros": self.params["zeros"]}
 
-    def batch_gradient(self, params: PyTree, numbers: Sequence[int]) -> PyTree:
-        """Mean gradient of many samples, in several calls of which the last ones are smaller."""
-        total = None
-        begin = 0
-        while begin < len(numbers):
-            # Powers of two: a batch of any size takes a few compiled ones.
-            size = min(_ONE_MACHINE_BATCH, 2 ** ((len(numbers) - begin).bit_length() - 1))
-            part = numbers[begin : begin + size]
-            begin += size
-            weight = len(part) / len(numbers)
-            grads = jax.tree.map(lambda leaf, weight=weight: weight * leaf, self.gradient(params, part))
-            total = grads if total is None else jax.tree.map(operator.add, total, grads)
-        return total
-
     def problem(self, num_machines: int) -> Problem:
-        """The same for a world of so many machines."""
-        numbers = SampleNumbers(num_machines)
+        """Return the same for a world of so many machines, whose names are "peer0", "peer1" and so on.
+
+        Machine k of n reads the samples k, k + n, k + 2 n, ... A process that comes back goes on where the one before
+        it on the same machine had stopped. A micro-batch keeps its numbers, so that a run can be repeated.
+        """
+        begins: dict[tuple[str, int], int] = {}
+        read = [0] * num_machines
+
+        def numbers_of(peer: str, number: int, count: int) -> range:
+            machine = int(peer.removeprefix("peer").partition(".")[0])
+            if (peer, number) not in begins:
+                begins[peer, number] = machine + read[machine] * num_machines
+                read[machine] += count
+            begin = begins[peer, number]
+            return range(begin, begin + count * num_machines, num_machines)
 
         def gradient(params: PyTree, peer: str, number: int, count: int) -> PyTree:
-            return self.gradient(params, numbers.of(peer, number, count))
+            return self.gradient(params, numbers_of(peer, number, count))
 
         def batch_gradient(params: PyTree, micro_batches: Sequence[tuple[str, int, int]]) -> PyTree:
-            return self.batch_gradient(params, [each for one in micro_batches for each in numbers.of(*one)])
+            return self.gradient(params, [each for one in micro_batches for each in numbers_of(*one)])
 
         return Problem(
             params=self.params,
             gradient=gradient,
             batch_gradient=batch_gradient,
-            together=collaborative(self.optimizer),
-            optimizer=self.optimizer,
+            together=collaborative(albert_optimizer()),
+            optimizer=albert_optimizer(),
         )
 
     def one_machine(self) -> Iterator[PyTree]:
-        """Parameters after each step of one machine that reads all samples in order, `size.target` a step; endless."""
-        params, state, step = self.params, self.optimizer.init(self.params), _step(self.optimizer)
-        batch = range(self.size.target)
+        """Yield the parameters after each step of one machine that reads all samples in order; endless."""
+        params, state = self.params, albert_optimizer().init(self.params)
+        batch = range(self.target)
         while True:
-            params, state = step(params, state, self.batch_gradient(params, batch))
+            params, state = _step(params, state, self.gradient(params, batch))
             yield params
-            batch = range(batch.stop, batch.stop + self.size.target)
+            batch = range(batch.stop, batch.stop + self.target)
 
 
-def albert_task(size: TaskSize = TaskSize(), *, seed: int = 0, corpus: Corpus | None = None) -> AlbertTask:
-    """The task.
+def albert_task(
+    *,
+    config: AlbertConfig = AlbertConfig(),  # noqa: B008 (frozen)
+    target: int = 512,
+    held_out: int = 256,
+    sent: int = 2**20,
+    seed: int = 0,
+    corpus: Corpus | None = None,
+) -> AlbertTask:
+    """Make the task.
 
     Args:
-      size: of everything. seed: of the parameters, and of the order and the masks of the training text; the held-out
-        samples are the same for all seeds.
+      config: the model.
+      target: samples of a global step.
+      held_out: samples of the validation text on which the loss is measured.
+      sent: numbers that peers average; those that the model has not are zeros. On lines that are made as much thinner
+        as the vector is shorter than the paper's, the messages by which many peers find each other would else outweigh
+        it.
+      seed: of the parameters, and of the order and the masks of the training text; the held-out samples are the same
+        for all seeds.
       corpus: None: WikiText-2, or the embedded text where that cannot be had.
 
     Raises:
-      ValueError: the text is too short, or has too few words. DataError: it cannot be had.
+      ValueError: the text is too short. DataError: it cannot be had.
     """
     corpus = load_corpus() if corpus is None else corpus
-    vocabulary, cut = frequent_words(corpus, size.num_words)
-    text = MaskedText(cut(corpus.train), vocabulary, seq_len=size.seq_len, seed=seed)
-    held_out = MaskedText(cut(corpus.valid), vocabulary, seq_len=size.seq_len, seed=0)
-    config = AlbertConfig(
-        vocab_size=text.vocab_size,
-        d_model=size.d_model,
-        d_ff=4 * size.d_model,
-        num_layers=size.num_layers,
-        max_len=size.seq_len,
-    )
-    recipe = AlbertRecipe(
-        learning_rate=size.learning_rate,
-        warmup_steps=size.warmup_steps,
-        total_steps=size.total_steps,
-        grad_clip=1.0,
-    )
+    words = corpus.vocabulary.words[: config.vocab_size - NUM_SPECIAL]
+
+    def samples(ids: Int[np.ndarray, " words"], seed: int) -> MaskedText:
+        frequent = np.where(ids < len(words), ids, words.index(UNK)).astype(np.int32)  # ids go by falling frequency
+        return MaskedText(frequent, vocab_size=config.vocab_size, seq_len=config.max_len, seed=seed)
+
     model = init_albert(jax.random.key(seed), config)
-    num_zeros = max(0, size.sent - sum(leaf.size for leaf in jax.tree.leaves(model)))
+    num_zeros = max(0, sent - sum(leaf.size for leaf in jax.tree.leaves(model)))
     return AlbertTask(
-        size=size,
         config=config,
-        text=text,
-        held_out=held_out.batch(range(min(size.held_out, held_out.num_chunks))),
+        text=samples(corpus.train, seed),
+        held_out=samples(corpus.valid, 0).batch(range(held_out)),
         params={"model": model, "zeros": jnp.zeros(num_zeros)},
-        optimizer=albert_optimizer(recipe),
+        target=target,
     )
 
 
-@functools.cache
-def _loss(config: AlbertConfig) -> Callable[[PyTree, MaskedBatch], jax.Array]:
-    return jax.jit(lambda params, batch: albert_loss(params, config, batch)[0])
+# Once for all peers and seeds of a process.
+_loss = jax.jit(albert_loss, static_argnums=1)
+_gradient = jax.jit(jax.grad(albert_loss), static_argnums=1)
 
 
-@functools.cache
-def _gradient(config: AlbertConfig) -> Callable[[PyTree, MaskedBatch], PyTree]:
-    """Once for all peers and seeds of a process; compiled once for each size of a micro-batch."""
-    return jax.jit(jax.grad(lambda params, batch: albert_loss(params, config, batch)[0]))
-
-
-@functools.cache
-def _step(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return jax.jit(step)
+@jax.jit
+def _step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    updates, state = albert_optimizer().update(grads, state, params)
+    return optax.apply_updates(params, updates), state

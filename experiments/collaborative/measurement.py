@@ -1,187 +1,218 @@
-"""Plays the scenes, and says what they came to."""
+"""Plays the scenes, trains the ALBERTs, and says what they came to."""
 
-import time
+import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable
-from dmoe_jax.runs.style import FAINT, GREY, dress
+from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
-from experiments.collaborative.albert_part import albert_figures, bars, draw_albert, measure_albert
-from experiments.collaborative.processes import RealPeer, real_swarm
-from experiments.collaborative.scenes import (
-    Played,
-    batch_figures,
-    churn_figures,
-    play_batches,
-    play_churn,
-    play_equal,
-)
+from experiments.collaborative.albert_swarm import averaging_s, baseline_step_s, machines, train_together
+from experiments.collaborative.albert_task import AlbertTask, albert_task
+from experiments.collaborative.real import play_real
+from experiments.collaborative.scenes import batch_figures, churn_figures, play_batches, play_churn, play_equal
 from experiments.collaborative.settings import CollaborativeSettings
-from experiments.collaborative.shares import share_figures
+from experiments.collaborative.world import compare_with_one_machine
+from experiments.intervals import t_interval
 from experiments.panels import series_style
 from experiments.results import Bar, Result
 
-BARS: Mapping[str, Sequence[Bar]] = {
-    "equal": (
-        Bar(name="equal_to_one_machine", bound=1e-5),
-        Bar(name="next_step_s", bound=10),
-    ),
-    "batches": (
-        Bar(name="batch_within_5_percent", bound=0.95, comparison=">="),
-        Bar(name="most_idle", bound=0.1),
-    ),
-    "shares": (Bar(name="shares_over_optimum", bound=1.05),),
-    "churn": (Bar(name="goodput", bound=0.9, comparison=">="), Bar(name="chains_apart", bound=0)),
-    "real": (Bar(name="equal_over_tls", bound=1e-5), Bar(name="real_next_step_s", bound=10)),
-}
-"""Bars of each part but `albert`."""
+_EQUAL_STEPS, _VIRTUAL_S, _FAILURE_EVERY_S = 20, 240.0, 15.0
+"""Global steps of `equal`; length of `batches` and `churn`, and mean time between two failures, virtual seconds."""
 
-_TARGETS = {"batches": 1024, "churn": 2048}
+_STEPS, _LARGE_SWARM, _STEPS_OF_LARGE = 16, 50, 10
+"""Global steps of ALBERT; fewer in swarms whose messages are too many for all of them."""
 
-_REAL_PEERS = (
-    *(RealPeer(name=f"trainer{n}", role="node", sample_s=each) for n, each in enumerate((0.01, 0.02, 0.04, 0.1))),
-    RealPeer(name="client", role="client", sample_s=0.03),
-    RealPeer(name="auxiliary", role="auxiliary"),
-)
-_REAL_TARGET = 1024
-_REAL_TIMEOUT_S = 300.0
+_MORE_STEPS = 2
+"""Steps of the swarms beyond those of the one machine: they may need one more to come to its loss."""
+
+_REPLAYED = 10
+"""Steps that are repeated by one process with the very same samples, at most; not the last step, of which not all
+members are known."""
+
+
+def bars_of(part: str, peers: Sequence[int]) -> Sequence[Bar]:
+    """Return the bars of a part; in `albert` a swarm of each size makes the steps of one machine, sooner than any
+    baseline. The loss falls by two and a half nats in 16 steps; 0.1 is what less than one of them changes.
+    """
+    faster = [f"albert_over_{name}_{n}" for n in peers for name in ("all_reduce", "parameter_server")]
+    bars = {
+        "equal": [Bar(name="equal_to_one_machine", bound=1e-5), Bar(name="next_step_s", bound=10)],
+        "batches": [
+            Bar(name="batch_within_5_percent", bound=0.95, comparison=">="),
+            Bar(name="most_idle", bound=0.1),
+        ],
+        "churn": [Bar(name="goodput", bound=0.9, comparison=">="), Bar(name="chains_apart", bound=0)],
+        "albert": [
+            Bar(name="albert_same_samples", bound=1e-4),
+            Bar(name="albert_same_loss", bound=0.1),
+            Bar(name="albert_chains_apart", bound=0),
+            *(Bar(name=name, bound=1.0, comparison=">=") for name in faster),
+        ],
+        "real": [Bar(name="equal_over_tls", bound=1e-5), Bar(name="real_next_step_s", bound=10)],
+    }
+    return bars[part]
 
 
 def measure(run: Run[CollaborativeSettings]) -> None:
-    """Play the scenes that are asked for, one after the other."""
+    """Measure the parts that are asked for, one after the other."""
     settings = run.settings
-    if "equal" in settings.parts:
-        run.say("equal: five machines, one joins, one is killed while it averages")
-        found, played = play_equal(steps=settings.steps, seed=settings.seed)
-        log_steps(run, "equal", played)
-        difference = float("nan") if found.unexplained or found.chains_apart else found.difference
-        run.log("figures", part="equal", equal_to_one_machine=difference, next_step_s=max(played.recovered_s))
-    if "batches" in settings.parts:
-        run.say(f"batches: eight machines for {settings.virtual_s:.0f} s of virtual time")
-        played = play_batches(virtual_s=settings.virtual_s, seed=settings.seed)
-        log_steps(run, "batches", played)
-        run.log("figures", part="batches", **batch_figures(played, _TARGETS["batches"]))
-    if "shares" in settings.parts:
-        run.log("figures", part="shares", **share_figures(seed=settings.seed))
-    if "churn" in settings.parts:
-        run.say(f"churn: a failure every {settings.failure_every_s:g} s among 16 machines")
-        played = play_churn(virtual_s=settings.virtual_s, failure_every_s=settings.failure_every_s, seed=settings.seed)
-        log_steps(run, "churn", played)
-        run.log("figures", part="churn", **churn_figures(played))
-    if "albert" in settings.parts:
-        measure_albert(run)
-    if "real" in settings.parts:
-        run.log("figures", part="real", **measure_real(run))
+    for part in settings.parts:
+        run.say(f"part {part}")
+        if part == "equal":
+            found, played = play_equal(steps=_EQUAL_STEPS, seed=settings.seed)
+            difference = math.nan if found.unexplained or found.chains_apart else found.difference
+            run.log("figures", part=part, equal_to_one_machine=difference, next_step_s=max(played.recovered_s))
+        elif part == "batches":
+            played = play_batches(virtual_s=_VIRTUAL_S, seed=settings.seed)
+            run.log("figures", part=part, **batch_figures(played))
+        elif part == "churn":
+            played = play_churn(virtual_s=_VIRTUAL_S, failure_every_s=_FAILURE_EVERY_S, seed=settings.seed)
+            within = batch_figures(played)["batch_within_5_percent"]
+            run.log("figures", part=part, **churn_figures(played), churn_within_5_percent=within)
+        elif part == "albert":
+            _measure_albert(run)
+        else:
+            folder = run.folder.path / "processes"
+            run.log("figures", part=part, **play_real(folder, minutes=settings.real_minutes, told=run.say))
 
 
-def log_steps(run: Run[CollaborativeSettings], part: str, played: Played) -> None:
-    """Every global step of a scene, and every failure."""
-    for number, at, samples in played.steps():
-        run.log("global_step", part=part, number=number, virtual_s=at, samples=samples)
-    for life in played.lives:
-        if life.ended is not None:
-            run.log("failure", part=part, peer=life.name, virtual_s=life.ended)
+def _measure_albert(run: Run[CollaborativeSettings]) -> None:
+    """Train the one machine and every swarm; log the loss after each step, and facts about each swarm."""
+    swarms = run.settings.albert_swarms
+    tasks = {seed: albert_task(seed=seed) for seed in sorted({seed for _, seed in swarms})}
+    for seed, task in tasks.items():
+        run.say(f"albert: one machine, seed {seed}")
+        losses = [task.loss(params) for params in islice(task.one_machine(), _STEPS)]
+        run.log("albert_alone", seed=seed, losses=losses)
+    for peers, seed in swarms:
+        run.say(f"albert: {peers} peers, seed {seed}")
+        _measure_swarm(run, tasks[seed], peers, seed, replays=(peers, seed) == swarms[0])
+    num_params = tasks[run.settings.seed].num_params
+    specs = machines(24, num_params=num_params)
+    gain = averaging_s(specs, num_params) / averaging_s(specs, num_params, by_speed=True)
+    run.log("figures", part="albert", albert_shares_gain=gain)
 
 
-def measure_real(run: Run[CollaborativeSettings]) -> dict[str, float]:
-    """Processes over TLS, with a kill -9 of each kind at a quarter, a half and three quarters of the time."""
-    took_s: list[float] = []
-    with real_swarm(run.folder.path / "processes", target=_REAL_TARGET) as swarm:
-        for peer in _REAL_PEERS:
-            swarm.start(peer)
-            run.say(f"started {peer.name}")
-        swarm.wait_for_step(2, timeout_s=_REAL_TIMEOUT_S, say=run.say)
-        began = time.monotonic()
-        for part, name in enumerate(("trainer1", "client", "auxiliary"), 1):
-            _let_pass(run, swarm, began + part / 4 * 60 * run.settings.real_minutes)
-            step = swarm.step()
-            swarm.kill(name)
-            took_s.append(swarm.wait_for_step(step + 1, timeout_s=_REAL_TIMEOUT_S, say=run.say))
-            run.say(f"killed {name} after step {step}; the next step came {took_s[-1]:.1f} s later")
-            run.log("failure", part="real", peer=name, real_s=time.monotonic() - began)
-            swarm.start(next(peer for peer in _REAL_PEERS if peer.name == name))
-        _let_pass(run, swarm, began + 60 * run.settings.real_minutes)
-        swarm.wait_for_step(swarm.step() + 2, timeout_s=_REAL_TIMEOUT_S, say=run.say)
-        found, assisted, living = swarm.compare(), swarm.assisted(), [x for x in swarm.lives() if x.ended is None]
-    for done in max((life.steps for life in living), key=len):
-        run.log("global_step", part="real", number=done.number, samples=done.samples, peers=done.peers)
+def _measure_swarm(run: Run[CollaborativeSettings], task: AlbertTask, peers: int, seed: int, *, replays: bool) -> None:
+    steps = _STEPS if peers < _LARGE_SWARM else _STEPS_OF_LARGE
+    specs = machines(peers, num_params=task.num_params)
+    points, played, problem = train_together(task, specs, steps=steps + _MORE_STEPS, keep=replays, seed=seed)
+    same_samples = 0.0
+    if replays:
+        found = compare_with_one_machine(problem, played.lives, min(_REPLAYED, len(points) - 1))
+        same_samples = math.nan if found.unexplained else found.difference
+    run.log(
+        "albert_swarm",
+        peers=peers,
+        seed=seed,
+        steps=steps,
+        seconds=[seconds for seconds, _ in points],
+        losses=[loss for _, loss in points],
+        step_s=baseline_step_s(specs, target=task.target, num_params=task.num_params),
+        failures=len(played.failures),
+        chains_apart=played.chains_apart,
+        same_samples=same_samples,
+    )
+
+
+def seconds_to(loss: float, seconds: Sequence[float], losses: Sequence[float]) -> float:
+    """Return the time at which the losses are first as low as this, on straight lines between them; NaN if never."""
+    return float(np.interp(-loss, -np.minimum.accumulate(losses), seconds, right=math.nan))
+
+
+def albert_figures(run: Run[CollaborativeSettings]) -> dict[str, float]:
+    """Return the figures that the records of `albert` amount to; empty if no swarm was measured.
+
+    Of n peers: `albert_speedup_n`, `albert_over_all_reduce_n`, `albert_over_parameter_server_n`: how many times as long
+    one machine, or the baseline, takes to the loss that one machine has after its steps. `albert_same_loss`: the
+    largest difference of the losses of swarm and one machine after equal steps, of the smallest swarm: the mean over
+    its seeds, with the ends of its 95 % interval.
+    """
+    swarms = run.records("albert_swarm")
+    if not swarms:
+        return {}
+    alone = {record["seed"]: record["losses"] for record in run.records("albert_alone")}
+    figures: dict[str, float] = {}
+    gaps: list[float] = []
+    for swarm in swarms:
+        own, others = swarm["losses"], alone[swarm["seed"]]
+        if swarm["seed"] == run.settings.seed:
+            figures |= _figures_of(swarm, others[: swarm["steps"]])
+        if swarm["peers"] == min(each["peers"] for each in swarms):
+            gaps.append(max(abs(loss - other) for loss, other in zip(own, others, strict=False)))
+    interval = t_interval(gaps)
+    figures["albert_same_loss"] = interval.mean
+    if interval.ends is not None:
+        figures["albert_same_loss_min"], figures["albert_same_loss_max"] = interval.ends
+    figures["albert_same_samples"] = max(swarm["same_samples"] for swarm in swarms)
+    figures["albert_chains_apart"] = sum(swarm["chains_apart"] for swarm in swarms)
+    return figures
+
+
+def _figures_of(swarm: Mapping[str, Any], losses: Sequence[float]) -> dict[str, float]:
+    """Return the figures of one swarm, from the losses of one machine after each of its steps."""
+    took_s = seconds_to(losses[-1], swarm["seconds"], swarm["losses"])
+    num_steps = seconds_to(losses[-1], range(1, len(losses) + 1), losses)
+    names = {"one_machine": "speedup", "all_reduce": "over_all_reduce", "parameter_server": "over_parameter_server"}
     return {
-        "equal_over_tls": float("nan") if found.unexplained or found.chains_apart else found.difference,
-        "real_next_step_s": max(took_s),
-        "real_steps": found.steps,
-        "real_steps_assisted": assisted,
+        f"albert_{name}_{swarm['peers']}": num_steps * swarm["step_s"][baseline] / took_s
+        for baseline, name in names.items()
     }
-
-
-def _let_pass(run: Run[CollaborativeSettings], swarm: Any, until: float) -> None:
-    while time.monotonic() < until:
-        time.sleep(min(15.0, max(0.0, until - time.monotonic())))
-        run.say(swarm.line())
 
 
 def summarise(run: Run[CollaborativeSettings]) -> Result | None:
     """Return the figures and bars of the parts that were measured; None if there are none."""
-    records = run.records("figures")
-    by_part = {record["part"]: {k: v for k, v in record.items() if k not in ("kind", "part")} for record in records}
-    if albert := albert_figures(run):
-        by_part["albert"] = albert
+    by_part: dict[str, dict[str, float]] = {"albert": albert_figures(run)} if run.records("albert_swarm") else {}
+    for record in run.records("figures"):
+        figures = {name: value for name, value in record.items() if name not in ("kind", "part")}
+        by_part[record["part"]] = by_part.get(record["part"], {}) | figures
     if not by_part:
         return None
-    of_part = {**BARS, "albert": bars(run.settings.albert_sizes)}
+    peers = [peers for peers, seed in run.settings.albert_swarms if seed == run.settings.seed]
     rows = [[part, name, value] for part, figures in by_part.items() for name, value in figures.items()]
     return Result(
         title="One large batch by machines that come and go",
         summary="Peers gather gradients until all together have the target; every peer makes the step of one machine.",
         figures={name: value for figures in by_part.values() for name, value in figures.items()},
-        bars=[bar for part in by_part for bar in of_part[part]],
+        bars=[bar for part in by_part for bar in bars_of(part, peers)],
         tables=[ReportTable(title="All figures", head=("part", "figure", "value"), rows=rows)],
     )
 
 
 def draw(run: Run[CollaborativeSettings], result: Result) -> Figure | None:
-    """Steps over time with failures, and how near to its target each batch was; below, the curves of ALBERT."""
+    """Draw ALBERT's loss over virtual time, of the swarms and the baselines."""
     del result
-    steps = {part: [r for r in run.records("global_step") if r["part"] == part] for part in _TARGETS}
-    steps = {part: records for part, records in steps.items() if records}
-    has_albert = bool(run.records("albert_swarm"))
-    rows = bool(steps) + has_albert
-    if not rows:
+    swarms = [swarm for swarm in run.records("albert_swarm") if swarm["seed"] == run.settings.seed]
+    if not swarms:
         return None
-    figure = Figure(figsize=(10, 3.4 * rows + 0.6 * has_albert), layout="constrained")
-    axes = figure.subplots(rows, 2, squeeze=False)
-    if steps:
-        _draw_steps(run, steps, *axes[0])
-    if has_albert:
-        draw_albert(run, *axes[-1])
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    dress(axes, "ALBERT's loss on held-out text, nats", "virtual seconds")
+    losses = next(each["losses"] for each in run.records("albert_alone") if each["seed"] == run.settings.seed)
+
+    def plot_steps(step_s: float, num_steps: int, **look: Any) -> None:
+        axes.plot([number * step_s for number in range(1, num_steps + 1)], losses[:num_steps], **look)
+
+    plot_steps(swarms[0]["step_s"]["one_machine"], len(losses), color=GREY, label="one machine")
+    for place, swarm in enumerate(swarms):
+        (colour, _), peers, step_s = series_style(place), swarm["peers"], swarm["step_s"]
+        axes.plot(swarm["seconds"], swarm["losses"], color=colour, label=f"{peers} peers, together")
+        for name, dash in (("all_reduce", "--"), ("parameter_server", ":")):
+            label = f"{peers} peers, {name.replace('_', ' ')}"
+            plot_steps(step_s[name], swarm["steps"], linestyle=dash, color=colour, label=label)
+    axes.set_xscale("log")
+    axes.legend(frameon=False, fontsize=7)
     return figure
-
-
-def _draw_steps(
-    run: Run[CollaborativeSettings], steps: Mapping[str, list[dict[str, Any]]], over_time: Axes, over_steps: Axes
-) -> None:
-    dress(over_time, "Global steps", "virtual seconds; crosses are failures")
-    dress(over_steps, "Samples of a step, over the target", "step")
-    over_steps.axhspan(0.95, 1.05, color=FAINT)
-    over_steps.axhline(1, color=GREY, linewidth=0.8)
-    for place, (part, records) in enumerate(steps.items()):
-        colour, _ = series_style(place)
-        at, numbers = [r["virtual_s"] for r in records], [r["number"] for r in records]
-        over_time.plot(at, numbers, color=colour, label=part)
-        over_steps.plot(numbers[1:], [r["samples"] / _TARGETS[part] for r in records[1:]], color=colour, label=part)
-        failures = [r["virtual_s"] for r in run.records("failure") if r["part"] == part]
-        reached = [sum(each <= failed for each in at) for failed in failures]
-        over_time.plot(failures, reached, "x", color=colour)
-    for axes in (over_time, over_steps):
-        axes.legend(frameon=False, fontsize=8)
 
 
 EXPERIMENT = Experiment[CollaborativeSettings](
     measure=measure,
     summarise=summarise,
     draw=draw,
-    figure_text="Global steps over virtual time with failures marked, and the samples of each step over the target",
+    figure_text="ALBERT's loss over virtual time, of swarms, one machine, all-reduce and a parameter server",
 )

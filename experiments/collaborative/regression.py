@@ -9,14 +9,14 @@ import numpy as np
 import optax
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.optim.collaborative import Shared, collaborative
+from dmoe_jax.optim import collaborative
 from experiments.collaborative.world import Problem
 
 _TARGET = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
 def loss(params: PyTree, x: Any, y: Any) -> Any:
-    """Mean squared error of tanh(x w) + b."""
+    """Return the mean squared error of tanh(x w) + b."""
     return jnp.mean(jnp.sum((jnp.tanh(x @ params["w"]) + params["b"] - y) ** 2, -1))
 
 
@@ -24,7 +24,7 @@ _gradient = jax.jit(jax.grad(loss))
 
 
 def samples_of(peer: str, number: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Micro-batch `number` of a peer: x [count, 3], y [count, 4]."""
+    """Draw micro-batch `number` of a peer: x [count, 3], y [count, 4]."""
     rng = np.random.default_rng([number, *peer.encode()])
     x = rng.normal(size=(count, 3)).astype(np.float32)
     return x, np.sin(2 * x @ _TARGET).astype(np.float32)
@@ -42,14 +42,13 @@ def batch_gradient(params: PyTree, micro_batches: Sequence[tuple[str, int, int]]
         return jax.grad(loss)(params, x, y)
 
 
-def regression(shared: Shared = "gradients") -> Problem:
-    """The problem, trained by Adam with a schedule, in which a wrong count of steps would show."""
+def regression() -> Problem:
+    """Return the problem, trained by Adam with a schedule, in which a wrong count of steps would show."""
     optimizer = optax.adam(optax.linear_schedule(0.05, 0.01, 20))
-    together = collaborative(optimizer, shared=shared)
     return Problem(
         params={"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.zeros(4)},
         gradient=gradient,
         batch_gradient=batch_gradient,
-        together=together,
+        together=collaborative(optimizer),
         optimizer=optimizer,
     )

@@ -9,14 +9,15 @@ import numpy as np
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_net.transport.sim import HostOptions, run, simulate
-from dmoe_net.transport.sim.links import Constant
+from dmoe_net import AllReduceConfig, Constant, HostOptions, run, simulate
 from experiments.collaborative.regression import regression
-from experiments.collaborative.settings import FRACTION
 from experiments.collaborative.world import Comparison, Life, PeerSpec, Problem, World, compare_with_one_machine
 
 LATENCY_S = 0.05
 """One way: a round trip of 100 ms."""
+
+FRACTION = 0.05
+"""Greatest permitted distance of a batch from the target, as a share of the target."""
 
 _DOWN_S = 30.0
 """Virtual seconds that a failed machine stays away."""
@@ -26,12 +27,12 @@ _DOWN_S = 30.0
 class Played:
     """A scene that is over."""
 
+    target: int
+    """Samples of a step."""
     lives: list[Life] = field(default_factory=list)
     ended_at: float = 0.0
     recovered_s: list[float] = field(default_factory=list)
-    """From each failure to the next global step, virtual seconds."""
-    sent_bytes: int = 0
-    """On all lines together."""
+    """From a failure to the next global step, virtual seconds, where the scene measures it."""
 
     def steps(self) -> Iterator[tuple[int, float, float]]:
         """(number, virtual time at which the first peer had made it, samples) of every global step."""
@@ -41,6 +42,11 @@ class Played:
                 first[done.number] = min(first.get(done.number, (at, done.samples)), (at, done.samples))
         for number in sorted(first):
             yield number, *first[number]
+
+    @property
+    def failures(self) -> list[float]:
+        """Virtual times at which machines died."""
+        return [life.ended for life in self.lives if life.ended is not None]
 
     @property
     def chains_apart(self) -> int:
@@ -54,46 +60,72 @@ def play(
     *,
     target: int,
     seed: int,
-    keep: bool = False,
-    last_step: int | None = None,
     latency_s: float = LATENCY_S,
-    lines: HostOptions = HostOptions(),  # noqa: B008 (frozen)
+    lines: HostOptions | Callable[[str], HostOptions] = HostOptions(),  # noqa: B008 (frozen)
     problem: Problem | None = None,
+    all_reduce: AllReduceConfig = AllReduceConfig(),  # noqa: B008 (frozen)
+    **of_world: Any,
 ) -> Played:
     """Play a scene.
 
     Args:
       body: what happens, while the machines train.
       target: samples of a step.
-      keep: whether parameters are kept after each step.
-      last_step: after which machines train no more; None: they go on until `body` returns.
       latency_s: one way, between every two hosts.
-      lines: of every host.
+      lines: of every host, or a function of its name.
       problem: what is trained; None: the regression.
+      all_reduce: chunks and windows of vectors.
+      of_world: arguments of `World`; by default it keeps no parameters.
     """
-    played = Played()
+    played = Played(target)
 
     async def main() -> None:
         async with simulate(seed=seed, latency=Constant(latency_s), hosts=lines) as network:
-            config = CollaborationConfig(target_batch_size=target, lead_s=2.0)
+            config = CollaborationConfig(target_batch_size=target, lead_s=2.0, all_reduce=all_reduce)
             trained = regression() if problem is None else problem
-            world = World(network, trained, config=config, seed=seed, keep=keep, last_step=last_step)
+            world = World(network, trained, config=config, seed=seed, **{"keep": False, **of_world})
             await world.open()
             await body(world, played)
             played.lives, played.ended_at = world.lives, trio.current_time()
-            played.sent_bytes = network.statistics().nbytes
 
     run(main, seed=seed)
     return played
 
 
-def unequal(count: int, *, slowest_s: float, spread: float = 10.0, clients: Sequence[int] = ()) -> list[PeerSpec]:
-    """Machines whose speeds are spread evenly on a logarithmic scale."""
-    seconds = np.geomspace(slowest_s / spread, slowest_s, count)
+def unequal(count: int, *, slowest_s: float, clients: Sequence[int] = ()) -> list[PeerSpec]:
+    """Return machines whose speeds are spread evenly on a logarithmic scale, over a factor of ten."""
+    seconds = np.geomspace(slowest_s / 10, slowest_s, count)
     return [
         PeerSpec(name=f"peer{index}", sample_s=float(each), client=index in clients)
         for index, each in enumerate(seconds)
     ]
+
+
+async def fail(
+    world: World, *, every_s: float, chance: random.Random, down_s: float = _DOWN_S, only_silently: bool = False
+) -> None:
+    """Let machines die at random times; each comes back as a newcomer that knows nothing. Nobody dies while half of
+    them are down.
+
+    Args:
+      every_s: mean time between two failures; infinite: none.
+      down_s: how long one is away.
+      only_silently: True if connections of the dead always hang, as if unplugged; if not, half of them break.
+    """
+
+    async def come_back(name: str) -> None:
+        await trio.sleep(down_s)
+        world.revive(name)
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            await trio.sleep(every_s * chance.uniform(0.5, 1.5))
+            names = [life.spec.name for life in world.living if life.peer is not None]
+            if 2 * len(names) <= len({life.spec.name for life in world.lives}):
+                continue  # what all have learnt must not be lost
+            name = chance.choice(names)
+            world.kill(name, silent=only_silently or chance.random() < 0.5)
+            nursery.start_soon(come_back, name)
 
 
 def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
@@ -111,7 +143,10 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
         while not victim.standing.is_averaging:  # noqa: ASYNC110 (virtual time)
             await trio.sleep(0.005)
         await trio.sleep(LATENCY_S / 2)
-        await _fail(world, played, specs[1].name)
+        step, killed_at = world.step, trio.current_time()
+        world.kill(specs[1].name)
+        await world.wait_for_step(step + 1)
+        played.recovered_s.append(trio.current_time() - killed_at)
         await world.wait_for_step(steps)
         await trio.sleep(2)
 
@@ -121,10 +156,9 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
 
 def play_batches(*, virtual_s: float, seed: int) -> Played:
     """Eight machines with a spread of speeds of 1 to 10; nothing happens."""
-    specs = unequal(8, slowest_s=0.5)
 
     async def body(world: World, played: Played) -> None:
-        for spec in specs:
+        for spec in unequal(8, slowest_s=0.5):
             world.start(spec)
         await trio.sleep(virtual_s)
 
@@ -139,60 +173,31 @@ def play_churn(*, virtual_s: float, failure_every_s: float, seed: int, **how: An
       failure_every_s: mean time between two failures; infinite: none.
       how: as of `play`: lines and what is trained, if others than those of this experiment.
     """
-    specs = unequal(16, slowest_s=0.5, clients=(7, 15))
-    chance = random.Random(seed)
 
     async def body(world: World, played: Played) -> None:
-        async def come_back(name: str) -> None:
-            await trio.sleep(_DOWN_S)
-            world.revive(name)
-
-        async def fail() -> None:
+        async def failures() -> None:
             await trio.sleep(30)
-            while True:
-                await trio.sleep(failure_every_s * chance.uniform(0.5, 1.5))
-                name = chance.choice([life.spec.name for life in world.living if life.peer is not None])
-                await _fail(world, played, name, silent=chance.random() < 0.5, nursery=nursery)
-                nursery.start_soon(come_back, name)
+            await fail(world, every_s=failure_every_s, chance=random.Random(seed))
 
-        for spec in specs:
+        for spec in unequal(16, slowest_s=0.5, clients=(7, 15)):
             world.start(spec)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(fail)
+            nursery.start_soon(failures)
             await trio.sleep(virtual_s)
             nursery.cancel_scope.cancel()
 
     return play(body, target=2048, seed=seed, **how)
 
 
-async def _fail(
-    world: World, played: Played, name: str, *, silent: bool = False, nursery: trio.Nursery | None = None
-) -> None:
-    """Kill a machine, and measure how long the next step takes."""
-
-    async def measure(step: int, killed_at: float) -> None:
-        await world.wait_for_step(step + 1)
-        played.recovered_s.append(trio.current_time() - killed_at)
-
-    step, at = world.step, trio.current_time()
-    world.kill(name, silent=silent)
-    if nursery is None:
-        await measure(step, at)
-    else:
-        nursery.start_soon(measure, step, at)
-
-
-def batch_figures(played: Played, target: int) -> dict[str, Any]:
+def batch_figures(played: Played) -> dict[str, Any]:
     """Return figures of the batches' distance from the target, and of the time that machines are idle."""
     # The first batch is gathered by peers that do not know of each other yet.
     samples = np.array([samples for number, _, samples in played.steps() if number > 1])
     idle = [life.idle_share(played.ended_at) for life in played.lives if life.peer is not None and life.ended is None]
     return {
         "steps": len(samples) + 1,
-        "batch_within_5_percent": float(np.mean(np.abs(samples / target - 1) <= FRACTION)),
-        "mean_batch_over_target": float(np.mean(samples) / target),
+        "batch_within_5_percent": float(np.mean(np.abs(samples / played.target - 1) <= FRACTION)),
         "most_idle": max(idle),
-        "mean_idle": float(np.mean(idle)),
     }
 
 
@@ -204,7 +209,7 @@ def churn_figures(played: Played) -> dict[str, Any]:
     times = np.diff([at for _, at, _ in played.steps()])
     return {
         "goodput": (used + at_hand) / computed,
-        "failures": sum(life.ended is not None for life in played.lives),
+        "failures": len(played.failures),
         "chains_apart": played.chains_apart,
         "median_step_s": float(np.median(times)),
         "longest_step_s": float(times.max()),

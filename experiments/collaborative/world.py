@@ -18,14 +18,9 @@ import trio
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, GlobalStep, open_collaboration
 from dmoe_jax.machine.device import InlineDevice
-from dmoe_jax.optim.collaborative import Collaborative
+from dmoe_jax.optim import Collaborative
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
-from dmoe_net.averaging.speeds import Speeds
-from dmoe_net.errors import NetError
-from dmoe_net.identity import Address
-from dmoe_net.transport.sim.events import HostDown, HostUp
-from dmoe_net.transport.sim.links import HostOptions
-from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net import Address, HostDown, HostOptions, HostUp, NetError, SimNetwork, Speeds
 
 ROOT = "root"
 """The host through which everybody joins; it trains nothing and never fails."""
@@ -65,11 +60,6 @@ class PeerSpec:
     """Its connection."""
 
     @property
-    def micro_batch_s(self) -> float:
-        """Seconds of a micro-batch."""
-        return self.sample_s * self.micro_batch
-
-    @property
     def speeds(self) -> Speeds:
         """Speeds that it reports of its line, bytes a second; None in a direction without limit."""
         up, down = (rate / 8 if rate < math.inf else None for rate in (self.line.up_bps, self.line.down_bps))
@@ -84,6 +74,7 @@ class Life:
     """Name of its peer: the machine's, and which of its processes this is."""
     spec: PeerSpec
     began: float
+    """Time of its first micro-batch."""
     peer: Collaboration | None = None
     steps: list[GlobalStep] = field(default_factory=list)
     stepped_at: list[float] = field(default_factory=list)
@@ -104,6 +95,13 @@ class Life:
         """Steps that it made itself."""
         return {each.number for each in self.steps}
 
+    def made(self, done: GlobalStep) -> None:
+        """Write down a global step."""
+        self.steps.append(done)
+        self.stepped_at.append(trio.current_time())
+        if self.peer is not None:
+            self.chains[done.number] = self.peer.standing.chain
+
     def gathered(self, number: int) -> int:
         """Samples that it gathered for step `number`."""
         return self.spec.micro_batch * len(self.batches.get(number, []))
@@ -118,7 +116,7 @@ class World:
     """Machines on a simulated network.
 
     Args:
-      network: whose hosts the machines are; see `host_lines`.
+      network: whose hosts the machines are.
       keep: whether parameters are kept after each step.
       on_step: called with the life of every peer that makes a step, and the step, once the life has its parameters.
     """
@@ -214,48 +212,57 @@ class World:
                         on_step=partial(self._on_step, life),
                     ) as peer,
                 ):
-                    await self._train(peer, life)
+                    await train(peer, life, self.problem, last_step=self._last_step, keep=self._keep)
                     return
             except NetError:
                 await trio.sleep(_AGAIN_S)
 
     def _on_step(self, life: Life, done: GlobalStep) -> None:
-        life.steps.append(done)
-        life.stepped_at.append(trio.current_time())
+        life.made(done)
         if life.peer is not None:
-            life.chains[done.number] = life.peer.standing.chain
             self._tell(life, done)
         self._stepped.set()
         self._stepped = trio.Event()
 
-    async def _train(self, peer: Collaboration, life: Life) -> None:
-        life.peer, life.began = peer, trio.current_time()
-        spec, number = life.spec, 0
-        while self._last_step is None or peer.step < self._last_step:
-            step = peer.step + 1
-            grads = self.problem.gradient(peer.params, life.name, number, spec.micro_batch)
-            await trio.sleep(spec.micro_batch_s)
-            life.computed += spec.micro_batch
-            life.batches.setdefault(step, []).append(number)
-            number += 1
-            changed = await peer.add(grads, samples=spec.micro_batch, took_s=spec.micro_batch_s)
-            if changed and self._keep:
-                life.params[peer.step] = jax.tree.map(np.asarray, peer.params)
-        await trio.sleep_forever()  # a donor still
 
+async def train(
+    peer: Collaboration,
+    life: Life,
+    problem: Problem,
+    *,
+    last_step: int | None = None,
+    keep: bool = True,
+    on_batch: Callable[[], None] | None = None,
+) -> None:
+    """Gather micro-batches, each of which takes the time that the machine needs for it.
 
-def host_lines(specs: Sequence[PeerSpec]) -> Callable[[str], HostOptions]:
-    """The connections of these machines, for `simulate(hosts=...)`."""
-    lines = {spec.name: spec.line for spec in specs}
-    return lambda name: lines.get(name, HostOptions())
+    Args:
+      life: what is written down; parameters if `keep` says so.
+      last_step: after which the peer trains no more and stays as a donor; None: it goes on.
+      on_batch: called after each micro-batch, before others can have it. The time is then a real one, and is measured.
+    """
+    life.peer, life.began = peer, trio.current_time()
+    spec, number = life.spec, 0
+    micro_batch_s = spec.sample_s * spec.micro_batch
+    while last_step is None or peer.step < last_step:
+        step = peer.step + 1
+        grads = problem.gradient(peer.params, life.name, number, spec.micro_batch)
+        await trio.sleep(micro_batch_s)
+        life.computed += spec.micro_batch
+        life.batches.setdefault(step, []).append(number)
+        number += 1
+        if on_batch is not None:
+            on_batch()
+        changed = await peer.add(grads, samples=spec.micro_batch, took_s=None if on_batch else micro_batch_s)
+        if changed and keep:
+            life.params[peer.step] = jax.tree.map(np.asarray, peer.params)
+    await trio.sleep_forever()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A swarm beside one machine with the same samples."""
 
-    steps: int
-    """Number of global steps."""
     difference: float
     """Largest difference of any peer's parameters after any step, relative to the largest parameter."""
     chains_apart: int
@@ -271,8 +278,6 @@ def compare_with_one_machine(
 
     With delayed updates the gradient of a step is that of the parameters two steps before it, and a peer has made one
     step less when its batch is complete.
-
-    A step holds what its members gathered for it. Of one that died in it that is told by the number of samples.
     """
     params, state = problem.params, problem.optimizer.init(problem.params)
     before, apart, largest, unexplained = params, 0, 0.0, []
@@ -290,11 +295,12 @@ def compare_with_one_machine(
                 expected = before if delayed else params
                 largest = max(largest, relative_difference(life.params[number], expected))
         apart += len({life.chains[number] for life in lives if number in life.chains}) > 1
-    return Comparison(steps=last_step, difference=largest, chains_apart=apart, unexplained=tuple(unexplained))
+    return Comparison(difference=largest, chains_apart=apart, unexplained=tuple(unexplained))
 
 
 def members_of(lives: Sequence[Life], number: int) -> list[Life] | None:
-    """Whose samples are in a step: of those who made it, and of as many that died in it as its sum tells."""
+    """Return the lives whose samples are in a step: of those who made it, and of as many that died in it as its sum
+    tells. None if nothing explains the sum."""
     sure = [life for life in lives if number in life.stepped]
     whole = {round(each.samples) for life in sure for each in life.steps if each.number == number}
     maybe = [life for life in lives if life not in sure and life.ended is not None and life.gathered(number)]
@@ -306,7 +312,7 @@ def members_of(lives: Sequence[Life], number: int) -> list[Life] | None:
 
 
 def relative_difference(one: PyTree, other: PyTree) -> float:
-    """The largest difference of two trees, relative to the largest number of the second."""
+    """Return the largest difference of two trees, relative to the largest number of the second."""
     pairs = list(zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
     scale = max(float(np.abs(right).max()) for _, right in pairs)
     return max(float(np.abs(np.asarray(left) - np.asarray(right)).max()) for left, right in pairs) / scale

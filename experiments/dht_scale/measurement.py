@@ -1,58 +1,50 @@
 """Studies that run, and the bars that their figures have to meet."""
 
-import functools
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
-from dmoe_net.transport.sim import run as in_virtual_time
+from dmoe_net import run as in_virtual_time
 from experiments.bench import Experiment, Run
 from experiments.dht_scale import studies
 from experiments.dht_scale.settings import DhtScaleSettings, Part
+from experiments.dht_scale.world import Kind, open_world
 from experiments.results import Bar, Result
 
-Study = Callable[..., Awaitable[studies.Figures]]
+Sizes = tuple[float, ...]
 
-# Name of a study's figures -> the study. Those of the quick run are small enough for ten minutes on one core.
-QUICK: dict[Part, dict[str, Study]] = {
-    "cold": {
-        "full_100": functools.partial(studies.cold, "full", 100, trials=40),
-        "light_1000": functools.partial(studies.cold, "light", 1000, trials=40),
-    },
-    "trainer": {"trainer_4096": functools.partial(studies.trainer, 300, 4096, 16, seconds=60)},
-    "announcing": {"announcing": functools.partial(studies.announcing, 300, seconds=60.0)},
-    "churn": {"churn": functools.partial(studies.churn, 100, 1024, minutes=6.0, session_s=600.0)},
-    "vanish": {"vanish": functools.partial(studies.vanish, 300, gets=200)},
-    "unreachable": {"unreachable": functools.partial(studies.unreachable, nodes=40, hidden=12, gets=200)},
-    "clocks": {"clocks": functools.partial(studies.clocks, 60)},
-    "partition": {"partition": functools.partial(studies.partition, 100, minutes=5.0)},
-    "bootstraps": {"bootstraps": functools.partial(studies.bootstraps, 60)},
-    "joins": {"joins": functools.partial(studies.joins, 500, selections=50)},
-    "memory": {"memory": functools.partial(studies.memory, 60)},
-}
-FULL: dict[Part, dict[str, Study]] = {
-    "cold": {
-        "full_100": functools.partial(studies.cold, "full", 100, trials=100),
-        "full_1000": functools.partial(studies.cold, "full", 1000, trials=100),
-        "light_1000": functools.partial(studies.cold, "light", 1000, trials=100),
-        "light_10000": functools.partial(studies.cold, "light", 10_000, trials=100),
-    },
-    "trainer": {
-        "trainer_4096": functools.partial(studies.trainer, 300, 4096, 16, seconds=300),
-        "trainer_100000": functools.partial(studies.trainer, 300, 100_000, 10, seconds=60),
-    },
-    "announcing": {"announcing": functools.partial(studies.announcing, 10_000, seconds=60.0)},
-    "churn": {
-        f"churn_{number}": functools.partial(studies.churn, 100, 1024, minutes=20.0, session_s=600.0)
-        for number in range(3)
-    },
-    "vanish": {"vanish": functools.partial(studies.vanish, 1000, gets=500)},
-    "unreachable": {"unreachable": functools.partial(studies.unreachable, nodes=40, hidden=12, gets=500)},
-    "clocks": {"clocks": functools.partial(studies.clocks, 150)},
-    "partition": {"partition": functools.partial(studies.partition, 300, minutes=10.0)},
-    "bootstraps": {"bootstraps": functools.partial(studies.bootstraps, 200)},
-    "joins": {"joins": functools.partial(studies.joins, 10_000, selections=1000)},
-    "memory": {"memory": functools.partial(studies.memory, 300)},
-}
+
+class Study(NamedTuple):
+    """A study under the name of its figures, and its sizes in a quick and in a full run; None: it is not in that."""
+
+    part: Part
+    name: str
+    kind: Kind
+    main: Callable[..., Awaitable[studies.Figures]]
+    quick: Sizes | None
+    full: Sizes | None
+    seed: int = 0  # beyond that of the settings
+
+
+# Those of the quick run are small enough for ten minutes on one core.
+STUDIES = (
+    Study("cold", "full_100", "full", studies.cold, (100, 40), (100, 100)),
+    Study("cold", "full_1000", "full", studies.cold, None, (1000, 100)),
+    Study("cold", "light_1000", "light", studies.cold, (1000, 40), (1000, 100)),
+    Study("cold", "light_10000", "light", studies.cold, None, (10_000, 100)),
+    Study("trainer", "trainer_4096", "light", studies.trainer, (300, 4096, 16, 60), (300, 4096, 16, 300)),
+    Study("trainer", "trainer_100000", "light", studies.trainer, None, (300, 100_000, 10, 60)),
+    Study("announcing", "announcing", "light", studies.announcing, (300,), (10_000,)),
+    Study("churn", "churn", "light", studies.churn, (100, 1024, 6.0), None),
+    *(Study("churn", f"churn_{n}", "light", studies.churn, None, (100, 1024, 20.0), seed=n) for n in range(3)),
+    Study("vanish", "vanish", "light", studies.vanish, (300, 200), (1000, 500)),
+    Study("unreachable", "unreachable", "light", studies.unreachable, (40, 12, 200), (40, 12, 500)),
+    Study("clocks", "clocks", "light", studies.clocks, (60,), (150,)),
+    Study("partition", "partition", "light", studies.partition, (100, 5.0), (300, 10.0)),
+    Study("bootstraps", "bootstraps", "light", studies.bootstraps, (60,), (200,)),
+    Study("joins", "joins", "light", studies.joins, (500, 50), (10_000, 1000)),
+    Study("memory", "memory", "full", studies.memory, (60,), (300,)),
+)
 
 BARS = (
     Bar(name="full_100_mean_s", bound=0.317),
@@ -80,16 +72,22 @@ BARS = (
 """Bars that the design promises to meet. A study that did not run has none."""
 
 
+async def figures_of(study: Study, sizes: Sizes, seed: int) -> studies.Figures:
+    """Run a study in a world of its own."""
+    async with open_world(study.kind, seed=seed) as world:
+        return {"network": study.kind, **await study.main(world, *sizes)}
+
+
 def measure(run: Run[DhtScaleSettings]) -> None:
     """Run each study in a virtual time of its own."""
-    settings = run.settings
-    for part in settings.parts:
-        for number, (name, study) in enumerate((QUICK if settings.quick else FULL)[part].items()):
-            run.say(name.replace("_", " "))
-            began = time.perf_counter()
-            seed = settings.seed + (number if part == "churn" else 0)
-            figures = in_virtual_time(functools.partial(study, seed=seed), seed=seed)
-            run.log("study", name=name, wall_s=time.perf_counter() - began, **figures)
+    for part in run.settings.parts:
+        for study in STUDIES:
+            sizes = study.quick if run.settings.quick else study.full
+            if study.part == part and sizes is not None:
+                run.say(study.name.replace("_", " "))
+                began, seed = time.perf_counter(), run.settings.seed + study.seed
+                figures = in_virtual_time(figures_of, study, sizes, seed, seed=seed)
+                run.log("study", name=study.name, wall_s=time.perf_counter() - began, **figures)
 
 
 def summarise(run: Run[DhtScaleSettings]) -> Result | None:
@@ -97,10 +95,10 @@ def summarise(run: Run[DhtScaleSettings]) -> Result | None:
     records = run.records("study")
     if not records:
         return None
-    figures: dict[str, object] = {}
+    figures: dict[str, Any] = {}
     for record in records:
         name = record["name"]
-        figures |= {f"{name}_{key}": value for key, value in record.items() if key not in ("kind", "name", "time")}
+        figures |= {f"{name}_{key}": value for key, value in record.items() if key not in ("kind", "name")}
     if churns := [record for record in records if record["name"].startswith("churn_")]:
         figures["churn_recall_worst"] = min(record["recall_worst"] for record in churns)
         figures["churn_dead_listed"] = max(record["dead_listed"] for record in churns)

@@ -1,7 +1,7 @@
 """Settings of this experiment's command line."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from experiments.bench import Settings
 
@@ -10,11 +10,6 @@ Part = Literal[
     "memory",
 ]  # fmt: skip
 
-PARTS: tuple[Part, ...] = (
-    "cold", "trainer", "announcing", "churn", "vanish", "unreachable", "clocks", "partition", "bootstraps", "joins",
-    "memory",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class DhtScaleSettings(Settings):
@@ -22,5 +17,5 @@ class DhtScaleSettings(Settings):
 
     quick: bool = False
     """Swarms of at most a thousand nodes, one seed; under ten minutes on one core."""
-    parts: tuple[Part, ...] = PARTS
+    parts: tuple[Part, ...] = get_args(Part)
     """Parts to measure."""

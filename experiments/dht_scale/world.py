@@ -1,6 +1,5 @@
 """A swarm of DHT nodes, each on a host of its own, on the full simulator or on the light network."""
 
-import itertools
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,23 +7,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import trio
 
 from dmoe_jax.directory.directory import Announcer
-from dmoe_jax.directory.grid import ExpertUid
-from dmoe_net.clock import SwarmClock
-from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.identity import Address, Contact
-from dmoe_net.keys import Identity
-from dmoe_net.rpc.base import Caller
-from dmoe_net.rpc.peer import open_rpc_peer
+from dmoe_jax.directory.grid import ExpertUid, all_uids
+from dmoe_net import Address, Caller, Contact, DhtNode, Identity, SwarmClock, open_dht_node, open_rpc_peer
 from dmoe_net.transport.sim import SimNetwork, simulate
 from dmoe_net.transport.sim.calls import PORT, CallingPeer, CallNetwork
 from dmoe_net.transport.sim.links import Exponential
 
 Kind = Literal["full", "light"]
 
-ROUND_TRIP_S = 0.1
+_ROUND_TRIP_S = 0.1
 """Mean round trip between two hosts; each way is exponentially distributed, as in the paper."""
 
 _AT_ONCE = 20  # nodes that join at the same time
@@ -32,16 +27,19 @@ _AT_ONCE = 20  # nodes that join at the same time
 
 @dataclass(eq=False)
 class World:
-    """The network and who is on it."""
+    """The network and who is on it. Made by `open_world`."""
 
-    kind: Kind
     network: SimNetwork | CallNetwork
     seed: int
+    stack: AsyncExitStack
+    """Holds what stays until the end."""
+    nursery: trio.Nursery
+    """Tasks that go on until the end."""
     rng: random.Random
     nodes: dict[str, DhtNode] = field(default_factory=dict)
     """Living nodes that listen, by host."""
-    callers: dict[str, Caller] = field(default_factory=dict)
-    """All callers that were opened, by host."""
+    callers: dict[str, CallingPeer] = field(default_factory=dict)
+    """All callers that were opened on the light network, by host."""
 
     @property
     def light(self) -> CallNetwork:
@@ -68,20 +66,18 @@ class World:
         async with AsyncExitStack() as stack:
             caller: Caller
             if isinstance(self.network, CallNetwork):
-                caller = self.network.caller(host, identity.peer_id, listens=listens)
+                caller = self.callers[host] = self.network.caller(host, identity.peer_id, listens=listens)
             else:
                 transport = self.network.transport(host, identity.peer_id)
                 here = Address(host, PORT) if listens else None
                 caller = await stack.enter_async_context(
                     open_rpc_peer(transport, peer_id=identity.peer_id, listen=here)
                 )
-            self.callers[host] = caller
-            clock = SwarmClock(start_s=1e9 + trio.current_time() + ahead_s)
             node = await stack.enter_async_context(
                 open_dht_node(
                     caller,
                     identity=identity,
-                    clock=clock,
+                    clock=SwarmClock(start_s=1e9 + trio.current_time() + ahead_s),
                     rng=random.Random(f"{self.seed}/{host}/draws"),
                     initial_peers=initial,
                     remembered=remembered,
@@ -94,40 +90,52 @@ class World:
             finally:
                 self.nodes.pop(host, None)
 
-    async def grow(self, count: int, stack: AsyncExitStack, *, ahead_s: Callable[[], float] = lambda: 0.0) -> None:
-        """Let nodes `node0`, `node1`, ... join, some at a time, until there are so many; they stay as long as the
-        stack is open."""
-        nursery = await stack.enter_async_context(trio.open_nursery())
-        stack.callback(nursery.cancel_scope.cancel)
+    async def stay(
+        self, host: str, *, initial: Sequence[Contact] | None = None, remembered: Sequence[Contact] = ()
+    ) -> DhtNode:
+        """Open a node as `opened` does, which leaves at the end of all."""
+        return await self.stack.enter_async_context(self.opened(host, initial=initial, remembered=remembered))
+
+    async def grow(self, count: int, *, ahead_s: Callable[[], float] = lambda: 0.0) -> list[str]:
+        """Let nodes `node0`, `node1`, ... join, some at a time, until there are so many; return their hosts."""
 
         async def live(host: str, task_status: trio.TaskStatus[None]) -> None:
             async with self.opened(host, ahead_s=ahead_s()):
                 task_status.started()
                 await trio.sleep_forever()
 
-        if not self.nodes and count:
-            await nursery.start(live, "node0")
-        for start in range(len(self.nodes), count, _AT_ONCE):
+        await self.nursery.start(live, "node0")
+        for start in range(1, count, _AT_ONCE):
             async with trio.open_nursery() as joining:
                 for index in range(start, min(count, start + _AT_ONCE)):
-                    joining.start_soon(nursery.start, live, f"node{index}")
+                    joining.start_soon(self.nursery.start, live, f"node{index}")
+        return list(self.nodes)
 
-    def announcers(self, life_s: float = 30.0) -> list[Announcer]:
-        """An announcer for each node, in the order of hosts' numbers."""
-        return [Announcer(node, contact_of(node), life_s=life_s) for node in self.nodes.values()]
+    async def announcers(self, uids: Sequence[Sequence[ExpertUid]], *, life_s: float = 30.0) -> list[Announcer]:
+        """An announcer for each node, in the order of hosts' numbers, that has announced its experts."""
+        announcers = [Announcer(node, contact_of(node), life_s=life_s) for node in self.nodes.values()]
+        await announce_all(announcers, uids)
+        return announcers
+
+    def traffic(self, host: str) -> np.ndarray:
+        """Calls that a host has placed on the light network; bytes that it sent and received, if they are counted."""
+        caller = self.callers[host]
+        return np.array([caller.num_placed, caller.sent_bytes, caller.received_bytes])
 
 
 @asynccontextmanager
-async def open_world(kind: Kind, *, seed: int, counts_bytes: bool = False) -> AsyncIterator[World]:
+async def open_world(kind: Kind, *, seed: int) -> AsyncIterator[World]:
     """An empty network."""
     async with AsyncExitStack() as stack:
-        latency = Exponential(ROUND_TRIP_S / 2)
+        latency = Exponential(_ROUND_TRIP_S / 2)
         network: SimNetwork | CallNetwork = (
-            CallNetwork(seed=seed, latency=latency, counts_bytes=counts_bytes)
+            CallNetwork(seed=seed, latency=latency)
             if kind == "light"
             else await stack.enter_async_context(simulate(seed=seed, latency=latency))
         )
-        yield World(kind, network, seed, random.Random(f"{seed}/world"))
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        stack.callback(nursery.cancel_scope.cancel)
+        yield World(network, seed, stack, nursery, random.Random(f"{seed}/world"))
 
 
 async def announce_all(announcers: Sequence[Announcer], uids: Sequence[Sequence[ExpertUid]]) -> None:
@@ -139,12 +147,12 @@ async def announce_all(announcers: Sequence[Announcer], uids: Sequence[Sequence[
                 nursery.start_soon(announcer.announce, own)
 
 
-async def keep_announced(announcer: Announcer, uids: Sequence[ExpertUid], *, period_s: float, offset_s: float) -> None:
-    """Announce experts every period, for ever."""
+async def keep_announced(announcer: Announcer, uids: Sequence[ExpertUid], offset_s: float) -> None:
+    """Announce experts every ten seconds, for ever."""
     await trio.sleep(offset_s)
     while True:
         await announcer.announce(uids)
-        await trio.sleep(period_s)
+        await trio.sleep(10.0)
 
 
 def contact_of(node: DhtNode) -> Contact:
@@ -153,26 +161,17 @@ def contact_of(node: DhtNode) -> Contact:
     return Contact(node.peer_id, node.address)
 
 
-def dealt(uids: Sequence[ExpertUid], count: int) -> list[list[ExpertUid]]:
-    """Cut experts into so many blocks of neighbours, as equal as can be."""
-    each, rest = divmod(len(uids), count)
-    cuts = [0]
-    for index in range(count):
-        cuts.append(cuts[-1] + each + (index < rest))
-    return [list(uids[start:stop]) for start, stop in itertools.pairwise(cuts)]
-
-
 def square(count: int) -> tuple[int, int]:
     """Sides of the smallest square grid with so many cells."""
     side = math.isqrt(count - 1) + 1
     return side, side
 
 
-def calls_and_bytes(world: World, hosts: Sequence[str]) -> tuple[int, int, int]:
-    """Calls that some hosts have placed, and bytes that they sent and received, on the light network."""
-    callers = [caller for host in hosts if isinstance(caller := world.callers[host], CallingPeer)]
-    return (
-        sum(caller.num_placed for caller in callers),
-        sum(caller.sent_bytes for caller in callers),
-        sum(caller.received_bytes for caller in callers),
-    )
+def dealt(uids: Sequence[ExpertUid], count: int) -> list[list[ExpertUid]]:
+    """Cut experts into so many blocks of neighbours, as equal as can be."""
+    return [[uids[index] for index in block] for block in np.array_split(np.arange(len(uids)), count)]
+
+
+def one_each(count: int) -> list[list[ExpertUid]]:
+    """The first experts of a square grid, one for each of so many nodes."""
+    return [[uid] for uid in all_uids("layer0", square(count))[:count]]

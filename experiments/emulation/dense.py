@@ -1,8 +1,7 @@
 """The dense classifier that Learning@home's mixtures are compared with on MNIST (section 4.2)."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,85 +9,57 @@ import numpy as np
 import optax
 from flax import linen as nn
 
+from dmoe_jax import Model, Outcome, expert_from_functions, product_key, score
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.data.mnist import NUM_CLASSES
-from dmoe_jax.emulator import Data
 from dmoe_jax.experts.feedforward import FeedforwardBlock
-from dmoe_jax.models.mlp import Batch
-from experiments.emulation.problems import DEFAULT, Remedy, image_batches, image_stream, with_remedy
+from dmoe_jax.models import mlp
+from experiments.emulation.problems import Problem, Remedy, mnist
+
+_NUM_CLASSES = 10
+_ROW = np.zeros((1, _NUM_CLASSES), np.float32)
+_NOTHING = expert_from_functions(lambda key: jnp.zeros(()), lambda zero, x: x + zero, _ROW, name="nothing")
+"""Expert that returns its input."""
+_ROUTER = product_key((1,))
 
 
-class DenseClassifier(nn.Module):
-    """Dense, feed-forward blocks, LayerNorm, Dense: every layer of `models.mlp` with one wide block for its mixture."""
+class DenseMLP(Model[mlp.Batch, tuple[()]]):
+    """Dense, feed-forward blocks, LayerNorm, Dense: every layer of `models.MLP` with one wide block for its mixture.
 
-    d_model: int
-    num_layers: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, classes], logits."""
-        hidden = nn.Dense(self.d_model)(x)
-        for _ in range(self.num_layers):
-            hidden = FeedforwardBlock(self.d_model, 4)(hidden)
-        return nn.Dense(NUM_CLASSES)(nn.LayerNorm()(hidden))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseProblem:
-    """The dense model, its batches, and how it is trained.
-
-    Attributes:
-      init: key -> parameters. loss: (params, batch, keys) -> a scalar, nats.
-      optimizer: of all parameters.
-      streams: (trainers, seed) -> the batches of each, without end.
-      evaluation: batches, always the same. measure: (params, batch) -> (loss, accuracy).
+    All of it is trunk, and nothing else is stale: a step takes as long as two calls of an expert that does nothing.
     """
 
-    init: Callable[..., PyTree]
-    loss: Callable[..., Any]
-    optimizer: optax.GradientTransformation
-    streams: Callable[[int, int], Sequence[Iterator[Any]]]
-    evaluation: Sequence[Batch]
-    measure: Callable[[PyTree, Batch], tuple[Any, Any]]
+    name = "dense MLP"
 
-    def data(self, num_trainers: int, *, steps: int, seed: int) -> Data:
-        """So many batches of each trainer."""
-        own = [[next(stream) for _ in range(steps)] for stream in self.streams(num_trainers, seed)]
-        stacked = [jax.tree.map(lambda *leaves: np.stack(leaves), *batches) for batches in own]
-        return Data(jax.tree.map(lambda *leaves: np.stack(leaves), *stacked))
+    def __init__(self, swarm: Any, d_model: int, **options: Any) -> None:
+        blocks = [FeedforwardBlock(d_model, 4) for _ in range(4)]
+        self.blocks = nn.Sequential([nn.Dense(d_model), *blocks, nn.LayerNorm(), nn.Dense(_NUM_CLASSES)])
+        self._mixture = swarm.mixture("wait0", _NOTHING, _ROUTER, k_best=1, **options)
 
-    def evaluate(self, params: PyTree) -> tuple[float, float]:
-        """(loss, accuracy), means over all test images."""
-        figures = [(*map(float, self.measure(params, batch)), len(batch.labels)) for batch in self.evaluation]
-        total = sum(count for *_, count in figures)
-        return sum(loss * n for loss, _, n in figures) / total, sum(right * n for _, right, n in figures) / total
+    def init(self, key: jax.Array) -> PyTree:
+        return {"blocks": self.blocks.init(key, jnp.zeros((1, 784))), "gate": _ROUTER.init(key, _NUM_CLASSES)}
+
+    async def forward(self, run: Any, params: Any, batch: mlp.Batch, state: tuple[()], keys: Any) -> Outcome:
+        logits = run(self.blocks.apply, params["blocks"], batch.x)
+        logits, _ = await self._mixture(run, run(_scores, params["gate"], logits), logits)
+        loss, accuracy = run(_loss_head, logits, batch.labels)
+        return Outcome(loss=loss, items=len(batch.labels), metrics={"accuracy": accuracy})
 
 
-def dense_mnist(
-    *,
-    d_model: int = 64,
-    num_layers: int = 4,
-    batch_size: int = 4,
-    learning_rate: float = 1e-3,
-    remedy: Remedy = DEFAULT,
-    num_evaluated: int = 10_000,
-) -> DenseProblem:
-    """The classifier with dense blocks, twice as wide as a mixture's experts: so each costs what four experts cost."""
-    model = DenseClassifier(d_model, num_layers)
+def _scores(gate: PyTree, logits: jax.Array) -> Any:
+    return score(_ROUTER, gate, logits)
 
-    def measure(params: PyTree, batch: Batch) -> tuple[Any, Any]:
-        logits = cast(jax.Array, model.apply({"params": params}, jnp.asarray(batch.x)))
-        labels = jnp.asarray(batch.labels)
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        return loss, jnp.mean(logits.argmax(-1) == labels)
 
-    return DenseProblem(
-        init=lambda key: model.init(key, jnp.zeros((1, 784)))["params"],
-        loss=lambda params, batch, keys: measure(params, batch)[0],
-        optimizer=with_remedy(learning_rate, learning_rate, remedy, amsgrad=True).trunk,
-        streams=lambda num_trainers, seed: [
-            image_stream(batch_size, seed=seed, trainer=trainer) for trainer in range(num_trainers)
-        ],
-        evaluation=image_batches(num_evaluated),
-        measure=jax.jit(measure),
+def _loss_head(logits: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def dense_mnist(*, d_model: int, remedy: Remedy, num_evaluated: int) -> Problem:
+    """The classifier with dense blocks, twice as wide as a mixture's experts: so each costs what four of them cost."""
+    problem = mnist(remedy=remedy, num_evaluated=num_evaluated)
+    return replace(
+        problem,
+        name="dense MNIST",
+        make_model=lambda swarm, **options: DenseMLP(swarm, d_model, **options),
+        optimizers=problem.optimizers._replace(expert=None),
     )

@@ -1,8 +1,10 @@
 """The same order of events in both, and the seconds that each takes."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,59 +12,80 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.data import DataError
+from dmoe_jax.data import DataError, load_corpus
 from dmoe_jax.emulator import Emulator
-from dmoe_jax.emulator.state import SwarmState
+from dmoe_jax.routing import product_key
+from dmoe_jax.trainer import unheard
+from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import Problem, keys_of, mnist, transformer_xl
 from experiments.emulation.settings import EmulationSettings
 from experiments.emulation.swarm import train_swarm
-from experiments.processes import HelperFailed, HelperProcess, open_helpers
+from experiments.emulation.trials import Trial, run_trial
+from experiments.processes import HelperFailed, open_helpers
 from experiments.results import Bar, Result
+from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_figures
+from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.settings import Place, TrainingSettings
+from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.training import make_engine
 
-BARS = (
-    Bar(name="emulator_max_difference", bound=1e-5),
-    Bar(name="float64_parameter_difference", bound=1e-10),
-    Bar(name="emulator_speedup", bound=15.0, comparison=">="),
-    Bar(name="emulator_over_one_jit", bound=0.7, comparison=">="),
-)
+DIFFERENCES = (Bar(name="emulator_max_difference", bound=1e-5), Bar(name="float64_parameter_difference", bound=1e-10))
+
+_RATE = "updates_per_s"
+MNIST_RATIO = Ratio("emulator_speedup", _RATE, "mnist", "mnist_swarm", ">=", 15.0)
+XL_RATIO = Ratio("emulator_over_one_jit", _RATE, "transformer_xl", "transformer_xl_one_jit", ">=", 0.7)
 
 _COMPARED_TRAINERS = 3
-_FAILURE_RATE = 0.1
+_TIMED = Trial(
+    label="timed", problem="mnist", sizes={"num_evaluated": 1}, num_trainers=64, num_updates=768, num_points=4
+)
+"""A round of the timings; the simulated swarm makes a quarter of the updates."""
 
 
 def measure(run: Run[EmulationSettings]) -> None:
-    """Log a record `difference` for each model, and records `speed` for each round.
+    """Log a record `difference` for each model and seed, and the rounds of the timings.
 
     Raises:
       HelperFailed: the process that is timed ended too early.
     """
-    settings = run.settings
+    settings, is_whole = run.settings, not run.settings.quick
     for dtype in ("float64", "float32"):
         with jax.enable_x64(dtype == "float64"):
             small = mnist(d_model=16, grid_size=(3, 3), num_layers=2, num_evaluated=1, dtype=dtype)
-            _compare(run, small, dtype=dtype)
-    if not settings.quick:
-        _compare(run, transformer_xl(d_model=16, d_ff=24, seq_len=16, num_updates=settings.updates, dropout=0.1))
-    rounds = 1 if settings.quick else settings.rounds
+            _compare(run, small, dtype)
+    if is_whole:
+        text = transformer_xl(d_model=16, d_ff=24, seq_len=16, num_updates=settings.updates, dropout=0.1)
+        _compare(run, text, "float32")
+    timed = replace(_TIMED, seed=settings.seed)
+    in_swarm = replace(timed, in_swarm=True, num_updates=timed.num_updates // 4)
     # One core each: XLA hands small operations from core to core, which takes longer than computing them.
     with open_helpers("experiments.emulation.worker", [{"number": 0, "jobs": os.cpu_count() or 1}]) as (helper,):
-        _time_mnist(run, helper, rounds)
-        if not settings.quick:
-            _time_transformer(run, helper, rounds)
+
+        def asked(name: str, **order: object) -> Measurement:
+            return lambda: {name: {_RATE: helper.ask(**order)[_RATE]}}
+
+        measurements = [
+            lambda: {"mnist_swarm": {_RATE: run_trial(in_swarm)[_RATE]}},  # in this process, on all cores
+            asked("mnist", trial=pickle.dumps(timed).hex()),
+        ]
+        if is_whole:
+            places = {"transformer_xl": "emulated", "transformer_xl_one_jit": "local"}
+            measurements += [asked(name, engine={"place": at, "seed": settings.seed}) for name, at in places.items()]
+        ratios = (MNIST_RATIO, XL_RATIO) if is_whole else (MNIST_RATIO,)
+        measure_rounds(run, measurements, ratios, rounds=settings.rounds if is_whole else 1)
 
 
-def _compare(run: Run[EmulationSettings], problem: Problem, *, dtype: str = "float32") -> None:
+def _compare(run: Run[EmulationSettings], problem: Problem, dtype: str) -> None:
     """One order for each seed, recorded in the swarm while calls fail, and what both make of it."""
     settings = run.settings
     emulator = problem.emulator(_COMPARED_TRAINERS, rows=True, same_kernels=True)
     for seed in range(settings.seed, settings.seed + (1 if settings.quick else settings.seeds)):
-        run.say(f"{problem.name}, {dtype}, seed {seed}: {settings.updates} updates of the swarm, recorded")
-        differences = _differences(problem, emulator, num_updates=settings.updates, seed=seed)
-        run.log("difference", problem=problem.name, dtype=dtype, seed=seed, **differences)
+        found = _differences(problem, emulator, num_updates=settings.updates, seed=seed)
+        run.log("difference", problem=problem.name, dtype=dtype, seed=seed, **found)
         run.say(
-            f"{problem.name}, {dtype}, seed {seed}: greatest difference {_greatest(differences):.1e}, "
-            f"{differences['last_bit']:.1e} to itself with another last bit"
+            f"{problem.name}, {dtype}, seed {seed}: after {settings.updates} updates {_greatest([found]):.1e} apart, "
+            f"{found['last_bit']:.1e} from itself with another last bit"
         )
 
 
@@ -70,43 +93,28 @@ def _differences(problem: Problem, emulator: Emulator, *, num_updates: int, seed
     """The greatest differences of emulator and swarm, and of the emulator to itself, rounded once more.
 
     Returns: {"losses", "trunk", "experts": of the emulator to the swarm; "last_bit": the greatest of all to an emulator
-      that begins with the next greater number for each parameter; "expert_staleness": the mean, in updates}.
+      that begins with the next greater number for each parameter}.
     """
     data = problem.data(_COMPARED_TRAINERS, steps=num_updates, seed=seed)
-    swarm = train_swarm(
-        problem, emulator, data, num_updates=num_updates, failure_rate=_FAILURE_RATE, seed=seed, record=True
-    )
+    swarm = train_swarm(problem, emulator, num_updates=num_updates, failure_rate=0.1, seed=seed, record=True)
     order = swarm.order
     assert order is not None
 
-    def emulated(moved: Callable[[SwarmState], SwarmState]) -> tuple[dict[str, Any], float]:
-        state = moved(emulator.init(*keys_of(seed), data, num_updates=num_updates))
-        state = emulator.run(state, order, data)
-        parts = {"losses": state.totals.losses, "trunk": state.params, "experts": state.expert_params}
-        return parts, float(state.expert_staleness)
+    def emulated(moved: Callable[[PyTree], PyTree]) -> dict[str, Any]:
+        state = emulator.init(*keys_of(seed), data, num_updates=num_updates)
+        experts = tuple(layer._replace(params=moved(layer.params)) for layer in state.experts)
+        state = emulator.run(state._replace(params=moved(state.params), experts=experts), order, data)
+        return {"losses": state.totals.losses, "trunk": state.params, "experts": state.expert_params}
 
-    ours, staleness = emulated(lambda state: state)
+    def next_greater(params: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: jnp.nextafter(leaf, jnp.full_like(leaf, jnp.inf)), params)
+
+    ours, moved = emulated(lambda params: params), emulated(next_greater)
     theirs = {"losses": swarm.losses, "trunk": swarm.params, "experts": swarm.experts}
-    moved, _ = emulated(_with_another_last_bit)
     return {
         **{name: _difference(ours[name], theirs[name]) for name in ours},
         "last_bit": max(_difference(ours[name], moved[name]) for name in ours),
-        "expert_staleness": staleness,
     }
-
-
-def _with_another_last_bit(state: SwarmState) -> SwarmState:
-    """The next greater number for each parameter of trunk and experts."""
-
-    def moved(params: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: jnp.nextafter(leaf, jnp.full_like(leaf, jnp.inf)), params)
-
-    experts = tuple(layer._replace(params=moved(layer.params)) for layer in state.experts)
-    return state._replace(params=moved(state.params), experts=experts)
-
-
-def _greatest(differences: Mapping[str, Any], parts: Sequence[str] = ("losses", "trunk", "experts")) -> float:
-    return float(max(differences[part] for part in parts))
 
 
 def _difference(ours: Any, theirs: Any) -> float:
@@ -114,38 +122,24 @@ def _difference(ours: Any, theirs: Any) -> float:
     return max(float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max()) for a, b in pairs)
 
 
-def _time_mnist(run: Run[EmulationSettings], helper: HelperProcess, rounds: int) -> None:
-    """Updates a second of the emulator and of the simulated swarm, in turns: one seed each."""
-    settings, problem = run.settings, mnist(num_evaluated=1)
-    emulator = problem.emulator(settings.trainers)
-    steps = 2 * settings.timed_updates // settings.trainers + 32
-    data = problem.data(settings.trainers, steps=steps, seed=settings.seed)
-    order = {"what": "mnist", "trainers": settings.trainers, "updates": 4 * settings.timed_updates}
-    for number in range(1, rounds + 1):
-        swarm = train_swarm(problem, emulator, data, num_updates=settings.timed_updates, seed=settings.seed + number)
-        rate = helper.ask(speed={**order, "seed": settings.seed})["rate"]
-        rates = {"swarm": swarm.timed / swarm.wall_s, "emulator": rate}
-        run.log("speed", problem=problem.name, round=number, ratio=rates["emulator"] / rates["swarm"], **rates)
-        run.say(
-            f"{problem.name}, round {number}/{rounds}: {rates['emulator']:.0f} updates/s in the emulator, "
-            f"{rates['swarm']:.1f} in the simulated swarm"
-        )
+def time_engine(*, place: Place, seed: int) -> dict[str, float]:
+    """Updates a second of the Transformer-XL of `experiments.transformer_xl`, which learns from one sequence at a time.
+
+    Args:
+      place: where it is trained. seed: of everything.
+    """
+    updates, preset = _TIMED.num_updates, PRESETS["dmoe", "tiny"]
+    router, settings = product_key(preset.config.grid_size), TrainingSettings(where=place, batch_size=1)
+    setup = Setup(preset=preset, corpus=load_corpus(), steps=updates, seed=seed, router=router, settings=settings)
+    engine = make_engine(setup)
+    train_without_waiting(engine.advance(updates // 4, unheard, unheard))  # compiles if no run before has
+    began = time.perf_counter()
+    train_without_waiting(engine.advance(updates - engine.step, unheard, unheard))
+    return {_RATE: (updates - updates // 4) / (time.perf_counter() - began)}
 
 
-def _time_transformer(run: Run[EmulationSettings], helper: HelperProcess, rounds: int) -> None:
-    """Updates a second of the emulator and of one jit without asynchrony, in turns, both on one core."""
-    settings = run.settings
-    order = {"trainers": 32, "updates": 4 * settings.timed_updates, "seed": settings.seed}
-    for number in range(1, rounds + 1):
-        rates = {
-            name: helper.ask(speed={**order, "what": what})["rate"]
-            for name, what in (("one_jit", "transformer-xl-one-jit"), ("emulator", "transformer-xl"))
-        }
-        run.log("speed", problem="Transformer-XL", round=number, ratio=rates["emulator"] / rates["one_jit"], **rates)
-        run.say(
-            f"Transformer-XL, round {number}/{rounds}: {rates['emulator']:.1f} updates/s in the emulator, "
-            f"{rates['one_jit']:.1f} in one jit"
-        )
+def _greatest(differences: Iterable[Mapping[str, Any]], parts: Sequence[str] = ("losses", "trunk", "experts")) -> float:
+    return max(float(each[part]) for each in differences for part in parts)
 
 
 def summarise(run: Run[EmulationSettings]) -> Result | None:
@@ -157,31 +151,22 @@ def summarise(run: Run[EmulationSettings]) -> Result | None:
     # An interrupted run has some of these.
     wide, narrow = ([each for each in differences if each["dtype"] == dtype] for dtype in ("float64", "float32"))
     if wide:  # losses are kept as float32 whatever the parameters are
-        figures["float64_parameter_difference"] = max(_greatest(each, ("trunk", "experts")) for each in wide)
+        figures["float64_parameter_difference"] = _greatest(wide, ("trunk", "experts"))
     if narrow:
-        figures["emulator_max_difference"] = max(map(_greatest, narrow))
-    for problem in ("MNIST", "Transformer-XL"):
-        compared = [each for each in narrow if each["problem"] == problem]
-        if compared:
-            figures[f"max_difference_{_key(problem)}"] = max(map(_greatest, compared))
-            figures[f"last_bit_difference_{_key(problem)}"] = max(each["last_bit"] for each in compared)
-    rates = run.records("speed")
-    for problem, name in (("MNIST", "emulator_speedup"), ("Transformer-XL", "emulator_over_one_jit")):
-        own = [each for each in rates if each["problem"] == problem]
-        if own:
-            figures[name] = median(each["ratio"] for each in own)
-            figures[f"updates_per_s_{_key(problem)}"] = median(each["emulator"] for each in own)
+        figures["emulator_max_difference"] = _greatest(narrow)
+    for name in dict.fromkeys(each["problem"] for each in narrow):
+        compared, key = [each for each in narrow if each["problem"] == name], name.lower().replace("-", "_")
+        figures[f"max_difference_{key}"] = _greatest(compared)
+        figures[f"last_bit_difference_{key}"] = _greatest(compared, ("last_bit",))
+    ratios = (MNIST_RATIO,) if run.settings.quick else (MNIST_RATIO, XL_RATIO)
+    figures |= round_figures(run.records(SLICE), ratios, (_RATE,)) or {}
     return Result(
         title="The emulator beside the swarm",
         summary=f"{run.settings.updates} updates on the swarm's own order of events, with failing calls; then updates "
         "a second of one seed, in turns.",
         figures=figures,
-        bars=BARS[:3] if run.settings.quick else BARS,
+        bars=[*DIFFERENCES, *(ratio.bar for ratio in ratios)],
     )
-
-
-def _key(problem: str) -> str:
-    return problem.lower().replace("-", "_")
 
 
 EXPERIMENT = Experiment(measure=measure, summarise=summarise, expected=(DataError, HelperFailed))

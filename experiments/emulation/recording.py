@@ -14,8 +14,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import trio
@@ -29,19 +29,12 @@ from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
 from dmoe_net.wire.tensors import Outgoing
 
+Part = Mapping[str, Any]
+"""A part of a request: the call of one expert."""
+
 _METHODS = {FORWARD_CALL: FORWARD, BACKWARD_CALL: BACKWARD}
 
 
-class _Noted(NamedTuple):
-    """One thing that happened."""
-
-    kind: int
-    trainer: int
-    uid: str = ""
-    request_id: bytes = b""
-
-
-@dataclass
 class OrderRecorder:
     """Notes what happens in a swarm that lives in one process.
 
@@ -50,13 +43,14 @@ class OrderRecorder:
       grid_size: of each.
     """
 
-    prefixes: Sequence[str]
-    grid_size: tuple[int, ...]
-    _noted: list[_Noted] = field(default_factory=list)
-    _step_of: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # (trainer, its step), of each request
-    _steps: Counter[int] = field(default_factory=Counter)  # steps that each trainer has begun
-    _too_late: list[str] = field(default_factory=list)
-    _answered: set[bytes] = field(default_factory=set)
+    def __init__(self, prefixes: Sequence[str], grid_size: tuple[int, ...]) -> None:
+        self._prefixes, self._grid_size = prefixes, grid_size
+        self._last = num_stages(len(prefixes)) - 1
+        self._noted: list[tuple[int, int, str, bytes]] = []  # kind of event, trainer, uid, request
+        self._step_of: dict[bytes, tuple[int, int]] = {}  # (trainer, its step), of each request
+        self._steps: Counter[int] = Counter()  # steps that each trainer has begun
+        self._too_late: list[str] = []
+        self._answered: set[bytes] = set()
 
     def caller(self, caller: Caller, *, trainer: int | None = None) -> Caller:
         """The caller through which a node, or the trainer of this number, is to call and to serve."""
@@ -66,28 +60,29 @@ class OrderRecorder:
         """The batches that this trainer is to read: as it takes one, it reads the trunk."""
         for batch in batches:
             self._steps[trainer] += 1
-            self._noted.append(_Noted(STAGE, trainer))
+            self._noted.append((STAGE, trainer, "", b""))
             yield batch
 
     def on_step(self, record: StepRecord) -> None:
         """Note that a trainer's gradients were applied."""
-        self._noted.append(_Noted(STAGE + num_stages(len(self.prefixes)) - 1, record.trainer))
+        self._noted.append((STAGE + self._last, record.trainer, "", b""))
 
-    def note_placed(self, trainer: int, request_id: bytes) -> None:
-        """Note that a trainer calls an expert."""
-        self._step_of[request_id] = trainer, self._steps[trainer]
+    def note_placed(self, trainer: int, parts: Sequence[Part]) -> None:
+        """Note that a trainer calls experts."""
+        self._step_of.update((part["id"], (trainer, self._steps[trainer])) for part in parts)
 
-    def note_computed(self, kind: int, uid: str, request_id: bytes) -> None:
-        """Note that an expert has computed a call."""
-        trainer, step = self._step_of[request_id]
-        if step == self._steps[trainer]:
-            self._noted.append(_Noted(kind, trainer, uid, request_id))
-        elif kind == BACKWARD:  # a forward call that nobody waits for any more changes nothing
-            self._too_late.append(f"expert {uid} learnt of trainer {trainer}'s step {step} after the end of that step")
+    def note_computed(self, kind: int, parts: Sequence[Part]) -> None:
+        """Note that experts have computed calls."""
+        for part in parts:
+            uid, (trainer, step) = part["uid"], self._step_of[part["id"]]
+            if step == self._steps[trainer]:
+                self._noted.append((kind, trainer, uid, part["id"]))
+            elif kind == BACKWARD:  # a forward call that nobody waits for any more changes nothing
+                self._too_late.append(f"expert {uid} learnt of trainer {trainer}'s step {step} after its end")
 
-    def note_answered(self, request_id: bytes) -> None:
-        """Note that a trainer has an answer."""
-        self._answered.add(request_id)
+    def note_answered(self, parts: Sequence[Part]) -> None:
+        """Note that a trainer has answers."""
+        self._answered.update(part["id"] for part in parts)
 
     def order(self, *, num_trainers: int, num_pairs: int) -> EventOrder:
         """All that was noted until now, up to the last update of the trunk.
@@ -101,27 +96,26 @@ class OrderRecorder:
         """
         if self._too_late:
             raise ValueError(f"{self._too_late[0]}; {len(self._too_late)} such calls: let trainers wait longer")
-        last = num_stages(len(self.prefixes)) - 1
-        updates = [place for place, what in enumerate(self._noted) if what.kind == STAGE + last]
+        updates = [place for place, (kind, *_) in enumerate(self._noted) if kind == STAGE + self._last]
         if not updates:
             raise ValueError("the recorder has seen no update of a trunk")
         rows: list[tuple[int, ...]] = []
         done: dict[int, int] = {}  # the last stage of each trainer
         for kind, trainer, name, request_id in self._noted[: updates[-1] + 1]:
-            layer = cell = 0
             if kind >= STAGE:
-                wanted = kind - STAGE
+                layer, wanted = 0, kind - STAGE
             else:
-                uid = parse_uid(name)
-                layer = self.prefixes.index(uid.prefix)
-                cell = layer * math.prod(self.grid_size) + int(np.ravel_multi_index(uid.coordinates, self.grid_size))
-                wanted = layer if kind == FORWARD else last - 1 - layer
+                layer = self._prefixes.index(parse_uid(name).prefix)
+                wanted = layer if kind == FORWARD else self._last - 1 - layer
             first = 0 if kind == STAGE else done.get(trainer, -1) + 1
             rows += [(STAGE + stage, trainer, 0, 0, -1, 1, 1) for stage in range(first, wanted + 1)]
             done[trainer] = max(wanted, done.get(trainer, -1)) if first else wanted
             if kind < STAGE:
+                own = int(np.ravel_multi_index(parse_uid(name).coordinates, self._grid_size))
+                cell = layer * math.prod(self._grid_size) + own
                 rows.append((kind, trainer, layer, 0, cell, request_id in self._answered, 1))
-        return order_of(np.array(rows), num_trainers=num_trainers, num_layers=len(self.prefixes), num_pairs=num_pairs)
+        num_layers = len(self._prefixes)
+        return order_of(np.array(rows), num_trainers=num_trainers, num_layers=num_layers, num_pairs=num_pairs)
 
 
 class _RecordedCaller:
@@ -141,27 +135,24 @@ class _RecordedCaller:
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """As `Caller.add_handler`."""
         kind = _METHODS.get(method)
+        if kind is None:
+            self._caller.add_handler(method, handler, max_concurrent=max_concurrent)
+            return
 
         async def recorded(request: Request) -> Reply:
-            if kind is None:
-                return await handler(request)
             parts = request.body["parts"]
-
-            def note(answer: Reply) -> None:
-                for part in _computed(parts, answer):
-                    self._recorder.note_computed(kind, part["uid"], part["id"])
 
             def send_partial(answer: Reply) -> bool:
                 is_sent = request.send_partial is not None and request.send_partial(answer)
                 if is_sent:
-                    note(answer)
+                    self._recorder.note_computed(kind, _computed(parts, answer))
                 return is_sent
 
             async with AsyncExitStack() as stack:
                 for uid in sorted({part["uid"] for part in parts}):  # in one order, so that no two wait for each other
                     await stack.enter_async_context(self._turns.setdefault(uid, trio.Lock()))
                 reply = await handler(replace(request, send_partial=send_partial))
-                note(reply)
+                self._recorder.note_computed(kind, _computed(parts, reply))
             return reply
 
         self._caller.add_handler(method, recorded, max_concurrent=max_concurrent)
@@ -180,25 +171,19 @@ class _RecordedCaller:
         if method not in _METHODS or self._trainer is None:
             return await self._caller.call(target, method, body, tensors, on_partial=on_partial, **options)
         parts = body["parts"]
-        for part in parts:
-            self._recorder.note_placed(self._trainer, part["id"])
-
-        def note(answer: Reply) -> None:
-            for part in _computed(parts, answer):
-                self._recorder.note_answered(part["id"])
+        self._recorder.note_placed(self._trainer, parts)
 
         def take(answer: Reply) -> None:
-            note(answer)
+            self._recorder.note_answered(_computed(parts, answer))
             if on_partial is not None:
                 on_partial(answer)
 
-        reply = await self._caller.call(
-            target, method, body, tensors, on_partial=None if on_partial is None else take, **options
-        )
-        note(reply)
+        heard = None if on_partial is None else take
+        reply = await self._caller.call(target, method, body, tensors, on_partial=heard, **options)
+        self._recorder.note_answered(_computed(parts, reply))
         return reply
 
 
-def _computed(parts: Sequence[Mapping[str, Any]], answer: Reply) -> list[Mapping[str, Any]]:
+def _computed(parts: Sequence[Part], answer: Reply) -> list[Part]:
     """The parts of a request that this answer says were computed."""
     return [parts[said["part"]] for said in answer.body["answers"] if "error" not in said]

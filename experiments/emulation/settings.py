@@ -1,8 +1,8 @@
-"""Settings of this experiment's command line."""
+"""Settings of this experiment's command line, and of those whose trainings are emulated."""
 
 from dataclasses import dataclass
 
-from experiments.bench import Settings
+from experiments.bench import ResumableSettings, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,20 +10,28 @@ class EmulationSettings(Settings):
     """Compare the emulator with the swarm that it emulates: are they equal, and how much faster is it?"""
 
     quick: bool = False
-    """The comparison of the MNIST model alone, and shorter timings."""
+    """The comparison of the MNIST model alone, with one seed, and one round of its timing."""
     updates: int = 50
     """Updates of the comparison on one event order."""
     seeds: int = 5
-    """Orders that are compared, each of other parameters, batches, delays and failures; --quick compares one."""
-    trainers: int = 64
-    """In the timings of the MNIST model, as in the paper; the comparison has three."""
-    timed_updates: int = 192
-    """Updates of the simulated swarm in each round of the timings; the emulator makes four times as many."""
+    """Orders that are compared, each of other parameters, batches, delays and failures."""
     rounds: int = 3
     """Rounds of the timings; the median of their ratios counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(1, "updates", "seeds", "rounds")
-        self.require_at_least(2, "trainers")
-        self.require_at_least(20, "timed_updates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings(ResumableSettings, Settings):
+    """The flags of an experiment whose trainings are `trials.Trial`s."""
+
+    seeds: int = 5
+    """Each setting is trained with so many, from --seed on."""
+    jobs: int = 2
+    """Trainings at a time, each in a process on its share of the cores."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "seeds", "jobs")

@@ -1,31 +1,27 @@
-"""The real protocol on a simulated network, in the setting of an emulator: what the emulator is compared with.
-
-Every expert call is computed an exponential delay after it was placed, or never.
-"""
+"""The code of a real swarm on a simulated network: the model, beginning and batches that an emulator would have."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import trio
-from jaxtyping import PRNGKeyArray
 
+from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig, Trainer
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.directory.directory import DirectoryConfig
-from dmoe_jax.directory.grid import ExpertUid, all_uids
-from dmoe_jax.emulator import Data, Emulator, EventOrder
+from dmoe_jax.directory.grid import all_uids
+from dmoe_jax.emulator import Emulator, EventOrder
 from dmoe_jax.experts.base import init_by_uid
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.swarm.opening import swarm_of
-from dmoe_jax.trainer import StepRecord, Trainer
+from dmoe_jax.trainer import StepRecord
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.rpc.faults import Fault, FaultPlan
 from dmoe_net.transport.sim import run, simulate
@@ -34,7 +30,6 @@ from experiments.emulation.problems import Problem, keys_of
 from experiments.emulation.recording import OrderRecorder
 from experiments.simulated_swarm import start_simulated_nodes
 
-_NODES = 4
 _TIMEOUT_DELAYS = 30.0
 """A call is given up after so many mean delays: one in 10^13 is lost that does not fail."""
 
@@ -44,6 +39,79 @@ _NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0, max_
 _DIRECTORY_CONFIG = DirectoryConfig(ttl_s=300.0, idle_s=3600.0, backoff_base_s=0.0)
 
 
+class Scenery(NamedTuple):
+    """Network, nodes and calls of a simulated swarm.
+
+    Attributes:
+      delay_s: of every message, virtual seconds.
+      nodes: arguments of `start_simulated_nodes`.
+      directory: of each trainer.
+      mixtures: settings of the model's mixtures.
+      recorder: stands between all of them and the network.
+    """
+
+    delay_s: float
+    nodes: Mapping[str, Any]
+    directory: DirectoryConfig = DirectoryConfig()
+    mixtures: Mapping[str, Any] = {}
+    recorder: OrderRecorder | None = None
+
+
+async def train_in_scenery(
+    problem: Problem,
+    emulator: Emulator,
+    scenery: Scenery,
+    *,
+    num_updates: int,
+    seed: int,
+    note: Callable[[StepRecord, Sequence[CallStatistics]], None],
+) -> tuple[SharedTrunk, Mapping[str, ExpertBackend]]:
+    """Train a swarm under `dmoe_net.transport.sim.run`; each trainer is a host of its own but for the trunk.
+
+    Args:
+      problem: the model and its batches. emulator: its optimisers and number of trainers.
+      num_updates: of the trunk.
+      seed: of parameters, dropout and choices.
+      note: hears of each update; and of what every trainer has counted, in the order in which they came.
+
+    Returns: the trunk, and the experts by uid.
+    """
+    trunk_key, expert_key = keys_of(seed)
+    recorder, streams = scenery.recorder, problem.streams(emulator.num_trainers, seed)
+    trunk = SharedTrunk(emulator.stages.model.init(trunk_key), emulator.optimizer, InlineDevice())
+    backends = {}
+    for layer in emulator.stages.layers:
+        for uid in all_uids(layer.prefix, layer.router.grid_size):
+            params = init_by_uid(expert_key, emulator.expert, uid.prefix, uid.coordinates)
+            backends[str(uid)] = ExpertBackend(emulator.expert, emulator.expert_optimizer, params)
+    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if recorder is None else problem.batch_size)
+    counted: list[CallStatistics] = []
+    working, all_done = set(range(emulator.num_trainers)), trio.Event()
+
+    async def live(index: int, join: Any) -> None:
+        config = PeerConfig(network=network, host=f"trainer{index}", listen=None, seed=seed)
+        async with open_peer(join, config) as peer:
+            if recorder is not None:
+                peer = dataclasses.replace(peer, rpc=recorder.caller(peer.rpc, trainer=index))
+            async with swarm_of(peer, seed=seed, device=InlineDevice(), directory=scenery.directory) as swarm:
+                counted.append(swarm.statistics)
+                model = problem.make_model(swarm, **scenery.mixtures)
+                own = streams[index] if recorder is None else recorder.batches(streams[index], trainer=index)
+                await Trainer(index, model, trunk, own, seed=seed).run(num_updates, lambda step: note(step, counted))
+                working.discard(index)
+                if not working:
+                    all_done.set()
+                await trio.sleep_forever()
+
+    async with simulate(seed=seed, latency=Constant(scenery.delay_s)) as network:
+        through = (lambda caller: caller) if recorder is None else recorder.caller
+        join = await start_simulated_nodes(network, backends, seed=seed, through=through, **scenery.nodes)
+        for index in range(emulator.num_trainers):
+            network.start(f"trainer{index}", live, index, join)
+        await all_done.wait()
+    return trunk, backends
+
+
 class SwarmRun(NamedTuple):
     """Losses, parameters and times of a swarm that trained on its data.
 
@@ -51,21 +119,19 @@ class SwarmRun(NamedTuple):
       order: the events, if they were recorded.
       losses: float [updates], of the trunk's updates in order, nats.
       params: the trunk's. experts: those of each layer, stacked.
-      wall_s: real seconds of the updates after the first tenth, which compiles. timed: how many these were.
+      updates_per_s: in real time, after the first tenth, which compiles.
     """
 
     order: EventOrder | None
     losses: np.ndarray
     params: PyTree
     experts: tuple[PyTree, ...]
-    wall_s: float
-    timed: int
+    updates_per_s: float
 
 
 def train_swarm(
     problem: Problem,
     emulator: Emulator,
-    data: Data,
     *,
     num_updates: int,
     delay_s: float = 0.125,
@@ -73,106 +139,52 @@ def train_swarm(
     seed: int = 0,
     record: bool = False,
 ) -> SwarmRun:
-    """Train a simulated swarm on the data that an emulator would get, from the same beginning.
+    """Train a swarm in the setting of an emulator: each expert call is computed a while after it was placed, or never.
 
     Args:
-      problem: the model. emulator: its optimisers and number of trainers. data: of the run.
-      num_updates: of the trunk.
+      problem, emulator, num_updates: as of `train_in_scenery`.
       delay_s: mean of the exponential delay of each expert call, virtual seconds.
       failure_rate: share of calls that are never computed.
       seed: of parameters, dropout, delays and failures.
       record: note the order of events; a node then serves an expert one request after the other.
     """
-    setting = _Setting(num_updates, delay_s, failure_rate, seed, record)
-    return run(_train, problem, emulator, data, setting, seed=seed)
-
-
-class _Setting(NamedTuple):
-    num_updates: int
-    delay_s: float
-    failure_rate: float
-    seed: int
-    record: bool
-
-
-async def _train(problem: Problem, emulator: Emulator, data: Data, setting: _Setting) -> SwarmRun:
-    num_updates, delay_s, _, seed, record = setting
-    trunk_key, expert_key = keys_of(seed)
     layers = emulator.stages.layers
-    prefixes, grid_size = [layer.prefix for layer in layers], layers[0].router.grid_size
-    recorder = OrderRecorder(prefixes, grid_size) if record else None
-    uids = [all_uids(prefix, grid_size) for prefix in prefixes]
-    backends = {str(uid): _backend(emulator, expert_key, uid) for uid in itertools.chain(*uids)}
-    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows if not record else problem.batch_size)
-    trunk = SharedTrunk(emulator.stages.model.init(trunk_key), emulator.optimizer, InlineDevice())
-    records: list[StepRecord] = []
-    began, first_timed = 0.0, max(1, num_updates // 10)
+    recorder = OrderRecorder([layer.prefix for layer in layers], emulator.router.grid_size) if record else None
+    faults = FaultPlan(
+        rates={Fault.LATE: 1 - failure_rate, Fault.HANG: failure_rate},
+        late_mean_s=delay_s,
+        methods=("expert.forward", "expert.backward"),
+        seed=seed,
+    )
+    scenery = Scenery(
+        delay_s=0.001,
+        nodes={"num_nodes": 4, "faults": faults, "config": _NODE_CONFIG},
+        directory=_DIRECTORY_CONFIG,
+        # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
+        mixtures={"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1},
+        recorder=recorder,
+    )
+    losses: dict[int, float] = {}
+    times: list[float] = []
 
-    def note(step: StepRecord) -> None:
-        nonlocal began
-        records.append(step)
+    def note(step: StepRecord, counted: Sequence[CallStatistics]) -> None:
+        losses[step.step] = step.loss
+        times.append(time.perf_counter())
         if recorder is not None:
             recorder.on_step(step)
-        if len(records) == first_timed:
-            began = time.perf_counter()
 
-    async def live(index: int, join: Any) -> None:
-        host = f"trainer{index}"
-        async with open_peer(join, PeerConfig(network=network, host=host, listen=None, seed=seed)) as peer:
-            if recorder is not None:
-                peer = dataclasses.replace(peer, rpc=recorder.caller(peer.rpc, trainer=index))
-            async with swarm_of(peer, seed=seed, device=InlineDevice(), directory=_DIRECTORY_CONFIG) as swarm:
-                # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
-                options = {"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1}
-                model = problem.make_model(swarm, **options)
-                steps = jax.tree.leaves(data.batches)[0].shape[1]
-                own: Iterator[Any] = (
-                    jax.tree.map(lambda leaf, step=step: leaf[index, step], data.batches) for step in range(steps)
-                )
-                if recorder is not None:
-                    own = recorder.batches(own, trainer=index)
-                await Trainer(index, model, trunk, own, seed=seed).run(num_updates, note)
-                working.discard(index)
-                if not working:
-                    all_done.set()
-                await trio.sleep_forever()
-
-    working, all_done = set(range(emulator.num_trainers)), trio.Event()
-    async with simulate(seed=seed, latency=Constant(0.001)) as network:
-        join = await start_simulated_nodes(
-            network,
-            backends,
-            num_nodes=_NODES,
-            seed=seed,
-            faults=_faults(setting),
-            config=_NODE_CONFIG,
-            through=(lambda caller: caller) if recorder is None else recorder.caller,
-        )
-        for index in range(emulator.num_trainers):
-            network.start(f"trainer{index}", live, index, join)
-        await all_done.wait()
-        wall_s = time.perf_counter() - began
+    train = functools.partial(train_in_scenery, num_updates=num_updates, seed=seed, note=note)
+    trunk, backends = run(train, problem, emulator, scenery, seed=seed)
+    first = max(1, num_updates // 10)
     num_pairs = problem.batch_size * emulator.k_best
-    order = None if recorder is None else recorder.order(num_trainers=emulator.num_trainers, num_pairs=num_pairs)
-    stacked = tuple(_stacked([backends[str(uid)].params for uid in layer]) for layer in uids)
-    losses = np.array([step.loss for step in sorted(records, key=lambda step: step.step)])
-    return SwarmRun(order, losses, trunk.params, stacked, wall_s, num_updates - first_timed)
-
-
-def _stacked(trees: Sequence[PyTree]) -> PyTree:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def _faults(setting: _Setting) -> FaultPlan:
-    """Every call is late, or never answered."""
-    return FaultPlan(
-        rates={Fault.LATE: 1 - setting.failure_rate, Fault.HANG: setting.failure_rate},
-        late_mean_s=setting.delay_s,
-        methods=("expert.forward", "expert.backward"),
-        seed=setting.seed,
+    params = iter([backend.params for backend in backends.values()])
+    stacked = [
+        jax.tree.map(lambda *leaves: np.stack(leaves), *itertools.islice(params, emulator.num_cells)) for _ in layers
+    ]
+    return SwarmRun(
+        order=None if recorder is None else recorder.order(num_trainers=emulator.num_trainers, num_pairs=num_pairs),
+        losses=np.array([losses[step] for step in sorted(losses)]),
+        params=trunk.params,
+        experts=tuple(stacked),
+        updates_per_s=(len(times) - first) / (times[-1] - times[first - 1]),
     )
-
-
-def _backend(emulator: Emulator, key: PRNGKeyArray, uid: ExpertUid) -> ExpertBackend:
-    params = init_by_uid(key, emulator.expert, uid.prefix, uid.coordinates)
-    return ExpertBackend(emulator.expert, emulator.expert_optimizer, params)

@@ -1,12 +1,13 @@
 """Emulated trainings of one setting and one seed, and many of them side by side."""
 
-import dataclasses
 import functools
-import json
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+import pickle
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -14,20 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax import routing
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.emulator import Data, Emulator, EventOrder, SwarmState, draw_order, exponential_delays
+from dmoe_jax.emulator import Emulator, EventOrder, SwarmState, draw_order, exponential_delays
 from dmoe_jax.emulator.events import Events
-from dmoe_jax.emulator.order import STAGE, num_stages
-from dmoe_jax.machine.freed_memory import give_back
-from experiments.emulation.dense import DenseProblem, dense_mnist
-from experiments.emulation.dense_emulator import DenseEmulator, draw_turns
-from experiments.emulation.problems import Problem, Remedy, keys_of, mnist, transformer_xl
-from experiments.emulation.released_gate import released_gate
+from dmoe_jax.emulator.order import STAGE
+from experiments.bench import Run
+from experiments.emulation.dense import dense_mnist
+from experiments.emulation.problems import DEFAULT, Problem, Remedy, keys_of, mnist, transformer_xl
 from experiments.emulation.swarm import train_swarm
 from experiments.processes import HelperProcess, open_helpers
-
-_STEPS_ROUNDING = 32
-"""Batches of a trainer are given in multiples of this, so that seeds share compiled programs."""
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256 experts takes three
@@ -36,118 +33,110 @@ quarters of the time so, one of 4,096 half."""
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training. JSON carries it to another process.
+    """One training.
 
     Attributes:
       label: the setting's name; seeds of one setting share it. seed: of parameters, batches, delays and failures.
       problem: "mnist", "mnist-dense" or "transformer-xl".
       sizes: arguments of the problem.
-      gate: of the mixtures: "trained" product keys, or the "frozen" gate of the authors' emulator.
+      frozen_gate: True for the gate of the authors' emulator, False for trained product keys.
       num_trainers, num_updates: of the swarm. num_points: evaluations, evenly spread.
-      num_places: for trainers in the compiled program, so that settings with fewer can share it; None: one for each.
       delay_s: mean of the exponential delay of a call. An order knows no unit: what counts is who overtakes whom.
       failure_rate: share of failing calls.
-      in_swarm: whether the simulated swarm itself is trained, which takes much longer; without evaluations.
-      fresh_experts: whether calls are computed at the end of their step, so that no expert is stale.
-      remedy: arguments of `Remedy`.
+      in_swarm: True to train the simulated swarm itself, which takes much longer; without evaluations.
+      fresh_experts: True if calls are computed at the end of their step, so that no expert is stale.
+      remedy: against staleness.
     """
 
     label: str
-    seed: int
+    seed: int = 0
     problem: str
     sizes: dict[str, Any]
-    gate: str = "trained"
+    frozen_gate: bool = False
     num_trainers: int
     num_updates: int
     num_points: int = 10
-    num_places: int | None = None
     delay_s: float = 0.125
     failure_rate: float = 0.0
     in_swarm: bool = False
     fresh_experts: bool = False
-    remedy: dict[str, float] = dataclasses.field(default_factory=dict)
+    remedy: Remedy = DEFAULT
 
-    def __post_init__(self) -> None:
-        if self.num_places is not None and self.num_places < self.num_trainers:
-            raise ValueError(f"expected places for {self.num_trainers} trainers, got {self.num_places}")
+    def __hash__(self) -> int:
+        return hash((self.problem, self.label, self.seed))
 
     @property
-    def places(self) -> int:
-        """For trainers, in the compiled program."""
-        return self.num_places or self.num_trainers
-
-    def setting(self) -> str:
-        """Return the arguments that two trials with one compiled program have in common, as JSON."""
-        same = ("problem", "sizes", "gate", "places", "num_updates", "remedy")
-        return json.dumps({name: getattr(self, name) for name in same}, sort_keys=True)
+    def program(self) -> "Trial":
+        """A trial in the place of all that share one compiled program with this one."""
+        return replace(self, label="", seed=0, delay_s=0.0, failure_rate=0.0, in_swarm=False, fresh_experts=False)
 
 
-def run_trials(trials: Sequence[Trial], *, num_jobs: int, on_done: Callable[[Trial, dict[str, Any]], None]) -> None:
-    """Run these in `num_jobs` processes, and tell of each when it is done.
+def seeds_of(rows: Sequence[Trial], *, first: int, count: int) -> list[Trial]:
+    """So many seeds of each of these; those of a row stand together."""
+    return [replace(row, seed=seed) for row in rows for seed in range(first, first + count)]
 
-    A process goes on with trials of the setting that it has compiled, as long as there are any, see `next_of`.
+
+def train_missing(run: Run[Any], trials: Sequence[Trial], *, num_jobs: int) -> None:
+    """Train those that the run has no record "trial" of, in `num_jobs` processes, and log each.
 
     Raises:
       HelperFailed: a process ended too early.
     """
-    waiting = list(trials)
-    jobs = max(1, min(num_jobs, len(waiting)))
-
-    last: dict[HelperProcess, Trial] = {}
-    choosing = Lock()
+    have = {(each["problem"], each["label"], each["seed"]) for each in run.records("trial")}
+    waiting = [trial for trial in trials if (trial.problem, trial.label, trial.seed) not in have]
+    lock, last = Lock(), dict[HelperProcess, Trial]()
 
     def next_trial(helper: HelperProcess) -> Trial | None:
-        with choosing:
+        """One whose program the helper has compiled, of the same seed if any is; else one whose program nobody has
+        compiled; else the first."""
+        with lock:
             if not waiting:
                 return None
-            trial = waiting.pop(next_of(waiting, last.get(helper), last.values()))
-            last[helper] = trial
-            return trial
+            own, compiled = last.get(helper), {trial.program for trial in last.values()}
+            wanted = (own.program, own.seed) if own is not None else (None, None)
+            best = min(waiting, key=lambda it: (it.program != wanted[0], it.program in compiled, it.seed != wanted[1]))
+            waiting.remove(best)
+            last[helper] = best
+            return best
 
-    def work(helper: HelperProcess) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    def work(helper: HelperProcess) -> None:
         while (trial := next_trial(helper)) is not None:
-            yield trial, helper.ask(**dataclasses.asdict(trial))
+            answer = helper.ask(trial=pickle.dumps(trial).hex())
+            with lock:
+                run.log("trial", problem=trial.problem, label=trial.label, seed=trial.seed, **answer)
+                loss = answer["points"][-1]["loss"]
+                run.say(f"{trial.problem}, {trial.label}, seed {trial.seed}: loss {loss:.3f}; {len(waiting)} wait")
 
+    jobs = min(num_jobs, len(waiting))
     settings = [{"number": number, "jobs": jobs} for number in range(jobs)]
     with open_helpers("experiments.emulation.worker", settings, environment=_HUGE_PAGES) as helpers:
-        pool = ThreadPoolExecutor(jobs)
-        streams = [work(helper) for helper in helpers]
+        pool = ThreadPoolExecutor(max(jobs, 1))
         try:
-            running = {pool.submit(next, stream, None): stream for stream in streams}
-            while running:
-                done = next(as_completed(running))
-                stream = running.pop(done)
-                if (answer := done.result()) is not None:
-                    running[pool.submit(next, stream, None)] = stream
-                    on_done(*answer)
-        finally:
+            for working in as_completed([pool.submit(work, helper) for helper in helpers]):
+                working.result()
+        finally:  # threads that wait for a helper end with it
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def next_of(waiting: Sequence[Trial], last: Trial | None, last_of_all: Collection[Trial]) -> int:
-    """The place of the trial that is best for a process: one of the setting that it has compiled for its `last` one,
-    and of the same seed if there is one; else the first that no process has compiled; else the first."""
-    own = [place for place, trial in enumerate(waiting) if last is not None and trial.setting() == last.setting()]
-    if last is not None and own:
-        return next((place for place in own if waiting[place].seed == last.seed), own[0])
-    compiled = {trial.setting() for trial in last_of_all}
-    return next((place for place, trial in enumerate(waiting) if trial.setting() not in compiled), 0)
+def trained(run: Run[Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
+    """(problem, label) -> seed -> what `run_trial` has returned."""
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for record in run.records("trial"):
+        found.setdefault((record["problem"], record["label"]), {})[record["seed"]] = record
+    return found
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:
     """Train.
 
-    Returns: `points`, a list of {step, loss (mean over the updates since the last point), validation_loss, and metrics
-      such as accuracy}; and `trunk_staleness`, `expert_staleness`, means over the run, if there are experts.
+    Returns: `points`, a list of {step, loss (mean over the updates since the last point), metrics such as accuracy};
+      `expert_staleness`, the mean over the run; and `updates_per_s`, after the first point.
     """
-    if trial.problem == "mnist-dense":
-        return _run_dense(trial)
-    problem, emulator = _compiled(trial.setting())
-    num_updates = trial.num_updates
+    problem, emulator = _compiled(trial.program)
     if trial.in_swarm:
         return _run_swarm(trial, problem, emulator)
     order = draw_order(
-        num_updates=num_updates,
+        num_updates=trial.num_updates,
         num_trainers=trial.num_trainers,
         num_layers=emulator.num_layers,
         num_pairs=problem.batch_size * emulator.k_best,
@@ -157,25 +146,45 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     )
     if trial.fresh_experts:
         order = with_fresh_experts(order)
-    order = dataclasses.replace(order, num_trainers=trial.places)  # some of whom never begin a step
-    data = jax.tree.map(jnp.asarray, problem.data(trial.places, steps=_rounded(order.steps), seed=trial.seed))
-    state = _LEFTOVERS.begin(trial, emulator, data)
-    points, done, began = [], 0, 0
-    for step in _steps_of_points(trial):
-        end = int(order.updates[step - 1]) + 1
-        state = emulator.run(state, order, data, start=began, stop=end)
+    steps = -(-order.steps // 32) * 32  # in multiples, so that seeds share compiled programs
+    data = jax.tree.map(jnp.asarray, problem.data(trial.num_trainers, steps=steps, seed=trial.seed))
+    spare = _SPARE.pop(trial.program, None)
+    _SPARE.clear()  # before there is another state: there may not be room for both
+    experts, (trunk_key, _) = _initial_experts(trial.program, trial.seed), keys_of(trial.seed)
+    state = emulator.init(trunk_key, experts, data, num_updates=trial.num_updates, spare=spare)
+    points, start, times = [], 0, []
+    for first, step in _pieces(trial):
+        stop = int(order.updates[step - 1]) + 1
+        state = emulator.run(state, order, data, start=start, stop=stop)
         (evaluation,) = emulator.evaluate(state, problem.evaluation)
-        losses = np.asarray(state.totals.losses)[done:step]
-        points.append(_point(step, losses, evaluation.loss, evaluation.metrics))
-        done, began = step, end
-    answer = {
-        "points": points,
-        "trunk_staleness": float(np.asarray(state.totals.staleness).mean()),
-        "expert_staleness": float(state.expert_staleness),
-        "rejected": int(state.rejected),
-    }
-    _LEFTOVERS.end(trial, state)
-    return answer
+        points.append({"step": step, "loss": _mean(state.totals.losses[first:step]), **evaluation.metrics})
+        times.append(time.perf_counter())
+        start = stop
+    _SPARE[trial.program] = state
+    rate = (trial.num_updates - points[0]["step"]) / (times[-1] - times[0])
+    return {"points": points, "expert_staleness": float(state.expert_staleness), "updates_per_s": rate}
+
+
+# To draw thousands of experts takes as long as half their training, and to touch gigabytes of fresh memory as long
+# again: so a trial leaves both to the next one with its program.
+_SPARE: dict[Trial, SwarmState] = {}
+
+
+@functools.lru_cache(maxsize=1)
+def _initial_experts(program: Trial, seed: int) -> tuple[PyTree, ...]:
+    return jax.block_until_ready(_compiled(program)[1].init_experts(keys_of(seed)[1]))
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(program: Trial) -> tuple[Problem, Emulator]:
+    own: dict[str, Any] = {**program.sizes, "remedy": program.remedy}
+    if program.problem == "transformer-xl":
+        problem = transformer_xl(**own, num_updates=program.num_updates)
+    elif program.problem == "mnist-dense":
+        problem = dense_mnist(**own)
+    else:
+        problem = mnist(**own, router=routing.frozen_random(own["grid_size"]) if program.frozen_gate else None)
+    return problem, problem.emulator(program.num_trainers)
 
 
 def with_fresh_experts(order: EventOrder) -> EventOrder:
@@ -183,122 +192,35 @@ def with_fresh_experts(order: EventOrder) -> EventOrder:
 
     Then no update of an expert comes between a call's forward and its backward: only the trunk is stale.
     """
-    last = STAGE + num_stages(order.num_layers) - 1
-    place = np.arange(len(order.kind))
-    when = np.full(len(order.kind), -1)
+    last, never = order.kind.max(), len(order.kind)
+    when = np.arange(never)
     for trainer in range(order.num_trainers):
         own = np.flatnonzero(order.trainer == trainer)
-        ends = own[order.kind[own] == last]
-        step = np.searchsorted(ends, own)  # which of them ends the step of each event
-        ended = step < len(ends)
-        when[own[ended]] = ends[step[ended]]
-    reads = order.kind == STAGE
-    when[reads] = place[reads]
-    kept = np.flatnonzero(when >= 0)
-    kept = kept[np.lexsort((kept, when[kept]))]
-    return dataclasses.replace(order, **{name: getattr(order, name)[kept] for name in Events._fields})
+        ends = np.append(own[order.kind[own] == last], never)
+        when[own] = ends[np.searchsorted(ends, own)]
+    when = np.where(order.kind == STAGE, np.arange(never), when)
+    kept = np.argsort(when, kind="stable")[: np.sum(when < never)]
+    return replace(order, **{name: getattr(order, name)[kept] for name in Events._fields})
 
 
 def _run_swarm(trial: Trial, problem: Problem, emulator: Emulator) -> dict[str, Any]:
-    # A trainer that is lucky takes at most twice its share of the steps, and a few more at the beginning.
-    steps = 2 * trial.num_updates // trial.num_trainers + 32
     swarm = train_swarm(
         problem,
         emulator,
-        problem.data(trial.num_trainers, steps=steps, seed=trial.seed),
         num_updates=trial.num_updates,
         delay_s=trial.delay_s,
         failure_rate=trial.failure_rate,
         seed=trial.seed,
     )
-    ends = _steps_of_points(trial)
-    parts = zip([0, *ends[:-1]], ends, strict=True)
-    return {"points": [{"step": end, "loss": float(np.nanmean(swarm.losses[first:end]))} for first, end in parts]}
+    points = [{"step": step, "loss": _mean(swarm.losses[first:step])} for first, step in _pieces(trial)]
+    return {"points": points, "updates_per_s": swarm.updates_per_s}
 
 
-def _run_dense(trial: Trial) -> dict[str, Any]:
-    problem, emulator = _compiled_dense(trial.setting())
-    turns = draw_turns(
-        num_updates=trial.num_updates,
-        num_trainers=trial.num_trainers,
-        delay=exponential_delays(trial.delay_s),
-        seed=trial.seed,
-    )
-    steps = _rounded(int(np.bincount(turns).max()))
-    data = jax.tree.map(jnp.asarray, problem.data(trial.places, steps=steps, seed=trial.seed))
-    state = emulator.init(problem.init(keys_of(trial.seed)[0]), num_updates=trial.num_updates)
-    points, done = [], 0
-    for step in _steps_of_points(trial):
-        state = emulator.run(state, turns[done:step], data)
-        loss, accuracy = problem.evaluate(state.params)
-        points.append(_point(step, np.asarray(state.losses)[done:step], loss, {"accuracy": accuracy}))
-        done = step
-    return {"points": points, "rejected": int(np.isnan(np.asarray(state.losses)).sum())}
+def _pieces(trial: Trial) -> list[tuple[int, int]]:
+    """(the updates before each piece of the training, those at its end, where it is evaluated)."""
+    ends = [math.ceil(trial.num_updates * number / trial.num_points) for number in range(1, trial.num_points + 1)]
+    return list(itertools.pairwise([0, *ends]))
 
 
-@functools.lru_cache(maxsize=1)
-def _compiled(setting: str) -> tuple[Problem, Emulator]:
-    wanted = json.loads(setting)
-    sizes, remedy = dict(wanted["sizes"]), Remedy(**wanted["remedy"])
-    sizes["grid_size"] = tuple(sizes["grid_size"])
-    if wanted["problem"] == "mnist":
-        router = released_gate(sizes["grid_size"]) if wanted["gate"] == "frozen" else None
-        problem = mnist(**sizes, router=router, remedy=remedy)
-    else:
-        problem = transformer_xl(**sizes, num_updates=wanted["num_updates"], remedy=remedy)
-    return problem, problem.emulator(wanted["places"])
-
-
-@functools.lru_cache(maxsize=1)
-def _compiled_dense(setting: str) -> tuple[DenseProblem, DenseEmulator]:
-    wanted = json.loads(setting)
-    problem = dense_mnist(**wanted["sizes"], remedy=Remedy(**wanted["remedy"]))
-    return problem, DenseEmulator(problem.loss, optimizer=problem.optimizer, num_trainers=wanted["places"])
-
-
-_KEPT_BYTES = 1 << 30
-"""Freed memory that is kept at most: thousands of experts do not fit into the holes that others left."""
-
-
-class _Leftovers:
-    """Leftovers of a trial for the next one in this process: its experts as they began, and the memory of its state.
-
-    To draw thousands of experts takes as long as half their training, and to touch gigabytes of fresh memory as long
-    again.
-    """
-
-    def __init__(self) -> None:
-        self._experts: dict[tuple[str, int], tuple[PyTree, ...]] = {}
-        self._states: dict[str, SwarmState] = {}
-
-    def begin(self, trial: Trial, emulator: Emulator, data: Data) -> SwarmState:
-        """The swarm before its first event."""
-        sizes, setting = json.dumps([trial.problem, trial.sizes], sort_keys=True), trial.setting()
-        trunk_key, expert_key = keys_of(trial.seed)
-        spare = self._states.pop(setting, None)
-        self._states.clear()  # before there are others: there may not be room for both
-        if (sizes, trial.seed) not in self._experts:
-            self._experts.clear()
-            self._experts[sizes, trial.seed] = jax.block_until_ready(emulator.init_experts(expert_key))
-        give_back(_KEPT_BYTES)
-        experts = self._experts[sizes, trial.seed]
-        return emulator.init(trunk_key, experts, data, num_updates=trial.num_updates, spare=spare)
-
-    def end(self, trial: Trial, state: SwarmState) -> None:
-        """`state` is not needed any more."""
-        self._states[trial.setting()] = state
-
-
-_LEFTOVERS = _Leftovers()
-
-
-def _steps_of_points(trial: Trial) -> list[int]:
-    return [math.ceil(trial.num_updates * (i + 1) / trial.num_points) for i in range(trial.num_points)]
-
-
-def _rounded(steps: int) -> int:
-    return -(-steps // _STEPS_ROUNDING) * _STEPS_ROUNDING
-
-
-def _point(step: int, losses: np.ndarray, validation_loss: float, metrics: Any) -> dict[str, Any]:
-    return {"step": step, "loss": float(np.nanmean(losses)), "validation_loss": validation_loss, **metrics}
+def _mean(losses: Any) -> float:
+    return float(np.nanmean(np.asarray(losses)))

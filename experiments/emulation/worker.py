@@ -1,6 +1,7 @@
-"""A process that runs one trial after another, see `trials.run_trials`, or is timed, see `measurement`."""
+"""A process that runs one trial after another, see `trials.train_missing`, or is timed, see `measurement`."""
 
 import os
+import pickle
 import threading
 import time
 from functools import partial
@@ -25,17 +26,16 @@ async def work(number: int, jobs: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number::jobs] or cores)
     set_up_jax()
-    from experiments.emulation.speed import updates_per_s  # JAX counts the cores when it is loaded
-    from experiments.emulation.trials import Trial, run_trial
+    from experiments.emulation.measurement import time_engine  # JAX counts the cores when it is loaded
+    from experiments.emulation.trials import run_trial
 
     say(ready=True)
     async for order in orders():
-        timed = order.pop("speed", None)
         # In a thread: a trial of the simulated swarm is a run of trio of its own.
-        if timed:
-            say(rate=await trio.to_thread.run_sync(partial(updates_per_s, **timed)))
+        if "engine" in order:
+            say(**await trio.to_thread.run_sync(partial(time_engine, **order["engine"])))
         else:
-            say(**await trio.to_thread.run_sync(run_trial, Trial(**order)))
+            say(**await trio.to_thread.run_sync(run_trial, pickle.loads(bytes.fromhex(order["trial"]))))
 
 
 if __name__ == "__main__":

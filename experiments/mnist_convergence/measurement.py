@@ -1,7 +1,7 @@
-"""All curves over all seeds, in the emulator."""
+"""All curves of the figure over all seeds, in the emulator."""
 
-import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,13 +10,53 @@ from dmoe_jax.data import DataError
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
-from experiments.emulation.trials import Trial, run_trials
-from experiments.intervals import t_interval
-from experiments.mnist_convergence.curves import AUTHORS, FRESH, NETWORKS, REMEDIED, all_trials, label_of, memory_of
+from experiments.emulation.problems import DEFAULT, PLAIN
+from experiments.emulation.trials import Trial, seeds_of, train_missing, trained
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.panels import SERIES
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
+
+WIDTH = 64
+"""Width of an expert; 512 in the paper. The dense model is twice as wide."""
+REMEDIED = "remedies"
+"""In a curve's name: its optimisers know of staleness, as is our default."""
+FRESH = "fresh experts"
+"""In a curve's name: all calls of a step are computed at its end, so that experts are never stale, as in the authors'
+program."""
+AUTHORS = f"frozen gate, {FRESH}"
+"""In a curve's name: the authors' program."""
+
+_GRIDS = {64: (4, 4), 256: (8, 8), 4096: (32, 32)}
+"""Grid of each of the four layers, by the experts in all of them."""
+_DASHES = {AUTHORS: "-.", FRESH: "--", REMEDIED: ":"}
+
+
+class Network(NamedTuple):
+    """A column of the figure: who is far away, and how far.
+
+    Attributes:
+      label: its name. batch_s: mean seconds of a batch. num_trainers: who bear it. failure_rate: share of lost calls.
+    """
+
+    label: str
+    batch_s: float
+    num_trainers: int
+    failure_rate: float = 0.0
+
+
+NETWORKS = FAST, SLOW, FAILING = (
+    Network("100 ms", 0.1, 16),
+    Network("1000 ms", 1.0, 64),
+    Network("1000 ms, 10 % failures", 1.0, 64, 0.1),
+)
+"""As the paper's text has them: who waits ten times longer needs more trainers for as many batches a second."""
+
+
+def label_of(experts: int | None, network: Network, variant: str = "") -> str:
+    """The name of a curve; `experts` is None for the dense model, `variant` such as "frozen gate"."""
+    model = "dense" if experts is None else f"{experts} experts"
+    return f"{model}{variant and ', ' + variant}, {network.label}"
 
 
 def key_of(figure: str, variant: str) -> str:
@@ -31,63 +71,53 @@ def bars_of(variant: str) -> tuple[Bar, ...]:
     return least, Bar(name=key_of("failures_cost", variant), bound=0.01)
 
 
-PAPER = {
-    ("dense, 1000 ms", 1024): 0.10,
-    ("dense, 1000 ms", 2048): 0.27,
-    ("dense, 1000 ms", 10_240): 0.73,
-    ("dense, 1000 ms", 20_480): 0.926,
-    (f"256 experts, {AUTHORS}, 1000 ms", 1024): 0.52,
-    (f"256 experts, {AUTHORS}, 1000 ms", 2048): 0.76,
-    (f"256 experts, {AUTHORS}, 1000 ms", 10_240): 0.93,
-    (f"256 experts, {AUTHORS}, 1000 ms", 20_480): 0.942,
-    (f"4096 experts, {AUTHORS}, 1000 ms, 10 % failures", 1024): 0.47,
-    (f"4096 experts, {AUTHORS}, 1000 ms, 10 % failures", 2048): 0.69,
-    (f"4096 experts, {AUTHORS}, 1000 ms, 10 % failures", 10_240): 0.94,
-    (f"4096 experts, {AUTHORS}, 1000 ms, 10 % failures", 20_480): 0.953,
-}
-"""(curve, updates) -> accuracy in the authors' stored notebooks, one run each, read off their figures (+- 0.01)."""
+def all_trials(settings: MnistSettings) -> list[Trial]:
+    """Return the trials that the settings ask for; the seeds of a curve stand together."""
 
+    def curve(count: int | None, network: Network, variant: str = "") -> Trial:
+        sizes = {"d_model": 2 * WIDTH} if count is None else {"d_model": WIDTH, "grid_size": _GRIDS[count]}
+        return Trial(
+            label=label_of(count, network, variant),
+            problem="mnist-dense" if count is None else "mnist",
+            sizes={**sizes, "num_evaluated": 1000},
+            frozen_gate=variant == AUTHORS,
+            fresh_experts=FRESH in variant,
+            remedy=DEFAULT if variant == REMEDIED else PLAIN,
+            num_trainers=network.num_trainers,
+            num_updates=settings.updates,
+            # A dense model's step waits there and back, that of a mixture in each of four layers.
+            delay_s=network.batch_s / (2 if count is None else 8),
+            failure_rate=network.failure_rate,
+        )
 
-_DASHES = {AUTHORS: "-.", FRESH: "--", REMEDIED: ":"}
+    if settings.quick:
+        curves = [curve(None, SLOW), curve(256, SLOW), curve(256, SLOW, AUTHORS), curve(256, FAILING, AUTHORS)]
+    else:
+        curves = [curve(None, FAST), curve(None, SLOW)]
+        for count in settings.experts:
+            curves += [curve(count, network, variant) for variant in ("", AUTHORS) for network in NETWORKS]
+    if settings.extras:
+        curves.append(curve(None, SLOW, REMEDIED))
+        if 256 in settings.experts:
+            curves += [curve(256, network, variant) for variant in (FRESH, REMEDIED) for network in (SLOW, FAILING)]
+    return seeds_of(curves, first=settings.seed, count=settings.seeds)
 
 
 def measure(run: Run[MnistSettings]) -> None:
-    """Train what has no record yet, and log each."""
-    have = {(each["label"], each["seed"]) for each in run.records("trial")}
-    trials = [trial for trial in all_trials(run.settings) if (trial.label, trial.seed) not in have]
-    done, total = 0, len(trials)
-
-    def note(trial: Trial, answer: dict[str, Any]) -> None:
-        nonlocal done
-        done += 1
-        run.log("trial", label=trial.label, seed=trial.seed, **answer)
-        run.say(f"{done}/{total}  {trial.label}, seed {trial.seed}: accuracy {answer['points'][-1]['accuracy']:.3f}")
-
-    # First those that fit beside each other, so that the machine's cores are used as long as its memory allows.
-    for jobs in range(run.settings.jobs, 0, -1):
-        fitting = [trial for trial in trials if jobs == 1 or _fit(trial, jobs)]
-        if not fitting:
-            continue
-        if jobs < run.settings.jobs:
-            run.say(f"{fitting[0].label}: {jobs} at a time, as each takes {memory_of(fitting[0]) / 1e9:.0f} GB")
-        run_trials(fitting, num_jobs=jobs, on_done=note)
-        trials = [trial for trial in trials if trial not in fitting]
-
-
-def _fit(trial: Trial, jobs: int) -> bool:
-    """Return True if so many trainings like this one fit into this machine's memory at once."""
-    if not hasattr(os, "sysconf"):
-        return True
-    return jobs * memory_of(trial) < 0.9 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Train what has no record yet, and log each; the largest mixtures one at a time, for their memory."""
+    trials = all_trials(run.settings)
+    large = [trial for trial in trials if trial.sizes.get("grid_size") == _GRIDS[4096]]
+    train_missing(run, [trial for trial in trials if trial not in large], num_jobs=run.settings.jobs)
+    train_missing(run, large, num_jobs=1)
 
 
 def accuracies(run: Run[MnistSettings]) -> dict[str, np.ndarray]:
     """Curve -> float [seeds, points] of accuracies. Curves and seeds are in the settings' order, whoever was first."""
-    trained = {(each["label"], each["seed"]): each["points"] for each in run.records("trial")}
-    planned = [(trial.label, trial.seed) for trial in all_trials(run.settings)]
+    found = trained(run)
     curves: dict[str, list[list[float]]] = {}
-    for label, seed in sorted(trained, key=lambda key: planned.index(key) if key in planned else len(planned)):
-        curves.setdefault(label, []).append([point["accuracy"] for point in trained[label, seed]])
+    for trial in all_trials(run.settings):
+        if (record := found.get((trial.problem, trial.label), {}).get(trial.seed)) is not None:
+            curves.setdefault(trial.label, []).append([point["accuracy"] for point in record["points"]])
     return {label: np.array(values) for label, values in curves.items()}
 
 
@@ -109,11 +139,10 @@ def summarise(run: Run[MnistSettings]) -> Result | None:
     curves = accuracies(run)
     if not curves:
         return None
-    _, slow, failing = NETWORKS
     figures: dict[str, Any] = {"curves": len(curves), "seeds": min(len(values) for values in curves.values())}
-    dense, remedied = curves.get(label_of(None, slow)), curves.get(label_of(None, slow, REMEDIED))
+    dense, remedied = curves.get(label_of(None, SLOW)), curves.get(label_of(None, SLOW, REMEDIED))
     for variant in ("", FRESH, AUTHORS, REMEDIED):
-        ours, lost = curves.get(label_of(256, slow, variant)), curves.get(label_of(256, failing, variant))
+        ours, lost = curves.get(label_of(256, SLOW, variant)), curves.get(label_of(256, FAILING, variant))
         if ours is None:
             continue
         if (theirs := remedied if variant == REMEDIED else dense) is not None:
@@ -126,19 +155,22 @@ def summarise(run: Run[MnistSettings]) -> Result | None:
     for label, values in curves.items():
         key = label.replace(" %", "").replace(", ", "_").replace(" ", "_")
         figures[f"accuracy_{key}"] = float(values[:, -1].mean())
-    steps = [point["step"] for point in run.records("trial")[0]["points"]]
     return Result(
         title="Learning MNIST under latency",
         summary="Accuracy on test images. A batch takes 100 ms with 16 trainers, or 1000 ms with 64; mean over the "
         "seeds, +- their standard deviation.",
         figures=figures,
         # The paper's figure is of the authors' program; a run without it is judged by what it has.
-        bars=bars_of(AUTHORS if label_of(256, failing, AUTHORS) in curves else ""),
-        tables=[_table(curves, steps), _beside_paper(curves, steps)],
+        bars=bars_of(AUTHORS if label_of(256, FAILING, AUTHORS) in curves else ""),
+        tables=[_table(curves, _steps(run))],
     )
 
 
-def _table(curves: dict[str, np.ndarray], steps: list[int]) -> ReportTable:
+def _steps(run: Run[MnistSettings]) -> list[int]:
+    return [point["step"] for point in run.records("trial")[0]["points"]]
+
+
+def _table(curves: Mapping[str, np.ndarray], steps: list[int]) -> ReportTable:
     shown = [0, (len(steps) - 1) // 2, len(steps) - 1]
 
     def cell(values: np.ndarray) -> str:
@@ -152,45 +184,24 @@ def _table(curves: dict[str, np.ndarray], steps: list[int]) -> ReportTable:
     )
 
 
-def _beside_paper(curves: dict[str, np.ndarray], steps: list[int]) -> ReportTable:
-    rows = []
-    for (label, updates), theirs in PAPER.items():
-        near = min(range(len(steps)), key=lambda place: abs(steps[place] - updates))
-        is_near = abs(steps[near] - updates) <= 0.1 * updates and label in curves
-        ours = t_interval(curves[label][:, near].tolist()).mean if is_near else "not reached"
-        rows.append((label, updates, ours if label in curves else "not trained", theirs))
-    return ReportTable(
-        title="Beside the authors' stored runs",
-        head=("curve", "updates", "ours", "theirs"),
-        rows=rows,
-        note="Theirs: D = 512 (dense 1,024), one run each, read off the figures stored in their notebooks, +- 0.01. "
-        "Their experts do not feel the delay, only the trunk does.",
-    )
-
-
 def draw(run: Run[MnistSettings], result: Result) -> Figure:
     """Draw a panel for each network: accuracy over updates, the mean and the range of the seeds."""
     del result
-    curves = accuracies(run)
-    steps = [0, *(point["step"] for point in run.records("trial")[0]["points"])]
+    curves, steps = accuracies(run), [0, *_steps(run)]
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     all_axes = figure.subplots(1, len(NETWORKS), sharey=True)
-    models = {label.split(",")[0]: None for label in curves}
+    models = dict.fromkeys(label.split(",")[0] for label in curves)
     colours = dict(zip(models, SERIES, strict=False))
     for axes, network in zip(all_axes, NETWORKS, strict=True):
         for label, values in curves.items():
-            if not label.endswith(f", {network.label}"):
-                continue
-            model = label.split(",")[0]
-            dash = next((dash for part, dash in _DASHES.items() if part in label), "-")
-            start = np.full((len(values), 1), 0.1)
-            all_values = np.concatenate([start, values], axis=1)
             name = label.removesuffix(f", {network.label}")
-            axes.plot(steps, all_values.mean(axis=0), dash, color=colours[model], linewidth=1.6, label=name)
-            if len(values) > 1:
-                axes.fill_between(
-                    steps, all_values.min(axis=0), all_values.max(axis=0), color=colours[model], alpha=0.12, linewidth=0
-                )
+            if name == label:
+                continue
+            colour = colours[label.split(",")[0]]
+            dash = next((dash for part, dash in _DASHES.items() if part in label), "-")
+            known = np.concatenate([np.full((len(values), 1), 0.1), values], axis=1)
+            axes.plot(steps, known.mean(axis=0), dash, color=colour, linewidth=1.6, label=name)
+            axes.fill_between(steps, known.min(axis=0), known.max(axis=0), color=colour, alpha=0.12, linewidth=0)
         dress(axes, f"{network.label}, {network.num_trainers} trainers", "updates of the trunk")
         axes.set_ylim(0, 1)
     names = {line.get_label(): line for axes in all_axes for line in axes.lines}

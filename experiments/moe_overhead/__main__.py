@@ -3,13 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.moe_overhead.settings import OverheadSettings
 
-NAME = "moe_overhead"
-
-
-def main(args: list[str] | None = None) -> None:
-    """Entry point."""
-    run_experiment(OverheadSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME, args=args)
-
-
-if __name__ == "__main__":
-    main()
+run_experiment(OverheadSettings, "experiments.moe_overhead.measurement:EXPERIMENT", name="moe_overhead")

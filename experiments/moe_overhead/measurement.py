@@ -1,87 +1,103 @@
-"""Steps of both models in turns, in one process, each timed alone.
+"""Steps of both models in turns, in one process, each timed alone; and those of one layer, with few and many experts.
 
 They take turns at every step: where other work comes and goes, it slows both. Same text, batch, trunk and kind of
 optimiser. Dropout is left out on both sides: what is measured is the mixture.
+
+The dense layer that a mixture is measured against: k experts of H heads and a feed-forward network of width F do, in
+each product, what k H heads and a width of k F do. The heads have the same width and see the same d_model, so that q,
+k, v and the output of the attention, its scores and weighted sums, and both matrices of the feed-forward network are k
+times as much work. Only what touches single numbers (residual, LayerNorm) happens once instead of k times, and there
+is no router.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
+import optax
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float
 
-from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.arrays import PyTree
+from dmoe_jax.data import Batch, Corpus, Vocabulary
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
-from dmoe_jax.routing.registry import make_router
+from dmoe_jax.experts import feedforward
+from dmoe_jax.experts.relative_attention import relative_attention, relative_positions, visible_keys
+from dmoe_jax.mixture.local import init_experts
+from dmoe_jax.mixture.local_update import chosen_value_and_grad, init_opt_states, update_chosen
+from dmoe_jax.models import TransformerXLConfig
+from dmoe_jax.models.layers import LayerAux, dmoe_layer
+from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
+from dmoe_jax.optim import make_optimizer
+from dmoe_jax.routing import Router, product_key, score
 from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
-from experiments.moe_overhead.one_layer import GRIDS, TOKENS, grid_training, peak_bytes
 from experiments.moe_overhead.settings import OverheadSettings
-from experiments.moe_overhead.wide_layer import wide_training
-from experiments.panels import ratio_figure
 from experiments.results import Bar, Result
-from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS
+from experiments.transformer_xl.settings import TrainingSettings
 from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.training import checked_router
 
-Name = TypeVar("Name", bound=Hashable)
+BARS = (
+    Bar(name="moe_overhead", bound=1.2),
+    Bar(name="local_grid_cost", bound=1.3),
+    Bar(name="token_memory", bound=2.0),
+)
+"""The step of a mixture over that of a dense layer of equal FLOPs; the step of a layer with 64 experts over that of one
+with 16, of equal rows; the memory of 2,048 rows over that of 512."""
 
-BAR = Bar(name="moe_overhead", bound=1.2)
-"""A dense layer of equal FLOPs may be this much faster."""
-GRID_BAR = Bar(name="local_grid_cost", bound=1.3)
-"""A training step with 64 experts may take this much longer than one with 16, of equal rows."""
-MEMORY_BAR = Bar(name="token_memory", bound=2.0)
-"""2,048 rows may take this much more memory than 512."""
-
-_GRID_STEPS = 10
-"""Steps of one layer for each step of a whole model: they take a millisecond."""
-_STEPS_OF_A_RUN = 10_000
-"""For the schedules of the optimisers alone."""
+D_MODEL = 64
+"""Width of the layer. An expert has 100 thousand parameters, and a row goes to four."""
+GRIDS = ((4, 4), (8, 8))
+"""The grids whose time is compared."""
+GRID_ROWS = 4
+"""Rows of a step whose time is taken: 16 calls of experts, so that most experts of the larger grid have none."""
+TOKENS = (512, 2048)
+"""Rows of the passes whose memory is compared, in the larger grid."""
 
 
 def measure(run: Run[OverheadSettings]) -> None:
-    """Time the models and the layers, and log each round: the median seconds of a step of each, and their ratio."""
+    """Time the models and the layers, and log each round: the median seconds of a step of each, and their ratios."""
     settings = run.settings
-    rounds, steps = (3, 5) if settings.quick else (settings.rounds, settings.steps_per_round)
-    memory = [peak_bytes(tokens) for tokens in TOKENS]
-    run.log("memory", tokens=TOKENS, bytes=memory, ratio=memory[1] / memory[0])
+    rounds, steps = (3, 5) if settings.quick else (settings.rounds, 10)
+    few_bytes, many_bytes = map(peak_bytes, TOKENS)
+    run.log("memory", ratio=many_bytes / few_bytes)
     run.say("compiling")
     setup = overhead_setup(settings)
-    models = {"moe": _mixture(setup), "dense": _dense(setup)}
-    few, many = sorted(GRIDS)
-    layers = {number: grid_training(number, settings.seed) for number in (many, few)}
-    for step in 2 * (*models.values(), *layers.values()):  # the first compiles
+    models = _mixture(setup), wide_training(setup)
+    layers = [grid_training(grid_size, settings.seed) for grid_size in reversed(GRIDS)]
+    for step in 2 * (*models, *layers):  # the first compiles
         step()
-    sizes = _sizes(setup)
+    tokens = setup.rows * setup.config.seq_len
     for number in range(1, rounds + 1):
-        seconds = _in_turns(models, steps)
-        dense_s, moe_s = seconds["dense"], seconds["moe"]
-        run.log("round", step=number, dense_s=dense_s, moe_s=moe_s, ratio=moe_s / dense_s, **sizes)
-        of_layers = _in_turns(layers, _GRID_STEPS * steps)
-        grid_ratio = of_layers[many] / of_layers[few]
-        run.log("grid", step=number, few_s=of_layers[few], many_s=of_layers[many], ratio=grid_ratio)
+        moe_s, dense_s = _in_turns(models, steps)
+        many_s, few_s = _in_turns(layers, 10 * steps)  # they take a millisecond
+        ratios = {"ratio": moe_s / dense_s, "grid_ratio": many_s / few_s}
+        run.log("round", step=number, moe_s=moe_s, dense_s=dense_s, tokens_per_step=tokens, **ratios)
         run.say(
             f"round {number}/{rounds}: {1e3 * moe_s:.1f} ms with mixtures, {1e3 * dense_s:.1f} ms with dense layers, "
-            f"ratio {moe_s / dense_s:.2f}; {many} experts over {few}: {grid_ratio:.2f}"
+            f"ratio {moe_s / dense_s:.2f}; more experts over fewer: {many_s / few_s:.2f}"
         )
 
 
-def _in_turns(ways: Mapping[Name, Callable[[], None]], steps: int) -> dict[Name, float]:
+def _in_turns(ways: Sequence[Callable[[], None]], steps: int) -> list[float]:
     """Median seconds of a step of each way. They take turns at every step, and in turns who goes first."""
-    seconds: dict[Name, list[float]] = {name: [] for name in ways}
+    seconds: list[list[float]] = [[] for _ in ways]
     for turn in range(steps):
-        for name in list(ways) if turn % 2 else reversed(list(ways)):
+        for way, own in list(zip(ways, seconds, strict=True))[:: 1 if turn % 2 else -1]:
             started = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: median(each) for name, each in seconds.items()}
+            way()
+            own.append(time.perf_counter() - started)
+    return [median(own) for own in seconds]
 
 
 def overhead_setup(settings: OverheadSettings) -> Setup:
@@ -90,27 +106,30 @@ def overhead_setup(settings: OverheadSettings) -> Setup:
     So the adaptive softmax has about the work that it has on real text.
     """
     preset = PRESETS["dmoe", settings.size]
-    config = replace(
-        preset.config,
-        layer=replace(preset.config.layer, dropout=0.0, attention_dropout=0.0, position_dropout=0.0),
-        embedding_dropout=0.0,
-        input_dropout=0.0,
-        output_dropout=0.0,
-    )
+    rates = ("dropout", "attention_dropout", "position_dropout", "embedding_dropout", "input_dropout", "output_dropout")
+    config = preset.config.replace(**dict.fromkeys(rates, 0.0))
     weights = 1 / (np.arange(VOCAB_SIZE) + 2.7)
     count = 20 * (settings.batch_size or preset.batch_size) * config.seq_len + 1
     words = np.random.default_rng(settings.seed).choice(VOCAB_SIZE, count, p=weights / weights.sum()).astype(np.int32)
     vocabulary = Vocabulary(tuple(map(str, range(VOCAB_SIZE))))
-    corpus = Corpus(name="zipf", description="", train=words, valid=words, test=words, vocabulary=vocabulary)
     return Setup(
         preset=replace(preset, config=config, unigram_biases=False),
-        corpus=corpus,
-        steps=_STEPS_OF_A_RUN,
+        corpus=Corpus(name="zipf", description="", train=words, valid=words, test=words, vocabulary=vocabulary),
+        steps=10_000,  # for the schedules of the optimisers alone
         seed=settings.seed,
-        router=make_router(settings.router, config.grid_size),
-        compute_dtype="bfloat16" if settings.bf16 else "float32",
-        batch_size=settings.batch_size,
+        router=checked_router(settings.router, config),
+        settings=TrainingSettings(where="local", batch_size=settings.batch_size, bf16=settings.bf16),
     )
+
+
+def _stepper(train: Callable[..., Any], state: Any, batches: Iterator[Any]) -> Callable[[], None]:
+    """Makes the next step, with the jitted (state, batch) -> state, and waits for it."""
+
+    def step() -> None:
+        nonlocal state
+        state = jax.block_until_ready(train(state, next(batches)))
+
+    return step
 
 
 def _mixture(setup: Setup) -> Callable[[], None]:
@@ -124,79 +143,149 @@ def _mixture(setup: Setup) -> Callable[[], None]:
     return step
 
 
-def _dense(setup: Setup) -> Callable[[], None]:
-    """Makes the next step of the model with a dense layer for each mixture."""
-    stream = setup.stream()
-    state, train = wide_training(setup)
-
-    def step() -> None:
-        nonlocal state
-        state, loss = train(state, next(stream))
-        jax.block_until_ready((state, loss))
-
-    return step
-
-
-def _sizes(setup: Setup) -> dict[str, int]:
-    """Target tokens of one step, and operations of a forward pass over one sequence: of a dense layer, and of the
-    experts that the sequence goes to."""
-    layer, k = setup.config.layer, setup.config.k_best
-    shape = {"seq_len": layer.seq_len, "mem_len": layer.mem_len, "d_model": layer.d_model}
-    shape["d_head"] = layer.d_model // layer.num_heads
-    return {
-        "tokens_per_step": setup.rows * layer.seq_len,
-        "dense_flops": layer_flops(**shape, num_heads=k * layer.num_heads, d_ff=k * layer.d_ff),
-        "moe_flops": k * layer_flops(**shape, num_heads=layer.num_heads, d_ff=layer.d_ff),
-    }
-
-
 def summarise(run: Run[OverheadSettings]) -> Result | None:
     """Take medians over the rounds; None where none is finished."""
-    rounds = run.records("round")
+    rounds, memory = run.records("round"), run.records("memory")
     if not rounds:
         return None
-    medians = {name: median(each[name] for each in rounds) for name in ("ratio", "moe_s", "dense_s")}
-    grids, memory = run.records("grid"), run.records("memory")
-    last = rounds[-1]
-    return Result(
-        title="What a mixture costs on one device",
-        summary="Time of a training step with mixtures over one with dense layers of equal FLOPs (moe_overhead), of a "
-        "layer with 64 experts over one with 16 (local_grid_cost); memory of 2,048 rows over 512 (token_memory).",
-        figures={
-            "moe_overhead": medians["ratio"],
-            "local_grid_cost": median(each["ratio"] for each in grids) if grids else None,
-            "token_memory": memory[-1]["ratio"] if memory else None,
-            "moe_tokens_per_s": last["tokens_per_step"] / medians["moe_s"],
-            "dense_tokens_per_s": last["tokens_per_step"] / medians["dense_s"],
-            "moe_layer_flops_per_sequence": last["moe_flops"],
-            "dense_layer_flops_per_sequence": last["dense_flops"],
-            "size": run.settings.size,
-            "rounds": len(rounds),
-        },
-        bars=(BAR, GRID_BAR, MEMORY_BAR),
-    )
+    medians = {name: median(each[name] for each in rounds) for name in ("ratio", "grid_ratio", "moe_s", "dense_s")}
+    figures: dict[str, Any] = {
+        "moe_overhead": medians["ratio"],
+        "local_grid_cost": medians["grid_ratio"],
+        "token_memory": memory[-1]["ratio"],
+        "moe_tokens_per_s": rounds[0]["tokens_per_step"] / medians["moe_s"],
+        "dense_tokens_per_s": rounds[0]["tokens_per_step"] / medians["dense_s"],
+        "rounds": len(rounds),
+    }
+    return Result(title="What a mixture costs on one device", figures=figures, bars=BARS)
 
 
-def draw(run: Run[OverheadSettings], result: Result) -> Figure:
-    """Draw each ratio with its bar, and its rounds as dots."""
-    del result
-    few, many = sorted(GRIDS)
+class WideLayer(nn.Module):
+    """A Transformer-XL layer with the FLOPs of the `k_best` experts that a sequence goes to. Without dropout.
 
-    def ratios(kind: str) -> list[float]:
-        return [record["ratio"] for record in run.records(kind)]
+    Attributes:
+      config: the mixture.
+    """
 
-    panels = [
-        ("mixture over dense", {"time of a step": ratios("round")}, BAR),
-        (f"{many} over {few} experts", {"time of a step": ratios("grid")}, GRID_BAR),
-        (f"{TOKENS[1]:,} over {TOKENS[0]} rows", {"peak memory": ratios("memory")}, MEMORY_BAR),
-    ]
-    return ratio_figure([panel for panel in panels if all(panel[1].values())], first_label="ratio", last_label="")
+    config: TransformerXLConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        hidden: Float[Array, "batch seq_len d_model"],
+        memory: Float[Array, "batch mem d_model"],
+        memory_mask: Bool[Array, "batch mem"],
+    ) -> Float[Array, "batch seq_len d_model"]:
+        """The layer's output for each position. No gradient flows into the memory."""
+        k, layer, d_model = self.config.k_best, self.config.layer, self.config.d_model
+        heads = (k * layer.num_heads, d_model // layer.num_heads)
+        normal, dtype = nn.initializers.normal(0.02), jnp.dtype(layer.compute_dtype)
+        dense = partial(nn.DenseGeneral, kernel_init=normal, use_bias=False, dtype=dtype)
+        norm = partial(nn.LayerNorm, epsilon=1e-5, dtype=jnp.float32)
+        context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
+        attended = relative_attention(
+            dense(heads, name="query")(hidden),
+            dense(heads, name="key")(context),
+            dense(heads, name="value")(context),
+            dense(heads, name="position")(jnp.asarray(relative_positions(context.shape[1], d_model))[None]),
+            self.param("content_bias", normal, heads),
+            self.param("position_bias", normal, heads),
+            visible_keys(memory_mask, hidden.shape[1]),
+        )
+        output = dense(d_model, axis=(-2, -1), name="output")(attended)
+        attention = norm(name="attention_norm")(hidden + output.astype(hidden.dtype))
+        inner = nn.relu(dense(k * layer.d_ff, use_bias=True, name="ff_in")(attention))
+        outer = dense(d_model, use_bias=True, name="ff_out")(inner)
+        return cast(Array, norm(name="ff_norm")(attention + outer.astype(hidden.dtype)))
+
+
+def wide_training(setup: Setup) -> Callable[[], None]:
+    """Makes the next step of the setup's model with a dense layer for each mixture.
+
+    Each layer has an optimiser of its own, as every expert has.
+    """
+    config, layer = setup.config, WideLayer(setup.config)
+    names = [f"layer{index}" for index in range(config.num_layers)]
+    parts = {"trunk": make_optimizer(setup.recipe)} | dict.fromkeys(names, make_optimizer(setup.expert_recipe))
+    optimizer = optax.partition(parts, {"trunk": "trunk", "layers": names})
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(state: Any, batch: Batch) -> Any:
+        params, opt_state, memory, _ = state
+        memory = forget(memory, jnp.asarray(batch.is_first))
+        tokens, targets = jnp.asarray(batch.tokens), jnp.asarray(batch.targets)
+
+        def loss(params: Any) -> tuple[Array, Any]:
+            trunk, memories = params["trunk"], []
+            hidden = embed(trunk["embed"], tokens, config)
+            for own, past in zip(params["layers"], memory, strict=True):
+                memories.append(next_memory(past, hidden))
+                hidden = cast(Array, layer.apply({"params": own}, hidden, past.states, past.mask))
+            nll = token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
+            return jnp.mean(nll), tuple(memories)
+
+        (nll, memory), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, memory, nll
+
+    embed_key, head_key, layer_key = jax.random.split(jax.random.key(setup.seed), 3)
+    embed_params, head_params = init_embed_and_head(embed_key, head_key, config)
+    sample, filled = jnp.zeros((1, 1, config.d_model)), jnp.ones((1, 1), bool)
+    init = jax.jit(lambda own: layer.init(own, sample, sample, filled)["params"])
+    params = {
+        "trunk": {"embed": embed_params, "head": head_params},
+        "layers": [init(own) for own in jax.random.split(layer_key, config.num_layers)],
+    }
+    state = params, optimizer.init(params), empty_memory(config, setup.rows), jnp.zeros(())
+    return _stepper(train, state, setup.stream())
+
+
+def _init(router: Router, key: Array) -> tuple[PyTree, PyTree]:
+    experts = init_experts(key, feedforward(d_model=D_MODEL), "ffn", router.grid_size)
+    return router.init(key, D_MODEL), experts
+
+
+def _loss(
+    router: Router, gate: PyTree, experts: tuple[PyTree], x: Float[Array, "rows d_model"]
+) -> tuple[Array, tuple[LayerAux]]:
+    """A loss that every output has a part in, for the layer's stacked parameters; and what the layer did."""
+    scores = score(router, gate, x)
+    mixed, aux = dmoe_layer(feedforward(d_model=D_MODEL), experts[0], router, 4, scores, None, x)
+    return jnp.mean(jnp.square(mixed)) + aux.aux_loss, (aux,)
+
+
+def grid_training(grid_size: tuple[int, int], seed: int) -> Callable[[], None]:
+    """Makes the next training step of a layer with such a grid, each of whose experts has an optimiser of its own."""
+    router, key, optimizer = product_key(grid_size), jax.random.key(seed), optax.adam(1e-3)
+    batches = itertools.cycle(jax.random.normal(key, (16, GRID_ROWS, D_MODEL)))
+    gradient = chosen_value_and_grad(partial(_loss, router), layers_of=lambda aux: aux)
+
+    @partial(jax.jit, donate_argnums=0)
+    def train(state: Any, x: Array) -> Any:
+        gate, gate_state, experts, expert_state = state
+        (_, (aux,)), (grads, (expert_grads,)) = gradient(gate, (experts,), x)
+        updates, gate_state = optimizer.update(grads, gate_state, gate)
+        experts, expert_state = update_chosen(optimizer, experts, expert_state, expert_grads, aux.load > 0)
+        return optax.apply_updates(gate, updates), gate_state, experts, expert_state
+
+    gate, experts = jax.jit(partial(_init, router))(key)
+    state = gate, optimizer.init(gate), experts, init_opt_states(optimizer, experts)
+    return _stepper(train, state, batches)
+
+
+def peak_bytes(num_tokens: int) -> int:
+    """Temporary and returned memory of a forward and backward pass of so many rows, as the compiler plans it."""
+    router = product_key(GRIDS[-1])
+    gate, experts = jax.eval_shape(partial(_init, router), jax.random.key(0))
+    x = jax.ShapeDtypeStruct((num_tokens, D_MODEL), jnp.float32)
+    gradient = jax.value_and_grad(partial(_loss, router), argnums=(0, 1, 2), has_aux=True)
+    analysis = jax.jit(gradient).lower(gate, (experts,), x).compile().memory_analysis()
+    assert analysis is not None  # on CPU and GPU there is one
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
 
 
 EXPERIMENT = Experiment[OverheadSettings](
     measure=measure,
     summarise=summarise,
-    draw=draw,
-    figure_text="Ratios of time and memory, each beside its bar, with their rounds",
     check=lambda settings: checked_router(settings.router, PRESETS["dmoe", settings.size].config),
 )

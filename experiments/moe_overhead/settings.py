@@ -1,4 +1,4 @@
-"""Settings of this experiment's command line."""
+"""The command line."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class OverheadSettings(Settings):
     """Measure what a mixture of experts on one device costs beside a dense layer of the same FLOPs."""
 
     quick: bool = False
-    """Three rounds of five steps."""
+    """Three rounds of five steps of each model and not of ten."""
     seed: int = 0
     """Seed of parameters and text."""
     size: Size = "tiny"
@@ -24,9 +24,7 @@ class OverheadSettings(Settings):
     """Multiply matrices of the layers in bfloat16."""
     rounds: int = 9
     """Each has a ratio; the median counts."""
-    steps_per_round: int = 10
-    """Steps of each model in a round. They take turns at every step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "rounds", "steps_per_round", "batch_size")
+        self.require_at_least(1, "rounds", "batch_size")

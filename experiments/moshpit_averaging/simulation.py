@@ -6,178 +6,121 @@ simulated at once.
 """
 
 import functools
-import math
-from collections.abc import Mapping
-from typing import NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from dmoe_jax.optim.peer_axis import FailureRule, distortion, moshpit_round, random_cells
-from dmoe_net.averaging.grouping.group_key import MoshpitGrid
+from dmoe_jax.optim import FailureRule, distortion, moshpit_round, random_cells
+from dmoe_net import MoshpitGrid
 from experiments.moshpit_averaging.methods import (
-    all_reduce_round,
     gossip_round,
-    mixing_factor,
-    push_sum_hops,
+    published_push_sum_round,
     push_sum_round,
     random_groups_round,
 )
-from experiments.moshpit_averaging.paper import TARGETS, MethodName, Mixing, Row, Setting
-
-_MAX_ABSENCES = 2**26
-"""Entries of the mask of absences at once: a quarter of a gigabyte while it is drawn."""
-
-_ROUNDING = 1e-10
-"""Parts of the first variance that float32 may make of none."""
-
-
-class _Swarms(NamedTuple):
-    """Random draws of all restarts: the same for every method.
-
-    Attributes:
-      values: [restarts, peers], what is averaged.
-      alive: bool [restarts, rounds, peers].
-      cells: int [restarts, peers], where peers sit on Moshpit's grid.
-      keys: PRNG keys [restarts], for random groups.
-    """
-
-    values: Array
-    alive: Array
-    cells: Array
-    keys: PRNGKeyArray
-
-
-def row_of(setting: Setting, variances: Mapping[MethodName, np.ndarray]) -> Row:
-    """Average over the restarts what `simulate` computed."""
-    return Row(
-        setting=setting,
-        rounds={method: mean_rounds(found) for method, found in variances.items()},
-        variances={method: found.mean(axis=0, dtype=np.float64).tolist() for method, found in variances.items()},
-    )
+from experiments.moshpit_averaging.paper import SQUARE, TARGETS, MethodName, Setting
 
 
 def simulate(setting: Setting, *, restarts: int, rounds: int, seed: int) -> dict[MethodName, np.ndarray]:
     """Compute the variance over the peers before the first round and after each: [restarts, rounds + 1] by method."""
-    at_once = min(restarts, max(1, _MAX_ABSENCES // (rounds * setting.num_peers)))
-    batches = math.ceil(restarts / at_once)
-    # The last batch is drawn in full and cut, so that nothing is compiled for its size.
-    keys = jax.random.split(jax.random.key(seed), (batches, at_once))
-    methods = get_args(MethodName)
-    found: dict[MethodName, list[np.ndarray]] = {method: [] for method in methods}
-    for batch in keys:
-        swarms = _draw(batch, setting.failure, num_peers=setting.num_peers, grid=setting.grid, rounds=rounds)
-        for method in methods:
-            found[method].append(_variances(swarms, method, setting.grid, setting.failure_rule))
-    return {method: np.concatenate(parts)[:restarts] for method, parts in found.items()}
-
-
-def rounds_to(variances: np.ndarray, target: float) -> np.ndarray:
-    """Count the rounds after which the variance first is at most the target, for each restart; all of them where it
-    never is."""
-    is_done = variances <= target
-    return np.where(is_done.any(axis=1), is_done.argmax(axis=1), variances.shape[1] - 1)
+    num_peers, grid = setting.num_peers, setting.grid
+    keys = jax.vmap(lambda key: jax.random.split(key, 4))(jax.random.split(jax.random.key(seed), restarts))
+    draws = (
+        jax.vmap(lambda key: jax.random.normal(key, (num_peers,)))(keys[:, 0]),
+        jax.vmap(lambda key: jax.random.uniform(key, (rounds, num_peers)) >= setting.failure)(keys[:, 1]),
+        jax.vmap(lambda key: random_cells(key, grid, num_peers))(keys[:, 2]),
+        keys[:, 3],
+    )
+    rules = {"grid": grid, "failure_rule": setting.failure_rule}
+    return {method: np.asarray(_variances(*draws, method=method, **rules)) for method in get_args(MethodName)}
 
 
 def mean_rounds(variances: np.ndarray) -> dict[str, float]:
-    """Average over the restarts the rounds to each target, by its name."""
-    return {name: float(rounds_to(variances, target).mean()) for name, target in TARGETS.items()}
+    """Average over the restarts the rounds after which the variance first is at most each target.
+
+    Where it never is, all rounds count.
+    """
+    rounds = {}
+    for target in TARGETS:
+        is_done = variances <= float(target)
+        first = np.where(is_done.any(axis=1), is_done.argmax(axis=1), variances.shape[1] - 1)
+        rounds[f"rounds_to_{target}"] = float(first.mean())
+    return rounds
 
 
-def measure_mixing(num_peers: int, group_size: int, *, runs: int, rounds: int, seed: int) -> Mixing:
-    """Set random groups of peers who are all there beside the formula for what a round leaves of the distortion. There
-    must be at least two groups: one is exact at once."""
+def measure_mixing(*, runs: int, rounds: int, seed: int) -> tuple[float, float]:
+    """Set random groups, of a full square of peers who are all there, beside what a round leaves by the formula.
+
+    That is (r - 1)/N + r/N^2 of the variance for N peers in r groups, whatever the values are (Ryabinin et al., 2021).
+
+    Returns:
+      The share that a round leaves, mean over all rounds of all runs, over the formula's; the same of all rounds.
+    """
+    num_peers, num_groups = SQUARE.num_cells, SQUARE.num_groups
     values_key, groups_key = jax.random.split(jax.random.key(seed))
-    swarms = _Swarms(
-        values=jax.random.normal(values_key, (runs, num_peers)),
-        alive=jnp.ones((runs, rounds, num_peers), bool),
-        cells=jnp.zeros((runs, num_peers), jnp.int32),
-        keys=jax.random.split(groups_key, runs),
+    found = _variances(
+        jax.random.normal(values_key, (runs, num_peers)),
+        jnp.ones((runs, rounds, num_peers), bool),
+        jnp.zeros((runs, num_peers), jnp.int32),
+        jax.random.split(groups_key, runs),
+        method="random_groups",
+        grid=SQUARE,
+        failure_rule="exclude",
     )
-    grid = MoshpitGrid(side=group_size, dims=1)
-    variances = np.asarray(_variances(swarms, "random_groups", grid, "exclude"), np.float64)
-    factor = mixing_factor(num_peers, num_peers // group_size)
-    before, after = variances[:, :-1], variances[:, 1:]
-    counts = before > _ROUNDING * variances[:, :1]  # a handful of peers may all agree by chance
-    return Mixing(
-        num_peers=num_peers,
-        group_size=group_size,
-        runs=runs,
-        factor=factor,
-        factor_ratio=float((after[counts] / before[counts]).mean() / factor),
-        kept=tuple((variances / variances[:, :1]).mean(axis=0).tolist()),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("num_peers", "grid", "rounds"))
-def _draw(keys: PRNGKeyArray, failure: float, *, num_peers: int, grid: MoshpitGrid, rounds: int) -> _Swarms:
-    """Draw the swarms of as many restarts as there are keys."""
-
-    def restart(key: PRNGKeyArray) -> _Swarms:
-        values_key, absence_key, cells_key, groups_key = jax.random.split(key, 4)
-        return _Swarms(
-            values=jax.random.normal(values_key, (num_peers,)),
-            alive=jax.random.uniform(absence_key, (rounds, num_peers)) >= failure,
-            cells=random_cells(cells_key, grid, num_peers),
-            keys=groups_key,
-        )
-
-    return jax.vmap(restart)(keys)
+    variances = np.asarray(found, np.float64)
+    factor = (num_groups - 1) / num_peers + num_groups / num_peers**2
+    of_a_round = (variances[:, 1:] / variances[:, :-1]).mean() / factor
+    of_all = (variances[:, -1] / variances[:, 0]).mean() / factor**rounds
+    return float(of_a_round), float(of_all)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "grid", "failure_rule"))
 def _variances(
-    swarms: _Swarms, method: MethodName, grid: MoshpitGrid, failure_rule: FailureRule
+    values: Float[Array, "restarts peers"],
+    alive: Array,
+    cells: Array,
+    keys: PRNGKeyArray,
+    *,
+    method: MethodName,
+    grid: MoshpitGrid,
+    failure_rule: FailureRule,
 ) -> Float[Array, "restarts rounds_and_start"]:
-    """Simulate one method; the variances are those of `simulate`."""
+    """Simulate one method in all restarts.
 
-    def mix(swarm: _Swarms, values: Array, weights: Array, number: Array, alive: Array) -> tuple[Array, Array]:
-        match method:
-            case "all_reduce":
-                return all_reduce_round(values, alive=alive), weights
-            case "gossip":
-                return gossip_round(values, alive=alive), weights
-            case "push_sum":
-                return _published_push_sum(values, number, alive), weights
-            case "push_sum_weighted":
-                return push_sum_round(values, weights, round_number=number, alive=alive)
-            case "random_groups":
-                key, size = jax.random.fold_in(swarm.keys, number), grid.side
-                mixed = random_groups_round(values, key=key, group_size=size, alive=alive, failure_rule=failure_rule)
-                return mixed, weights
-            case "moshpit":
-                average = functools.partial(moshpit_round, grid=grid, cells=swarm.cells, failure_rule=failure_rule)
-                return average(values, round_number=number, alive=alive), weights
+    Args:
+      values: what is averaged.
+      alive: bool [restarts, rounds, peers].
+      cells: int [restarts, peers], where peers sit on Moshpit's grid.
+      keys: [restarts], for random groups.
+    """
 
-    def restart(swarm: _Swarms) -> Array:
+    def restart(values: Array, alive: Array, cells: Array, key: PRNGKeyArray) -> Array:
+        def mix(values: Array, weights: Array, number: Array, alive: Array) -> tuple[Array, Array]:
+            rule: dict[str, Any] = {"alive": alive, "failure_rule": failure_rule}
+            match method:
+                case "all_reduce":
+                    return jnp.where(alive.all(), values.mean(), values), weights
+                case "gossip":
+                    return gossip_round(values, alive), weights
+                case "push_sum":
+                    return published_push_sum_round(values, alive, number), weights
+                case "push_sum_weighted":
+                    return push_sum_round(values, weights, alive, number)
+                case "random_groups":
+                    own_key = jax.random.fold_in(key, number)
+                    return random_groups_round(values, key=own_key, group_size=grid.side, **rule), weights
+                case "moshpit":
+                    return moshpit_round(values, grid=grid, cells=cells, round_number=number, **rule), weights
+
         def one_round(held: tuple[Array, Array], inputs: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-            values, weights = mix(swarm, *held, *inputs)
+            values, weights = mix(*held, *inputs)
             return (values, weights), distortion(values)
 
-        start = (swarm.values, jnp.ones_like(swarm.values))
-        _, after = jax.lax.scan(one_round, start, (jnp.arange(swarm.alive.shape[0]), swarm.alive))
-        return jnp.append(distortion(swarm.values), after)
+        inputs = (jnp.arange(alive.shape[0]), alive)
+        _, after = jax.lax.scan(one_round, (values, jnp.ones_like(values)), inputs)
+        return jnp.append(distortion(values), after)
 
-    return jax.vmap(restart)(swarms)
-
-
-def _published_push_sum(values: Array, number: Array, alive: Array) -> Array:
-    """Make a round of the SGP of the paper's table: plain means of a peer's and its present in-neighbours' values.
-
-    Peer i hears i + 2^h and i + 2^(h+1), beginning with h = 1. Its matrices shift entries along the flattened matrix,
-    so that whoever would hear past the last peer hears what its predecessor should: not doubly stochastic, and other
-    rounds than with a closed graph. Kept, since the table was made with it.
-    """
-    num_peers = values.shape[0]
-    peer = jnp.arange(num_peers)
-    present = alive.astype(values.dtype)
-    sent = jnp.where(alive, values, 0)
-    hop = 2 ** ((number + 1) % push_sum_hops(num_peers))
-    total, count = sent, present
-    for shift in (hop, 2 * hop):
-        sender, hearer = (peer + shift) % num_peers, (peer + (peer + shift >= num_peers)) % num_peers
-        total = total.at[hearer].add(sent[sender])
-        count = count.at[hearer].add(present[sender])
-    return jnp.where(alive, total / jnp.maximum(count, 1), values)
+    return jax.vmap(restart)(values, alive, cells, keys)

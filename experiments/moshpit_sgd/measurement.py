@@ -1,90 +1,107 @@
 """Train the same model with each method until the target is reached, and set the virtual times side by side."""
 
+import itertools
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, get_args
 
+import trio
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from rich.progress import Progress
 
+import dmoe_net
 from dmoe_jax.data import DataError
-from dmoe_jax.runs.report import ReportTable
+from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
 from experiments.moshpit_sgd import tasks
-from experiments.moshpit_sgd.figure import TITLES, Record, by_swarm, losses_figure
-from experiments.moshpit_sgd.learning import PeerLearner, Programs
+from experiments.moshpit_sgd.learning import PeerLearner
 from experiments.moshpit_sgd.methods import make_method
 from experiments.moshpit_sgd.settings import MethodName, ModelName, MoshpitSgdSettings
-from experiments.moshpit_sgd.simulation import Simulation
+from experiments.moshpit_sgd.swarm import Swarm
+from experiments.panels import series_style
 from experiments.results import Result
 
-PAPER = {"paper_pushsum_over_moshpit_resnet": 1.3, "paper_all_reduce_over_moshpit_albert": 1.5}
-"""Ryabinin et al., NeurIPS 2021: SGP over Moshpit for ResNet-50, All-Reduce over Moshpit for ALBERT."""
+TITLES: Mapping[str, str] = {
+    "all_reduce": "All-Reduce",
+    "pushsum": "PushSum (SGP)",
+    "moshpit": "Moshpit",
+}
+"""Names of the methods for readers, in order."""
 
+_EVALUATIONS_S = range(10, 1501, 10)
+"""Virtual times of evaluations; after the last one a method is given up."""
 _EVALUATED_PEERS = 8
 _IN_A_ROW = 3
 """Evaluations whose mean must reach the target: one of them alone may be lucky."""
-_COUNTS = {"stretches": "stretches", "averaged_peers": "averaged", "repeated": "hit", "departures": "left"}
-"""Counts of a simulation that the report shows -> their names there."""
+
+Record = Mapping[str, Any]
+"""A line of metrics.jsonl: an evaluation, or the result of one method."""
+
+Swarms = dict[tuple[str, int], dict[str, list[Record]]]
 
 
 def measure(run: Run[MoshpitSgdSettings]) -> None:
     """Train every model in every swarm with every method."""
     settings = run.settings
     for model in settings.models:
-        programs = Programs(tasks.make_task(model), local_steps=settings.local_steps, seed=settings.seed)
+        task = tasks.make_task(model)
         for num_peers in settings.swarms:
-            for method in settings.methods:
-                _train(run, programs, model=model, num_peers=num_peers, method=method)
+            for method in get_args(MethodName):
+                _train(run, task, model=model, num_peers=num_peers, method=method)
 
 
 def _train(
-    run: Run[MoshpitSgdSettings], programs: Programs, *, model: ModelName, num_peers: int, method: MethodName
+    run: Run[MoshpitSgdSettings], task: tasks.Task, *, model: ModelName, num_peers: int, method: MethodName
 ) -> None:
     """Train until the target is reached or the time is up, and log it."""
-    settings, what = run.settings, {"model": model, "peers": num_peers, "method": method}
-    target = programs.task.target if settings.target is None else settings.target
+    clock, size = run.settings.clock, {"num_peers": num_peers, "seed": run.settings.seed}
+    what = {"model": model, "peers": num_peers, "method": method}
+    learner = PeerLearner(task, local_steps=clock.local_steps, **size)
+
+    async def race(progress: Progress) -> float | None:
+        """Virtual seconds to the target; None if it is not reached."""
+        losses: list[float] = []
+        reached_s = None
+        bar = progress.add_task(f"{model}, {num_peers} peers, {method}", total=_EVALUATIONS_S[-1])
+        async with trio.open_nursery() as nursery:
+            swarm = Swarm(clock, learner, nursery, **size)
+            swarm.start(make_method(method, swarm))
+            for virtual_s in _EVALUATIONS_S:
+                await trio.sleep_until(virtual_s)
+                progress.update(bar, completed=virtual_s)
+                if up := swarm.up:
+                    # The same each time, as far as they are there: others would add their differences to the noise.
+                    own = learner.losses([up[place * len(up) // _EVALUATED_PEERS] for place in range(_EVALUATED_PEERS)])
+                    losses.append(float(own.mean()))
+                    run.log("evaluation", **what, virtual_s=virtual_s, loss=losses[-1])
+                if len(losses) >= _IN_A_ROW and fmean(losses[-_IN_A_ROW:]) <= task.target:
+                    reached_s = virtual_s
+                    break
+            nursery.cancel_scope.cancel()
+        return reached_s
+
     started = time.perf_counter()
-    learner = PeerLearner(programs, num_peers=num_peers, seed=settings.seed)
-    simulation = Simulation(settings.clock, learner, num_peers, settings.local_steps, settings.seed)
-    simulation.start(make_method(method, simulation))
-    losses: list[float] = []
-    reached_s = None
     with Progress(console=run.console, transient=True) as progress:
-        bar = progress.add_task(f"{model}, {num_peers} peers, {method}", total=settings.max_virtual_s)
-        while reached_s is None and simulation.now < settings.max_virtual_s:
-            simulation.run_until(min(simulation.now + settings.evaluate_every_s, settings.max_virtual_s))
-            progress.update(bar, completed=simulation.now)
-            up = simulation.up
-            if not up:
-                continue
-            # The same peers each time, as far as they are there: others would add their differences to the noise.
-            own = learner.losses([up[place * len(up) // _EVALUATED_PEERS] for place in range(_EVALUATED_PEERS)])
-            losses.append(float(own.mean()))
-            run.log("evaluation", **what, virtual_s=simulation.now, loss=losses[-1], worst=own.max(), up=len(up))
-            last = losses[-_IN_A_ROW:]
-            if len(last) == _IN_A_ROW and sum(last) / _IN_A_ROW <= target:
-                reached_s = simulation.now
+        reached_s = dmoe_net.run(race, progress)
     wall_s = time.perf_counter() - started
-    result = {"target": target, "reached_s": reached_s, "loss": losses[-1] if losses else None, "wall_s": wall_s}
-    run.log("result", **what, **result, **asdict(simulation.counts))
+    run.log("result", **what, target=task.target, reached_s=reached_s, wall_s=wall_s)
     outcome = "not reached" if reached_s is None else f"reached after {reached_s:.0f} virtual seconds"
-    run.say(f"{model}, {num_peers} peers, {method}: {target} {outcome} ({wall_s:.0f} s)")
+    run.say(f"{model}, {num_peers} peers, {method}: {task.target} {outcome} ({wall_s:.0f} s)")
 
 
 def summarise(run: Run[MoshpitSgdSettings]) -> Result | None:
     """Set the methods that are finished side by side; None before the first evaluation."""
-    results = run.records("result")
-    if not results and not run.records("evaluation"):
+    if not run.records("evaluation"):
         return None
-    figures, missed = figures_of(results)
+    figures, missed = figures_of(run.records("result"))
     return Result(
         title="Time to a target loss among unequal peers that come and go",
-        summary=f"Virtual seconds to a validation loss; peers average every {run.settings.local_steps} of their steps.",
-        figures=figures | PAPER,
+        summary="Virtual seconds to a validation loss, by model, number of peers and method.",
+        figures=figures,
         missed=missed,
-        tables=[_result_table(results)],
     )
 
 
@@ -108,26 +125,48 @@ def figures_of(results: Sequence[Record]) -> tuple[dict[str, float | None], list
     return figures, missed
 
 
-def _result_table(results: Sequence[Record]) -> ReportTable:
-    rows: list[tuple[Any, ...]] = []
-    for record in results:
-        counts = (record[name] for name in _COUNTS)
-        rows.append(
-            (record["model"], record["peers"], TITLES[record["method"]], record["target"], record["reached_s"], *counts)
-        )
-    return ReportTable(
-        title="Time to the target",
-        head=("model", "peers", "method", "target", "virtual s", *_COUNTS.values()),
-        rows=rows,
-        note="Stretches of local steps, and peers that then averaged; all-reduces that were hit by a departure; "
-        "departures.",
-    )
+def by_swarm(records: Sequence[Record]) -> Swarms:
+    """Sort records by (model, peers) and then by method."""
+    swarms: Swarms = {}
+    for record in records:
+        swarms.setdefault((record["model"], record["peers"]), {}).setdefault(record["method"], []).append(record)
+    return swarms
+
+
+def draw(run: Run[MoshpitSgdSettings], _: Result) -> Figure:
+    """Draw validation loss over virtual time: a panel for each model and number of peers, a line for each method."""
+    evaluations, results = by_swarm(run.records("evaluation")), by_swarm(run.records("result"))
+    models, sizes = run.settings.models, run.settings.swarms
+    figure = Figure(figsize=(1.5 + 5 * len(sizes), 0.6 + 3.2 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), len(sizes), squeeze=False).flat
+    for axes, (model, peers) in zip(panels, itertools.product(models, sizes), strict=True):
+        dress(axes, f"{model}, {peers} peers: validation loss (nats)", "virtual time (s)")
+        if (lines := evaluations.get((model, peers))) is not None:
+            _draw_panel(axes, lines, results.get((model, peers), {}))
+    return figure
+
+
+def _draw_panel(axes: Axes, lines: Mapping[str, Sequence[Record]], results: Mapping[str, Sequence[Record]]) -> None:
+    for place, (method, records) in enumerate(lines.items()):
+        reached_s = results[method][-1]["reached_s"] if method in results else None
+        label = TITLES[method] if reached_s is None else f"{TITLES[method]}, {reached_s:.0f} s"
+        points = [(record["virtual_s"], record["loss"]) for record in records]
+        axes.plot(*zip(*points, strict=True), color=series_style(place)[0], linewidth=1.4, label=label)
+    if results:
+        target = next(iter(results.values()))[-1]["target"]
+        axes.axhline(target, color=GREY, linestyle="--", linewidth=1)
+        # From the target to where training has begun in earnest: the first evaluations would flatten the rest.
+        losses = sorted(record["loss"] for line in lines.values() for record in line)
+        start = losses[int(0.95 * len(losses))]
+        axes.set_ylim(target - 0.1 * (start - target), start)
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=8, frameon=False)
 
 
 EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
-    draw=lambda run, _: losses_figure(by_swarm(run.records("evaluation")), by_swarm(run.records("result"))),
+    draw=draw,
     figure_text="Validation loss over virtual time, a line for each method",
     expected=(DataError,),
 )

@@ -1,9 +1,7 @@
 """Models that the peers train: a small network on MNIST, and a tiny Transformer-XL on WikiText-2."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +9,9 @@ import numpy as np
 import optax
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.data import DataError
-from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.data.corpora import load_corpus
-from dmoe_jax.data.mnist import NUM_CLASSES, SIDE, read_mnist
+from dmoe_jax.data import SegmentStream, evaluation_segments, load_corpus, load_mnist
 from dmoe_jax.data.vocabulary import UNK
-from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models import LayerConfig, TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
 from experiments.moshpit_sgd.settings import ModelName
 from experiments.transformer_xl import dense
@@ -52,37 +46,37 @@ def make_task(name: ModelName) -> Task:
     return _mnist_task() if name == "mnist" else _transformer_xl_task()
 
 
-_HIDDEN = 64
+_PIXELS, _HIDDEN, _DIGITS = 784, 64, 10
 _MNIST_BATCH = 32
 _MNIST_VALID = 4000
 
 
 def _mnist_task() -> Task:
-    folder = os.environ.get("DMOE_DATA")
-    if not folder:
-        raise DataError("set DMOE_DATA to a folder that holds mnist/train-images-idx3-ubyte.gz and its companions")
-    images = read_mnist(Path(folder, "mnist")).train
+    images = load_mnist().train
     count = len(images.labels) - _MNIST_VALID
     pixels, labels = (jnp.asarray(array) for array in images)
-    valid_pixels, valid_labels = pixels[count:], labels[count:]
+
+    def normal(pixels: jax.Array) -> jax.Array:
+        return (pixels.astype(jnp.float32) / 255 - 0.13) / 0.31
+
+    valid = (normal(pixels[count:]), labels[count:])
 
     def init(key: jax.Array) -> PyTree:
         first, second = jax.random.split(key)
         return {
-            "hidden": jax.random.normal(first, (SIDE * SIDE, _HIDDEN)) / SIDE,
+            "hidden": jax.random.normal(first, (_PIXELS, _HIDDEN)) / np.sqrt(_PIXELS),
             "hidden_bias": jnp.zeros(_HIDDEN),
-            "out": jax.random.normal(second, (_HIDDEN, NUM_CLASSES)) / np.sqrt(_HIDDEN),
-            "out_bias": jnp.zeros(NUM_CLASSES),
+            "out": jax.random.normal(second, (_HIDDEN, _DIGITS)) / np.sqrt(_HIDDEN),
+            "out_bias": jnp.zeros(_DIGITS),
         }
 
-    def mean_loss(params: PyTree, pixels: jax.Array, labels: jax.Array) -> jax.Array:
-        x = (pixels.astype(jnp.float32) / 255 - 0.13) / 0.31
+    def mean_loss(params: PyTree, x: jax.Array, labels: jax.Array) -> jax.Array:
         hidden = jax.nn.relu(x @ params["hidden"] + params["hidden_bias"])
         logits = hidden @ params["out"] + params["out_bias"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def loss(params: PyTree, batch: PyTree, carry: PyTree) -> tuple[jax.Array, PyTree]:
-        return mean_loss(params, pixels[batch], labels[batch]), carry
+        return mean_loss(params, normal(pixels[batch]), labels[batch]), carry
 
     def batches(peer: int, num_peers: int, seed: int) -> Iterator[PyTree]:
         del num_peers
@@ -95,7 +89,7 @@ def _mnist_task() -> Task:
         carry=(),
         loss=loss,
         batches=batches,
-        evaluate=lambda params: mean_loss(params, valid_pixels, valid_labels),
+        evaluate=lambda params: mean_loss(params, *valid),
         optimizer=optax.sgd(0.05, momentum=0.9),
         target=0.15,
     )

@@ -14,12 +14,14 @@ class TimeModel:
     own generator, so that its speeds and absences are the same whatever method is simulated.
     """
 
+    local_steps: int = 4
+    """Steps of a peer between two averagings, a stretch."""
     step_s: float = 0.7
     """Median seconds of a step of the median peer: 256 images in float32 on a V100."""
     speed_sigma: float = 0.35
     """Sigma of the log-normal factor of a peer, for good. The paper's swarm has V100, 1080Ti and P40: about 1 to 2."""
     step_sigma: float = 0.2
-    """Sigma of the log-normal factor of each stretch of local steps."""
+    """Sigma of the log-normal factor of each stretch."""
     straggling: float = 0.02
     """Probability that a stretch is a straggler's."""
     straggler_factor: float = 5.0
@@ -40,6 +42,8 @@ class TimeModel:
     """Seconds that a Moshpit group stays open for its members, and that gossip and PushSum wait for a message."""
 
     def __post_init__(self) -> None:
+        if self.local_steps < 1:
+            raise ValueError(f"local_steps must be at least 1, got {self.local_steps}")
         for name in ("step_s", "straggler_factor", "vector_bytes", "bandwidth_bps", "mean_uptime_s", "mean_downtime_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -58,11 +62,11 @@ class TimeModel:
         """Draw the time of a peer's steps, as a multiple of the median peer's."""
         return rng.lognormvariate(0.0, self.speed_sigma)
 
-    def stretch_s(self, rng: random.Random, steps: int, speed_factor: float) -> float:
-        """Seconds of some local steps."""
+    def stretch_s(self, rng: random.Random, speed_factor: float) -> float:
+        """Draw the seconds of a stretch."""
         straggles = rng.random() < self.straggling
         factor = rng.lognormvariate(0.0, self.step_sigma) * (self.straggler_factor if straggles else 1.0)
-        return steps * self.step_s * speed_factor * factor
+        return self.local_steps * self.step_s * speed_factor * factor
 
     def absences(self, rng: random.Random) -> Iterator[tuple[float, float]]:
         """(when it goes, when it is back) of a peer, without end."""
@@ -74,17 +78,13 @@ class TimeModel:
 
     def all_reduce_s(self, peers: int) -> float:
         """One all-reduce among all: two vectors less a share each way, and a tree of messages there and back."""
-        if peers == 1:
-            return 0.0
         return 2 * (1 - 1 / peers) * self.vector_s + 2 * math.ceil(math.log2(peers)) * self.latency_s
 
-    def matchmaking_s(self, peers: int) -> float:
-        """To find the group once it is complete: a look into a DHT of that many peers, and a call to the leader."""
-        return (math.ceil(math.log2(max(peers, 2))) + 2) * self.latency_s
-
-    def group_s(self, members: int) -> float:
-        """Butterfly all-reduce in a group: everybody sends parts to everybody at once, and the means back."""
-        return 2 * (1 - 1 / members) * self.vector_s + 2 * self.latency_s
+    def group_s(self, members: int, peers: int) -> float:
+        """Matchmaking once a group is complete, a look into a DHT of so many peers and a call to the leader; then its
+        butterfly all-reduce: everybody sends parts to everybody at once, and the means back."""
+        matchmaking_s = (math.ceil(math.log2(peers)) + 2) * self.latency_s
+        return matchmaking_s + (2 * (1 - 1 / members) * self.vector_s + 2 * self.latency_s)
 
     def send_s(self, receivers: int) -> float:
         """The whole vector to some others, through one line."""

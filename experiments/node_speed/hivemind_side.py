@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,26 +31,25 @@ from hivemind.p2p import P2P
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
 _LOOPBACK = {"auto_nat": False, "nat_port_map": False, "use_relay": False}
-_WARM_UP_CALLS = 3
+_HANDLERS = 2
+"""Processes of the server that hold connections, as in the measurements that the bars come from."""
 
 
-def call(pipe: Connection, maddrs: Any, peer_id: Any, case: dict[str, Any], seed: int) -> None:
+def call(pipe: Connection, place: tuple[Any, Any], case: dict[str, Any], seed: int) -> None:
     """A caller: forward and backward through autograd, `at_once` experts side by side, whenever that is ordered.
 
     Args:
       pipe: brings (begin, end) of a slice, by `time.perf_counter`; gets the samples that ended in it.
-      maddrs: where the server's peer is. peer_id: who it is.
+      place: addresses and id of the server's peer.
       case: the fields of a `Case`.
       seed: of what is drawn.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    rng = random.Random(seed)
-    p2p = RemoteExpertWorker.run_coroutine(P2P.create(initial_peers=maddrs, **_LOOPBACK))
-    experts = [
-        RemoteExpert(expert_info=ExpertInfo(uid=f"expert.{index}", peer_id=peer_id), p2p=p2p)
-        for index in range(case["experts"])
-    ]
+    rng, (addresses, peer_id) = random.Random(seed), place
+    p2p = RemoteExpertWorker.run_coroutine(P2P.create(initial_peers=addresses, **_LOOPBACK))
+    infos = [ExpertInfo(uid=f"expert.{index}", peer_id=peer_id) for index in range(case["experts"])]
+    experts = [RemoteExpert(expert_info=info, p2p=p2p) for info in infos]
     x = torch.randn(case["rows"], case["d_model"])
 
     def ask(expert: RemoteExpert) -> float:
@@ -64,7 +62,7 @@ def call(pipe: Connection, maddrs: Any, peer_id: Any, case: dict[str, Any], seed
             """When each of its experts was done."""
             return list(threads.map(ask, rng.sample(experts, case["at_once"])))
 
-        for _ in range(_WARM_UP_CALLS):
+        for _ in range(3):  # warms up
             layer_call()
         pipe.send("ready")
         while True:
@@ -76,32 +74,31 @@ def call(pipe: Connection, maddrs: Any, peer_id: Any, case: dict[str, Any], seed
             pipe.send(samples)
 
 
-def start_server(case: dict[str, Any], dht: DHT, handlers: int) -> Server:
+def start_server(case: dict[str, Any], dht: DHT) -> Server:
     """Serve the case's experts, each hivemind's `ffn` with Adam, and wait until they are served."""
-    backends = {}
-    for index in range(case["experts"]):
+    backends, schema = {}, BatchTensorDescriptor(case["d_model"])
+    for name in (f"expert.{index}" for index in range(case["experts"])):
         module = torch.jit.script(name_to_block["ffn"](case["d_model"]))
-        backends[f"expert.{index}"] = ModuleBackend(
-            name=f"expert.{index}",
+        backends[name] = ModuleBackend(
+            name=name,
             module=module,
             optimizer=torch.optim.Adam(module.parameters()),
-            args_schema=(BatchTensorDescriptor(case["d_model"]),),
-            outputs_schema=BatchTensorDescriptor(case["d_model"]),
+            args_schema=(schema,),
+            outputs_schema=schema,
             max_batch_size=case["max_batch_rows"],
         )
-    server = Server(dht=dht, module_backends=backends, num_connection_handlers=handlers, device="cpu")
+    server = Server(dht=dht, module_backends=backends, num_connection_handlers=_HANDLERS, device="cpu")
     server.start()
     server.ready.wait()
     return server
 
 
-def main(case: dict[str, Any], *, seed: int, handlers: int, sockets: str) -> None:
+def main(case: dict[str, Any], *, seed: int, sockets: str) -> None:
     """Serve, and have the callers call whenever that is ordered.
 
     Args:
       case: the fields of a `Case`.
       seed: of what is drawn.
-      handlers: processes of the server that hold connections.
       sockets: folder for the sockets of hivemind's daemons, which stay behind where they are killed.
     """
     # What others print must not come between our lines.
@@ -110,31 +107,20 @@ def main(case: dict[str, Any], *, seed: int, handlers: int, sockets: str) -> Non
     P2P._UNIX_SOCKET_PREFIX = f"/unix{Path(sockets).absolute()}/"
     dht = DHT(start=True, **_LOOPBACK)
     place = dht.get_visible_maddrs(), dht.peer_id
-    pipes = [mp.Pipe() for _ in range(case["callers"])]
     # The server is kept: its processes end with it.
-    server = start_server(case, dht, handlers)
-    callers = [
-        mp.Process(target=call, args=(theirs, *place, case, seed + number), daemon=True)
-        for number, (_, theirs) in enumerate(pipes)
-    ]
-    for caller in callers:
-        caller.start()
-    for _, theirs in pipes:
+    server, pipes = start_server(case, dht), []
+    for number in range(case["callers"]):
+        ours, theirs = mp.Pipe()
+        mp.Process(target=call, args=(theirs, place, case, seed + number), daemon=True).start()
         theirs.close()  # so that a caller that has ended is noticed
-    own = [ours for ours, _ in pipes]
-    for pipe in own:
+        pipes.append(ours)
+    for pipe in pipes:
         pipe.recv()
     print(json.dumps({"served": server.is_alive()}), file=answers, flush=True)
-    for order in _orders():
-        for pipe in own:
+    for order in map(json.loads, sys.stdin):
+        for pipe in pipes:
             pipe.send((order["begin"], order["end"]))
-        samples = sum(pipe.recv() for pipe in own)
-        print(json.dumps({"samples": samples}), file=answers, flush=True)
-
-
-def _orders() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
+        print(json.dumps({"samples": sum(pipe.recv() for pipe in pipes)}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,184 +1,230 @@
-"""The node, bare calls of its programs and hivemind in turn, round after round; then memory, compilations, saving, and
-the demonstration."""
+"""The node, bare calls of its programs and hivemind in turn, round after round; memory and compilations under load; and
+steps a second of the demonstration's trainers, beside those of the same model in one jitted program.
 
+The demonstration's swarm is that of `dmoe up`: a DHT peer, four nodes and one trainer process, over TLS. It has the
+machine to itself while it trains, as the jitted program has before and after it.
+"""
+
+import math
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+import numpy as np
 
+from dmoe_jax.runs.flags import as_flags
+from dmoe_jax.runs.run_folder import read_metrics
 from experiments.bench import Experiment, Run
-from experiments.node_speed.cases import Case
-from experiments.node_speed.demonstration import STEP_RATIOS, TRAINERS, measure_demonstration
-from experiments.node_speed.settings import SpeedSettings
-from experiments.node_speed.strategies import (
-    CHOICE,
-    CHOICE_BAR,
-    measure_strategies,
-    strategy_figures,
-    strategy_rates,
-    strategy_table,
-)
-from experiments.node_speed.turns import (
-    NodeAndCallers,
-    Quantities,
-    open_hivemind,
-    open_node,
-    with_samples_per_cpu_s,
-)
-from experiments.panels import ratio_figure
-from experiments.processes import HelperFailed
+from experiments.node_speed.settings import CASES, MIXED_LOADS, SINGLE_ROWS, Case, SpeedSettings
+from experiments.processes import HelperFailed, HelperProcess, open_helpers, run_child
 from experiments.results import Bar, Result
-from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_figures
+from experiments.rounds import SLICE, Measurement, Ratio, Record, measure_rounds, round_figures
 
 BESIDE = "_beside_hivemind"
 """Behind the name of a slice of the node in rounds with hivemind: its hundred processes, which take time and memory
 also while nobody asks them, do not run in the rounds with bare calls."""
-MEMORY, SAVING, START = "memory", "saving", "start"
-"""Kinds of records beside the slices. Of a start: seconds from the imports until the node serves, programs that were
-compiled or taken from the cache meanwhile, and seconds that these took."""
-
-
-def _beside_hivemind(case: str, bound: float) -> Ratio:
-    ours, theirs = f"{case}{BESIDE}", f"{case}_hivemind"
-    return Ratio(f"hivemind_ratio_{case}", "samples_per_s", ours, theirs, ">=", bound)
-
-
-DEVICE_RATIOS = (
-    Ratio("device_ratio_large_requests", "samples_per_s", "large_requests", "large_requests_bare", ">=", 0.85),
-    Ratio("device_ratio_many_experts", "samples_per_s", "many_experts", "many_experts_bare", ">=", 0.6),
-    Ratio("device_ratio_single_rows", "samples_per_s", "single_rows", "single_rows_bare", ">=", 0.5),
-    Ratio("batching_gain", "samples_per_s", "single_rows", "single_rows_unbatched", ">=", 6.0),
-)
-HIVEMIND_RATIOS = (
-    _beside_hivemind("many_experts", 15.0),
-    _beside_hivemind("large_requests", 5.0),
-    _beside_hivemind("wide_expert", 10.0),
-)
-PROCESSOR_RATIOS = tuple(
-    # Without a bar: callers in other processes take none of it away, as those of other machines do not.
-    replace(ratio, name=ratio.name.replace("device", "processor"), quantity="samples_per_cpu_s", bound=0.0)
-    for ratio in DEVICE_RATIOS
-    if ratio.baseline.endswith("_bare")
-)
-"""Samples for each second of a processor that the node's process uses, over those of bare calls."""
+MEMORY = "memory"
+"""Kind of the records beside the slices."""
+DEVICE_RATIOS = {
+    name: Ratio(f"device_ratio_{name}", "samples_per_s", name, f"{name}_bare", ">=", bound)
+    for name, bound in (("large_requests", 0.85), ("many_experts", 0.6), ("single_rows", 0.5))
+}
+BATCHING_GAIN = Ratio("batching_gain", "samples_per_s", "single_rows", "single_rows_unbatched", ">=", 6.0)
+HIVEMIND_RATIOS = {
+    name: Ratio(f"hivemind_ratio_{name}", "samples_per_s", f"{name}{BESIDE}", f"{name}_hivemind", ">=", bound)
+    for name, bound in (("many_experts", 15.0), ("large_requests", 5.0), ("wide_expert", 10.0))
+}
+"""By the name of the case."""
 MEMORY_BAR = Bar(name="memory_ratio", bound=1.0)
 """Memory beyond imports, over 1.3 times the state and 150 MB."""
 COMPILATIONS_BAR = Bar(name="compilations_while_serving", bound=0.0)
-SAVE_BAR = Bar(name="save_wait_ratio", bound=1.0)
-"""Time that a call waits longer while its expert is saved, over the time of a backward."""
-
-_STATE_FACTOR, _OVERHEAD_BYTES = 1.3, 150e6
-_DEFAULT_PYTHON = Path(".hv/bin/python")
-_SAVES, _MOST_SAVE_SLICES = 2, 60
-"""Slices in which checkpoints were written that are waited for, and slices after which that is given up."""
-_PANELS = (
-    ("16 x d=256", "64 rows"),
-    ("64 x d=64", "32 rows"),
-    ("16 x d=256", "1 row"),
-    ("Batching", "gain"),
-    ("hivemind", "64 x d=64"),
-    ("hivemind", "16 x d=256"),
-    ("hivemind", "d=1024, 1 row"),
+ROUTERS = {"token": "balanced", "sequence": "product_key"}
+"""Routers of the demonstration, where tokens have experts of their own, and where sequences do, as was so when the bars
+were set."""
+_STEP_BARS = {1: 0.75, 4: 0.9}
+"""By the asynchronous trainers in the trainer process."""
+STEP_RATIOS = tuple(
+    Ratio(f"step_ratio_{route}_{count}", "steps_per_s", f"{route}_swarm_{count}", f"{route}_one_jit", ">=", bound)
+    for route in ROUTERS
+    for count, bound in _STEP_BARS.items()
 )
-"""Titles, and texts below the columns, of the ratios in their order."""
+"""Steps a second of a swarm with one trainer, and with four, over those of one jitted program in the same round."""
+
+_PROCESSES = 2
+"""Processes that a node's callers share evenly."""
+_LEAD_S = 0.3
+"""Before a slice begins: its callers are at work by then, and the queue is as long as it will be."""
+_HIVEMIND_SLICES = 2
+"""Its calls are few and come in bursts: it gets this many times as long."""
+
+Quantities = dict[str, Any]
 
 
-class NothingSaved(Exception):
-    """The node wrote no checkpoints, or there is nothing that they could be compared with."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAndCallers:
+    """A node and those who ask it, each a process.
+
+    Attributes:
+      case: what is served and asked.
+      node: the node's process.
+      callers: those of its callers.
+    """
+
+    case: Case
+    node: HelperProcess
+    callers: Sequence[HelperProcess]
+
+    def serve(self, slice_s: float) -> Quantities:
+        """Have all callers call for a slice.
+
+        Returns:
+          `samples_per_s`, and the node's `mean_batch` rows, if there was a batch.
+
+        Raises:
+          HelperFailed: a process has ended.
+        """
+        counts: list[dict[str, Any]] = []
+        samples = take_slice(self.callers, slice_s, at_ends=lambda: counts.append(self.node.ask(do="count")))
+        rows, batches = (counts[1][name] - counts[0][name] for name in ("rows", "batches"))
+        return {"samples_per_s": samples / slice_s, **({"mean_batch": rows / batches} if batches else {})}
+
+    def bare(self, rows: float, for_s: float) -> Quantities:
+        """Time bare calls of the node's programs, while nobody calls it.
+
+        Args:
+          rows: of each call; between two whole numbers both are timed, and the time between them is taken to be linear.
+          for_s: seconds to go on.
+        """
+        sizes = sorted({math.floor(rows), math.ceil(rows)})
+        answers = [self.node.ask(do="bare", rows=size, for_s=for_s / len(sizes)) for size in sizes]
+        seconds = np.interp(rows, sizes, [answer["call_s"] for answer in answers])
+        return {"rows": rows, "samples_per_s": float(rows / seconds)}
 
 
-def hivemind_python(settings: SpeedSettings) -> Path | None:
-    """The interpreter that has hivemind: the one that is named, or found; None if there is none.
+def take_slice(
+    helpers: Sequence[HelperProcess], slice_s: float, *, at_ends: Callable[[], object] = lambda: None
+) -> int:
+    """Order a slice, wait for it, and return the samples that ended in it.
+
+    Args:
+      helpers: processes that take the order {"begin", "end"} and say how many "samples" they had.
+      slice_s: its duration, seconds.
+      at_ends: called when it begins, and when it ends.
+    """
+    begin = time.perf_counter() + _LEAD_S
+    end = begin + slice_s
+    for helper in helpers:
+        helper.tell(begin=begin, end=end)
+    for moment in (begin, end):
+        time.sleep(max(0.0, moment - time.perf_counter()))
+        at_ends()
+    return sum(helper.hear()["samples"] for helper in helpers)
+
+
+@contextmanager
+def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
+    """Start a node that serves a case, and then its callers; `seed` is of all that is drawn.
 
     Raises:
-      ValueError: it does not exist or has no hivemind.
+      HelperFailed: one of them did not start.
     """
-    python = settings.hivemind
-    if python is None:
-        if not _DEFAULT_PYTHON.exists():
-            return None
-        python = _DEFAULT_PYTHON
+    own = {"case": asdict(case), "seed": seed}
+    with open_helpers("experiments.node_speed.node", [own]) as (node,):
+        own |= {"contact": node.hello["contact"], "callers": case.callers // _PROCESSES}
+        each = [own | {"seed": seed * 10**6 + number * 10**3} for number in range(_PROCESSES)]
+        with open_helpers("experiments.node_speed.caller", each) as callers:
+            yield NodeAndCallers(case=case, node=node, callers=callers)
+
+
+@contextmanager
+def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[Callable[[float], Quantities]]:
+    """Start hivemind's server and callers, by an interpreter that has hivemind; yields what has them take a slice.
+
+    Raises:
+      HelperFailed: it did not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="hv") as sockets:  # a short name: those of sockets may have 107 characters
+        settings = {"case": asdict(case), "seed": seed, "sockets": sockets}
+        with open_helpers("experiments.node_speed.hivemind_side", [settings], python=python) as (side,):
+
+            def serve(slice_s: float) -> Quantities:
+                slice_s *= _HIVEMIND_SLICES
+                return {"samples_per_s": take_slice([side], slice_s) / slice_s}
+
+            yield serve
+
+
+def hivemind_python(settings: SpeedSettings) -> str | None:
+    """The interpreter that has hivemind: the one that is named, or .hv/bin/python; None if that is not there.
+
+    Raises:
+      ValueError: the one that is named does not exist.
+    """
+    python = settings.hivemind or Path(".hv/bin/python")
     # Not `resolve`: the link's place says which environment is meant.
-    if (found := shutil.which(python.expanduser().absolute())) is None:
+    found = shutil.which(python.expanduser().absolute())
+    if found is None and settings.hivemind is not None:
         raise ValueError(f"--hivemind must be a Python interpreter, got {python}")
-    answer = subprocess.run([found, "-c", "import hivemind, torch"], capture_output=True, check=False, text=True)
-    if answer.returncode:
-        last = (answer.stderr.strip() or f"status {answer.returncode}").rpartition("\n")[2]
-        raise ValueError(f"--hivemind must have hivemind and torch, but {python} does not load them: {last}")
-    return Path(found)
+    return found
 
 
 def measure(run: Run[SpeedSettings]) -> None:
     """Measure the chosen parts."""
     settings = run.settings
     if "calls" in settings.parts:
-        _measure_calls(run)
+        python = hivemind_python(settings)
+        if python is None:
+            run.say("no interpreter with hivemind is known (--hivemind): the figures beside it stay empty")
+        for case in CASES:
+            run.say(f"{case.name}: starting")
+            if case is SINGLE_ROWS:
+                _measure_single_rows(run, case)
+            elif case.name in DEVICE_RATIOS or python is not None:
+                _measure_case(run, case, python)
     if "memory" in settings.parts:
-        for case in settings.mixed_loads:
+        for case in MIXED_LOADS:
             _measure_memory(run, case)
-    if "saving" in settings.parts:
-        _measure_saving(run, settings.large_expert)
-    if "strategies" in settings.parts:
-        measure_strategies(run)
     if "demonstration" in settings.parts:
-        measure_demonstration(run)
+        for route in ROUTERS:
+            measure_route(run, route)
 
 
-def _measure_calls(run: Run[SpeedSettings]) -> None:
-    settings = run.settings
-    python = hivemind_python(settings)
-    if python is None:
-        run.say("no interpreter with hivemind is known (--hivemind): the figures beside it stay empty")
-    for case in (settings.large_requests, settings.many_experts):
-        _measure_case(run, case, python)
-    _measure_single_rows(run, settings.single_rows)
-    if python is not None:
-        _measure_case(run, settings.wide_expert, python, has_bare=False)
+def _measure_case(run: Run[SpeedSettings], case: Case, python: str | None) -> None:
+    """Rounds of the node and bare calls with as many rows as a request, if there is such a ratio; then of the node and
+    hivemind, if it is at hand."""
+    seed, slice_s = run.settings.seed, run.settings.slice_s
+    with open_node(case, seed) as node:
 
+        def take_turns(ratio: Ratio, theirs: Callable[[float], Quantities]) -> None:
+            sides = [lambda: {ratio.ours: node.serve(slice_s)}, lambda: {ratio.baseline: theirs(slice_s)}]
+            measure_rounds(run, sides, [ratio], rounds=run.settings.chosen_rounds)
 
-def _measure_case(run: Run[SpeedSettings], case: Case, python: Path | None, *, has_bare: bool = True) -> None:
-    """Rounds of one case: the node and bare calls with as many rows as a request; then the node and hivemind."""
-    settings, slice_s = run.settings, run.settings.chosen_slice_s
-    run.say(f"{case.name}: starting")
-    with open_node(case, processes=settings.processes, seed=settings.seed) as node:
-        run.log(START, name=case.name, **{key: node.node.hello[key] for key in ("start_s", "programs", "compile_s")})
-
-        def take_rounds(theirs: str, serve: Callable[[], Quantities], ratios: Sequence[Ratio]) -> None:
-            own = [ratio for ratio in ratios if ratio.baseline == theirs]
-            measurements: list[Measurement] = [
-                lambda: {own[0].ours: node.serve(slice_s)},
-                lambda: {theirs: serve()},
-            ]
-            measure_rounds(run, measurements, own, rounds=settings.chosen_rounds)
-
-        if has_bare:
-            take_rounds(f"{case.name}_bare", lambda: node.bare(case.rows, slice_s), DEVICE_RATIOS)
+        if case.name in DEVICE_RATIOS:
+            take_turns(DEVICE_RATIOS[case.name], partial(node.bare, case.rows))
         if python is not None:
-            with open_hivemind(case, python=python, seed=settings.seed) as serve:
-                take_rounds(f"{case.name}_hivemind", lambda: serve(slice_s), HIVEMIND_RATIOS)
+            with open_hivemind(case, seed, python=python) as serve:
+                take_turns(HIVEMIND_RATIOS[case.name], serve)
 
 
 def _measure_single_rows(run: Run[SpeedSettings], case: Case) -> None:
     """Rounds with requests of one row: bare calls have the mean batch of the same round; and a node that joins none."""
-    settings, slice_s = run.settings, run.settings.chosen_slice_s
-    run.say(f"{case.name}: starting")
-    opened = partial(open_node, processes=settings.processes, seed=settings.seed)
-    with opened(case) as node, opened(replace(case, max_batch_rows=1)) as unbatched:
-        measurements: list[Measurement] = [
-            partial(_node_around_bare, node, slice_s),
-            lambda: {f"{case.name}_unbatched": unbatched.serve(slice_s)},
+    seed, slice_s = run.settings.seed, run.settings.slice_s
+    with open_node(case, seed) as node, open_node(replace(case, max_batch_rows=1), seed) as unbatched:
+        sides: list[Measurement] = [
+            partial(node_around_bare, node, slice_s),
+            lambda: {BATCHING_GAIN.baseline: unbatched.serve(slice_s)},
         ]
-        ratios = [ratio for ratio in DEVICE_RATIOS if ratio.ours == case.name]
-        measure_rounds(run, measurements, ratios, rounds=settings.chosen_rounds)
+        ratios = [DEVICE_RATIOS[case.name], BATCHING_GAIN]
+        measure_rounds(run, sides, ratios, rounds=run.settings.chosen_rounds)
 
 
-def _node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantities]:
+def node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantities]:
     """Half a slice of the node, bare calls at the mean batch that it had there, the other half.
 
     So the mean batch is known before the bare calls, and yet neither side is always first.
@@ -187,215 +233,89 @@ def _node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantit
     first = node.serve(slice_s / 2)
     bare = node.bare(first.get("mean_batch", 1.0), slice_s)
     second = node.serve(slice_s / 2)
-    halves = {key: (first[key] + second[key]) / 2 for key in ("samples_per_s", "cpu_share")}
-    whole = with_samples_per_cpu_s({**second, **halves, "mean_batch": first.get("mean_batch")})
+    whole = {"mean_batch": bare["rows"], "samples_per_s": (first["samples_per_s"] + second["samples_per_s"]) / 2}
     return {name: whole, f"{name}_bare": bare}
 
 
 def _measure_memory(run: Run[SpeedSettings], case: Case) -> None:
     """Serve a load of mixed batch sizes; log memory and compilations."""
     settings = run.settings
-    run.say(f"{case.name}: {settings.chosen_load_s:g} s of mixed batch sizes")
-    with open_node(case, processes=settings.processes, seed=settings.seed) as node:
-        before = node.node.ask(do="count")
-        record = node.serve(settings.chosen_load_s)
-        after, hello = node.node.ask(do="count"), node.node.hello
-        run.log(
-            MEMORY,
-            name=case.name,
-            state_bytes=hello["state_bytes"],
-            import_bytes=hello["import_bytes"],
-            **memory_record(hello["import_bytes"], hello["state_bytes"], after["memory_bytes"]),
-            **{**record, "compilations": after["compilations"] - before["compilations"]},
-        )
+    run.say(f"{case.name}: {settings.load_s:g} s of mixed batch sizes")
+    with open_node(case, settings.seed) as node:
+        before = node.node.ask(do="count")["compilations"]
+        node.serve(settings.load_s)
+        after = node.node.ask(do="count")
+        run.log(MEMORY, name=case.name, ratio=after["memory_ratio"], compilations=after["compilations"] - before)
 
 
-def memory_record(import_bytes: int | None, state_bytes: int, memory: tuple[int, int] | None) -> dict[str, float]:
-    """Compute a node's memory beyond its imports, and that over what it may be; nothing where the system is silent.
-
-    Args:
-      import_bytes: resident after the imports.
-      state_bytes: of parameters and optimiser states.
-      memory: resident now, and the most ever.
-    """
-    if import_bytes is None or memory is None:
-        return {}
-    held, peak = (each - import_bytes for each in memory)
-    allowed = _STATE_FACTOR * state_bytes + _OVERHEAD_BYTES
-    return {"beyond_bytes": held, "ratio": held / allowed, "peak_bytes": peak, "peak_ratio": peak / allowed}
-
-
-def _measure_saving(run: Run[SpeedSettings], case: Case) -> None:
-    """Call a large expert one call at a time: first while nothing is saved, then through checkpoints.
+def measure_route(run: Run[SpeedSettings], route: str) -> None:
+    """Rounds of the jitted program, and of swarms with one trainer and with four.
 
     Raises:
-      NothingSaved: no checkpoint comes.
+      HelperFailed: a process has ended.
     """
-    settings = run.settings
-    run.say(f"{case.name}: {case.parameters:,} parameters, saved while it is served")
-    with tempfile.TemporaryDirectory() as folder, open_node(case, processes=1, seed=settings.seed) as node:
-        bare = node.bare(case.rows, settings.chosen_slice_s)
-        quiet = node.serve(settings.chosen_slice_s)
-        if not quiet["layer_calls"]:
-            raise NothingSaved(f"no call of {case.name} ended in {settings.chosen_slice_s:g} s; try a longer --slice-s")
-        node.node.ask(do="save", folder=folder, period_s=settings.chosen_slice_s)
-        during = _through_saves(node, Path(folder), settings.chosen_slice_s)
-        run.log(SAVING, parameters=case.parameters, **saving_record(quiet, during, bare["backward_s"]))
+    steps, seed = run.settings.demo_steps, run.settings.seed
+    run.say(f"demonstration, where each {route} chooses: starting")
+    common = {"route": route, "router": ROUTERS[route], "seed": seed}
+    with open_helpers("experiments.node_speed.one_jit", [common]) as (helper,):
+        sides: list[Measurement] = [lambda: {f"{route}_one_jit": helper.ask(steps=steps)}]
+        sides += [partial(swarm_slice, route, count, steps=steps, seed=seed) for count in _STEP_BARS]
+        ratios = [ratio for ratio in STEP_RATIOS if ratio.ours.startswith(route)]
+        measure_rounds(run, sides, ratios, rounds=run.settings.rounds or 3)
 
 
-def _through_saves(node: NodeAndCallers, folder: Path, slice_s: float) -> list[Quantities]:
-    """Slices until checkpoints have been written in some of them. The one before the first counts, too: a save begins
-    with a copy of the state, before anything is written."""
-    slices: list[Quantities] = []
-    written, last = 0, _last_write(folder)
-    while written < _SAVES:
-        if len(slices) == _MOST_SAVE_SLICES:
-            raise NothingSaved(f"checkpoints were written in {written} of {len(slices)} slices, expected {_SAVES}")
-        slices.append(node.serve(slice_s))
-        now = _last_write(folder)
-        written, last = written + (now > last), now
-    return slices
+def swarm_slice(route: str, trainers: int, *, steps: int, seed: int) -> Mapping[str, Record]:
+    """Train with a swarm of `dmoe up`: steps a second of the second half of its steps.
 
-
-def _last_write(folder: Path) -> int:
-    """When a file in the folder was last written, nanoseconds; 0 if there is none."""
-    times = [0]
-    for path in folder.rglob("*"):
-        try:
-            times.append(path.stat().st_mtime_ns if path.is_file() else 0)
-        except FileNotFoundError:  # older checkpoints are deleted meanwhile
-            continue
-    return max(times)
-
-
-def saving_record(quiet: Quantities, during: list[Quantities], backward_s: float) -> dict[str, float]:
-    """Compute how long saving holds calls.
-
-    Args:
-      quiet: a slice without saves. during: slices with some.
-      backward_s: seconds of a bare backward.
-
-    Returns:
-      `wait_s`, the longest that a call took in `during` beyond the median of its kind in `quiet`, and that over a
-      backward; and the same of `quiet` itself, what calls wait where nothing is saved.
+    Raises:
+      HelperFailed: it did not train to the end.
     """
-    kinds = ("forward_s", "backward_s")
+    # Evaluation is not what is measured.
+    train = {"num_trainers": trainers, "eval_every": 10 * steps, "eval_tokens": 512, "final_eval_tokens": 512}
+    further = {"node": {"warm_up_rows": 256}, "train": train}
+    # As one word each, for their values begin like flags.
+    words = [f"--{kind}-flags={' '.join(as_flags(values))}" for kind, values in further.items()]
+    with tempfile.TemporaryDirectory(prefix="demo") as folder:
+        out = Path(folder) / "run"
+        flags = {"nodes": 4, "route": route, "router": ROUTERS[route], "steps": steps, "seed": seed, "out": out}
+        status, _, failure = run_child(["dmoe_jax.cli", "up", *as_flags(flags), *words])
+        if status:
+            raise HelperFailed(f"dmoe up did not train to its end: {failure}")
+        return {f"{route}_swarm_{trainers}": {"steps_per_s": steps_per_s(read_metrics(out / "metrics.jsonl"))}}
 
-    def wait_of(slices: list[Quantities]) -> float:
-        waits = [
-            each[f"longest_{kind}"] - quiet[kind] for each in slices for kind in kinds if f"longest_{kind}" in each
-        ]
-        return max(0.0, *waits)
 
-    return {
-        "backward_s": backward_s,
-        "wait_s": wait_of(during),
-        "ratio": wait_of(during) / backward_s,
-        "quiet_ratio": wait_of([quiet]) / backward_s,
-        "slices": len(during),
-    }
+def steps_per_s(metrics: Iterable[Mapping[str, Any]]) -> float:
+    """Steps a second of the second half of a run's steps."""
+    times = sorted(record["time_s"] for record in metrics if record["kind"] == "train")
+    half = times[len(times) // 2 :]
+    return float((len(half) - 1) / (half[-1] - half[0]))
 
 
 def summarise(run: Run[SpeedSettings]) -> Result | None:
-    """Compute the ratios that there are, medians of what they are made of, memory and saving; None without any."""
-    parts, slices = run.settings.parts, run.records(SLICE)
+    """Compute the ratios that there are, medians of what they are made of, and memory; None without any."""
+    parts, slices, memory = run.settings.parts, run.records(SLICE), run.records(MEMORY)
+    if not slices and not memory:
+        return None
     has_hivemind = any(record["name"].endswith("_hivemind") for record in slices)
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {ratio.name: None for ratio in HIVEMIND_RATIOS.values()} if "calls" in parts else {}
+    ratios: list[Ratio] = []
     bars: list[Bar] = []
     if "calls" in parts:
-        ratios = [*DEVICE_RATIOS, *(HIVEMIND_RATIOS if has_hivemind else ())]
-        bars += [ratio.bar for ratio in ratios]
-        figures |= {ratio.name: None for ratio in (*DEVICE_RATIOS, *HIVEMIND_RATIOS)}
-        made_of = ("samples_per_s", "mean_batch", "cpu_share")
-        figures |= _ratio_figures(slices, [*ratios, *PROCESSOR_RATIOS], made_of)
+        ratios += [*DEVICE_RATIOS.values(), BATCHING_GAIN, *(HIVEMIND_RATIOS.values() if has_hivemind else ())]
+    if "demonstration" in parts:
+        ratios += STEP_RATIOS
+    for ratio in ratios:
+        figures[ratio.name] = None
+        figures |= round_figures(slices, [ratio], ("samples_per_s", "mean_batch", "steps_per_s")) or {}
+        bars.append(ratio.bar)
+    figures.pop("rounds", None)  # the demonstration has others
     if "memory" in parts:
         bars += [MEMORY_BAR, COMPILATIONS_BAR]
-        figures |= _memory_figures(run)
-    if "saving" in parts:
-        bars.append(SAVE_BAR)
-        figures |= _saving_figures(run)
-    tables = []
-    if "strategies" in parts:
-        rates = strategy_rates(slices, run.records(CHOICE))
-        bars.append(CHOICE_BAR)
-        figures |= strategy_figures(rates)
-        tables.append(strategy_table(rates))
-    if "demonstration" in parts:
-        bars += [ratio.bar for ratio in STEP_RATIOS]
-        found = _ratio_figures(slices, STEP_RATIOS, ("steps_per_s",))
-        # It has rounds of its own.
-        figures |= {("demo_rounds" if name == "rounds" else name): value for name, value in found.items()}
-    if not slices and not run.records(MEMORY) and not run.records(SAVING):
-        return None
+        known = [each["ratio"] for each in memory if each["ratio"] is not None]
+        figures[MEMORY_BAR.name] = max(known, default=None)
+        figures[COMPILATIONS_BAR.name] = sum(each["compilations"] for each in memory) if memory else None
     title = "An expert node beside bare jitted calls" + (" and beside hivemind" if has_hivemind else "")
-    return Result(title=title, figures=figures, bars=bars, tables=tables)
+    return Result(title=title, figures=figures, bars=bars)
 
 
-def _ratio_figures(slices: list[Any], ratios: Sequence[Ratio], quantities: Sequence[str]) -> dict[str, Any]:
-    """Return the figures of `round_figures` for the ratios that have a round; None for the others."""
-    measured = [ratio for ratio in ratios if ratio.of_rounds(slices)]
-    found = (round_figures(slices, measured, quantities) if measured else None) or {}
-    return {ratio.name: None for ratio in ratios} | found
-
-
-def _memory_figures(run: Run[SpeedSettings]) -> dict[str, Any]:
-    """Figures of nodes with a mixed load: worst ratios, what each held, all compilations; None for what is missing."""
-    records = run.records(MEMORY)
-    figures: dict[str, Any] = {
-        "memory_ratio": max((each["ratio"] for each in records if "ratio" in each), default=None),
-        "memory_peak_ratio": max((each["peak_ratio"] for each in records if "peak_ratio" in each), default=None),
-        "compilations_while_serving": sum(each["compilations"] for each in records) if records else None,
-    }
-    for each in records:
-        if "beyond_bytes" in each:
-            figures[f"{each['name']}_mb"] = each["beyond_bytes"] / 1e6
-            figures[f"{each['name']}_state_mb"] = each["state_bytes"] / 1e6
-    return figures
-
-
-def _saving_figures(run: Run[SpeedSettings]) -> dict[str, Any]:
-    names = {"save_wait_ratio": "ratio", "quiet_wait_ratio": "quiet_ratio", "large_backward_s": "backward_s"}
-    last = next(iter(run.records(SAVING)), {})
-    return {figure: last.get(name) for figure, name in names.items()}
-
-
-def draw(run: Run[SpeedSettings], result: Result) -> Figure:
-    """Draw each ratio that was measured with its rounds beside its bar; memory and saving behind them."""
-    slices = run.records(SLICE)
-    panels = [
-        (title, {text: ratio.of_rounds(slices)}, ratio.bar)
-        for (title, text), ratio in zip(_PANELS, (*DEVICE_RATIOS, *HIVEMIND_RATIOS), strict=True)
-    ]
-    memory = {
-        each["name"].removeprefix("memory_").replace("_", "\n"): [each["ratio"]]
-        for each in run.records(MEMORY)
-        if "ratio" in each
-    }
-    panels.append(("Memory", memory, MEMORY_BAR))
-    wait = result.figures.get("save_wait_ratio")
-    panels.append(("Saving", {"longest wait": [] if wait is None else [wait]}, SAVE_BAR))
-    for width in run.settings.widths:
-        shares = {
-            f"{each.cell.experts}\n{each.cell.rows}": [each.share]
-            for each in strategy_rates(slices, run.records(CHOICE))
-            if each.cell.width == width
-        }
-        panels.append((f"Chosen over better, d={width}", shares, CHOICE_BAR))
-    for count in TRAINERS:
-        of_count = [ratio for ratio in STEP_RATIOS if ratio.ours.endswith(f"_{count}")]
-        columns = {ratio.ours.partition("_")[0]: ratio.of_rounds(slices) for ratio in of_count}
-        title = f"Steps, {count} trainer{'s' if count > 1 else ''}"
-        panels.append((title, {text: rounds for text, rounds in columns.items() if rounds}, of_count[0].bar))
-    shown = [panel for panel in panels if panel[1] and all(panel[1].values())]
-    return ratio_figure(shown, first_label="node over the other", last_label="")
-
-
-EXPERIMENT = Experiment(
-    measure=measure,
-    summarise=summarise,
-    draw=draw,
-    figure_text="Each ratio, round by round, beside its bar; memory and the longest wait during a save beside theirs",
-    check=hivemind_python,
-    expected=(NothingSaved,),
-    causes=(HelperFailed,),
-)
+EXPERIMENT = Experiment(measure=measure, summarise=summarise, check=hivemind_python, causes=(HelperFailed,))

@@ -1,100 +1,96 @@
 """The node's process, a helper of the measurement.
 
-It serves the experts of a case over TLS and says where, how much memory its imports took and how much its experts have.
-It answers orders {"do": ...}: "count" with its counters; "bare" with the seconds of bare calls of the same programs,
-for which nobody may be calling it; "save" by serving anew, with checkpoints.
+It serves the experts of a case over TLS and says where. It answers orders {"do": ...}: "count" with its counters;
+"bare" with the seconds of bare calls of the same programs, for which nobody may be calling it.
+
+The expert is hivemind's `ffn` in Flax, about 8 d_model^2 parameters, with Adam: norm(x + Dense_d(gelu(Dense_4d(x)))).
 """
 
-import itertools
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 import trio
+from flax import linen as nn
 from jax import monitoring
+from jaxtyping import Array, Float
 
+from dmoe_jax import Expert, NodeConfig, expert_from_linen, open_swarm
 from dmoe_jax.experts.base import init_by_uid
-from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import expert_programs
 from dmoe_jax.runs.setting_up import set_up_jax
-from dmoe_jax.swarm.opening import open_swarm
-from dmoe_jax.swarm.serving import Served
-from experiments.node_speed.cases import Case
-from experiments.node_speed.expert import ADAM, PREFIX, hivemind_ffn
+from experiments.node_speed.settings import Case
 from experiments.processes import memory_bytes, orders, run_helper, say
+
+PREFIX = "ffn"
+"""Experts are `ffn.0`, `ffn.1` and so on."""
+
+ADAM = optax.adam(1e-3)
+"""Each expert's optimiser, with the step size that is the default of hivemind's benchmark. One object: compiled code is
+found by it."""
 
 COMPILED_EVENT = "/jax/core/compile/backend_compile_duration"
 """JAX records it once for each program that XLA compiles, or takes out of the cache on disk instead."""
 
 
-class CompilationCounter:
-    """Counts the programs that this process compiles, from now on. There is no end to it: one for each process."""
+class HivemindFeedforward(nn.Module):
+    """`FeedforwardBlock` of hivemind 1.1.12 (`moe/server/layers/common.py`): one hidden layer of 4 d_model units, GELU
+    in its approximation by tanh, one LayerNorm with epsilon 1e-12 behind the residual connection."""
 
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-        """So far; of threads that compile at once, together."""
-        monitoring.register_event_duration_secs_listener(self._note)
+    d_model: int
 
-    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        if event == COMPILED_EVENT:
-            self.count, self.seconds = self.count + 1, self.seconds + duration_secs
+    @nn.compact
+    def __call__(self, x: Float[Array, "batch d_model"]) -> Float[Array, "batch d_model"]:
+        """The block's output, of the input's shape."""
+        hidden = nn.gelu(nn.Dense(4 * self.d_model)(x), approximate=True)
+        return nn.LayerNorm(epsilon=1e-12)(x + nn.Dense(self.d_model)(hidden))
 
 
-class BareCalls:
-    """A loop over the programs of a node's experts, forward and backward with the optimiser's step, and nothing else.
+def hivemind_ffn(d_model: int) -> Expert:
+    """The expert of this width; equal widths give the same object."""
+    example = jax.ShapeDtypeStruct((1, d_model), np.float32)
+    return expert_from_linen(HivemindFeedforward(d_model), example, name="hivemind_ffn", check=False)
 
-    The experts are others of the same kind and number, so that the loop finds as little in the caches as the node does.
-    A call gets NumPy arrays and ends when its result is one, as a node's batch does.
 
-    Args:
-      case: the experts.
-      seed: of what is asked.
+def bare_calls(case: Case, seed: int) -> Callable[[int, float], float]:
+    """Make experts to be called by a loop over their programs, forward and backward with the optimiser's step.
+
+    The experts are others of the same kind and number as the node's, so that the loop finds as little in the caches as
+    the node does. A call gets NumPy arrays and ends when its result is one, as a node's batch does.
+
+    Returns: the loop: (rows of each call, seconds to go on) -> mean seconds of a forward and the backward behind it.
     """
+    expert, key, rng = hivemind_ffn(case.d_model), jax.random.key(seed), np.random.default_rng(seed)
+    programs = expert_programs(expert, ADAM)
+    params = [init_by_uid(key, expert, "bare", (index,)) for index in range(case.experts)]
+    opt_states = [ADAM.init(each) for each in params]
 
-    def __init__(self, case: Case, seed: int) -> None:
-        expert = hivemind_ffn(case.d_model)
-        self._programs = expert_programs(expert, ADAM)
-        key = jax.random.key(seed)
-        self._params = [init_by_uid(key, expert, "bare", (index,)) for index in range(case.experts)]
-        self._opt_states = [ADAM.init(params) for params in self._params]
-        self._d_model = case.d_model
-        self._rng = np.random.default_rng(seed)
-
-    def calls(self, rows: int, *, for_s: float) -> dict[str, float]:
-        """Call the experts in turn, after two rounds that warm up and may compile.
-
-        Args:
-          rows: of each call.
-          for_s: seconds to go on.
-        Returns: `forward_s` and `backward_s`, mean seconds of a forward and of a backward with its step; and
-          `cpu_share`, processor seconds of the process a second.
-        """
-        x, grads = self._rng.normal(size=(2, rows, self._d_model)).astype(np.float32)
-        for index in 2 * list(range(len(self._params))):
-            self._call(index, x, grads)
-        forward_s = backward_s = 0.0
-        count, began, cpu_s = 0, time.perf_counter(), time.process_time()
-        for index in itertools.cycle(range(len(self._params))):
-            took = self._call(index, x, grads)
-            forward_s, backward_s, count = forward_s + took[0], backward_s + took[1], count + 1
-            if (took_s := time.perf_counter() - began) >= for_s:
-                break
-        cpu_share = (time.process_time() - cpu_s) / took_s
-        return {"forward_s": forward_s / count, "backward_s": backward_s / count, "cpu_share": cpu_share}
-
-    def _call(self, index: int, x: np.ndarray, grads: np.ndarray) -> tuple[float, float]:
-        """Seconds of one forward and one backward."""
-        started = time.perf_counter()
-        np.asarray(self._programs.apply(self._params[index], (x,), None))
-        between = time.perf_counter()
-        finite, self._params[index], self._opt_states[index], input_grads = self._programs.grad_and_update(
-            self._params[index], self._opt_states[index], (x,), grads, None, np.float32(0)
+    def call(index: int, x: np.ndarray, grads: np.ndarray) -> None:
+        np.asarray(programs.apply(params[index], (x,), None))
+        finite, params[index], opt_states[index], input_grads = programs.grad_and_update(
+            params[index], opt_states[index], (x,), grads, None, np.float32(0)
         )
         np.asarray(finite), np.asarray(input_grads[0])
-        return between - started, time.perf_counter() - between
+
+    def loop(rows: int, for_s: float) -> float:
+        x, grads = rng.normal(size=(2, rows, case.d_model)).astype(np.float32)
+        for index in 2 * list(range(case.experts)):  # warms up, and may compile
+            call(index, x, grads)
+        began, took_s, count = time.perf_counter(), 0.0, 0
+        while took_s < for_s:
+            call(count % case.experts, x, grads)
+            took_s, count = time.perf_counter() - began, count + 1
+        return took_s / count
+
+    return loop
+
+
+def memory_ratio(beyond_bytes: int, state_bytes: int) -> float:
+    """A node's memory beyond what its imports took, over 1.3 times its parameters and optimiser states and 150 MB."""
+    return beyond_bytes / (1.3 * state_bytes + 150e6)
 
 
 async def serve(*, case: dict[str, Any], seed: int) -> None:
@@ -105,53 +101,33 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
       seed: of the experts, and of what is asked in bare calls.
     """
     set_up_jax()
-    held = memory_bytes()
-    compilations = CompilationCounter()
-    own, began = Case(**case), time.perf_counter()
+    imported = memory_bytes()
+    own, compiled = Case(**case), list[str]()
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILED_EVENT:
+            compiled.append(event)
+
+    monitoring.register_event_duration_secs_listener(note)
     async with open_swarm(listen="127.0.0.1:0", seed=seed) as swarm:
-        begin = partial(
-            swarm.serve,
+        served = await swarm.serve(
             {f"{PREFIX}.[0:{own.experts}]": hivemind_ffn(own.d_model)},
             optimizer=ADAM,
             config=NodeConfig(max_batch_rows=own.max_batch_rows, warm_up_rows=own.max_batch_rows),
         )
-        served = await begin()
-        say(
-            contact=swarm.contact,
-            import_bytes=None if held is None else held[0],
-            state_bytes=state_bytes(served),
-            start_s=time.perf_counter() - began,
-            programs=compilations.count,
-            compile_s=compilations.seconds,
-        )
-        bare: BareCalls | None = None  # made when it is asked for: it would count as the node's memory
+        state_bytes = sum(backend.nbytes for backend in served.backends.values())
+        say(contact=swarm.contact)
+        bare: Callable[[int, float], float] | None = None  # until it is asked for: its memory would count
         async for order in orders():
             if order["do"] == "count":
-                say(**counters(served), compilations=compilations.count)
-            elif order["do"] == "bare":
-                if bare is None:
-                    bare = await trio.to_thread.run_sync(BareCalls, own, seed)
-                calls = partial(bare.calls, order["rows"], for_s=order["for_s"])
-                say(**await trio.to_thread.run_sync(calls))
+                status, now = served.node.status(), memory_bytes()
+                ratio = None if now is None or imported is None else memory_ratio(now[0] - imported[0], state_bytes)
+                counters = {"rows": status["rows"], "batches": status["batches"], "compilations": len(compiled)}
+                say(**counters, memory_ratio=ratio)
             else:
-                await served.close()
-                served = await begin(checkpoint_dir=order["folder"], checkpoint_period_s=order["period_s"])
-                say(served=True)
-
-
-def state_bytes(served: Served) -> int:
-    """Bytes of the parameters and optimiser states that are served, without what arrays weigh beside their data."""
-    return sum(leaf.nbytes for backend in served.backends.values() for leaf in jax.tree.leaves(backend.state))
-
-
-def counters(served: Served) -> dict[str, Any]:
-    """Return counters of what a node and its process have used and done so far."""
-    status = served.node.status()
-    return {
-        **{name: status[name] for name in ("rows", "batches", "busy_s")},
-        "cpu_s": time.process_time(),
-        "memory_bytes": memory_bytes(),
-    }
+                if bare is None:
+                    bare = await trio.to_thread.run_sync(bare_calls, own, seed)
+                say(call_s=await trio.to_thread.run_sync(bare, order["rows"], order["for_s"]))
 
 
 if __name__ == "__main__":

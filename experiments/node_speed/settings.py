@@ -1,18 +1,50 @@
-"""The command line."""
+"""The command line, and the experts and callers of each part. Nothing here imports JAX."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from experiments.bench import Settings
-from experiments.node_speed.cases import Case, width_of
 
-_QUICK_ROUNDS, _QUICK_SLICE_S, _QUICK_LOAD_S, _QUICK_LARGE_MB, _QUICK_STEPS = 3, 1.0, 10.0, 32.0, 120
-_ROUNDS, _SLICE_S, _LOAD_S, _LARGE_MB, _STEPS = 9, 3.0, 300.0, 400.0, 400
-_DEMO_ROUNDS = 3
+Part = Literal["calls", "memory", "demonstration"]
 
-Part = Literal["calls", "memory", "saving", "strategies", "demonstration"]
-PARTS: tuple[Part, ...] = ("calls", "memory", "saving", "strategies", "demonstration")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Experts on one node, and the callers that keep it busy."""
+
+    name: str
+    """In the names of slices and figures."""
+    experts: int
+    """Experts on the node."""
+    d_model: int
+    """Their width; each has about 8 d_model^2 parameters."""
+    rows: int
+    """Rows of a request to one expert; with `is_mixed` the most."""
+    callers: int
+    """Callers at once, each with one layer call under way."""
+    at_once: int = 1
+    """Experts that a layer call goes to, each with all of its rows."""
+    max_batch_rows: int = 256
+    """As of `NodeConfig`. All sizes up to it are compiled before the node serves."""
+    is_mixed: bool = False
+    """True if each layer call draws its number of rows, from 1 to `rows`, small ones as often as large ones."""
+
+
+SINGLE_ROWS = Case(name="single_rows", experts=16, d_model=256, rows=1, callers=64)
+"""Beside bare calls, and beside a node that joins no requests."""
+CASES = (
+    Case(name="large_requests", experts=16, d_model=256, rows=64, callers=16),
+    Case(name="many_experts", experts=64, d_model=64, rows=32, callers=4, at_once=8),
+    SINGLE_ROWS,
+    Case(name="wide_expert", experts=1, d_model=1024, rows=1, callers=8),
+)
+"""Beside bare calls, the last one not, and beside hivemind."""
+MIXED_LOADS = (
+    Case(name="memory_many_experts", experts=64, d_model=64, rows=256, callers=4, is_mixed=True),
+    Case(name="memory_wide_experts", experts=4, d_model=1024, rows=256, callers=4, is_mixed=True),
+)
+"""Nodes whose memory and compilations are looked at while they serve batches of all sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,100 +52,42 @@ class SpeedSettings(Settings):
     """Measure an expert node against bare jitted calls of the same programs, and against hivemind, in one run."""
 
     quick: bool = False
-    """Three rounds of one second a side, ten seconds of mixed load, a small "large" expert, swarms of 120 updates;
-    about a quarter of an hour, most of it for the demonstration."""
-    parts: tuple[Part, ...] = PARTS
+    """Three rounds of one second a side and not of three, ten seconds of mixed load and not ten minutes, swarms of 120
+    updates and not 400: about a quarter of an hour, most of it for the demonstration."""
+    parts: tuple[Part, ...] = ("calls", "memory", "demonstration")
     """Measured parts. calls: a node beside bare calls, and beside hivemind. memory: under a load of mixed batch sizes,
-    with compilations. saving: who waits while an expert is saved. strategies: experts by programs of their own beside
-    stacked ones. demonstration: steps a second of its trainers beside those of the same model in one jitted program."""
+    with compilations. demonstration: steps a second of its trainers beside those of the same model in one jitted
+    program."""
     seed: int = 0
     """Seed of inputs, gradients and who asks which expert."""
     rounds: int | None = None
-    """Rounds that count; one more comes before them to warm up. Default: 9, or 3 with --quick."""
-    slice_s: float | None = None
-    """Duration of each measurement of a round, seconds. Default: 3, or 1 with --quick."""
-    processes: int = 2
-    """Processes that the callers share."""
-    at_once: int = 1
-    """Experts that a caller asks at once, where a node has 16 of them."""
-    many_at_once: int = 8
-    """Experts that a caller asks at once, where a node has 64 of them."""
+    """Rounds that count; one more comes before them to warm up. Default: 9; 3 with --quick and in the demonstration."""
     hivemind: Path | None = None
     """Python interpreter that has hivemind and torch. Default: .hv/bin/python, if it is there; without one the figures
     beside hivemind are null."""
-    load_s: float | None = None
-    """Duration of the load of mixed batch sizes, seconds. Default: 300, or 10 with --quick."""
-    large_mb: float | None = None
-    """Parameters of the expert that is saved while it is served, MB. Default: 400, or 32 with --quick."""
-    widths: tuple[int, ...] = (64, 256)
-    """Widths of the experts whose strategies are compared."""
-    demo_rounds: int = _DEMO_ROUNDS
-    """Rounds of the demonstration, and one more before them."""
-    demo_steps: int | None = None
-    """Updates that each of its swarms makes; the second half counts. Default: 400, or 120 with --quick."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "rounds", "processes", "at_once", "many_at_once", "demo_rounds")
-        self.require_at_least(10, "demo_steps")
-        self.require_above(0, "slice_s", "load_s", "large_mb")
+        self.require_at_least(1, "rounds")
         if not self.parts:
             raise ValueError("--parts needs one at least")
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"--widths must be 1 at least, got {' '.join(map(str, self.widths)) or 'none'}")
-        for name, most in (("at_once", 16), ("many_at_once", 64)):
-            if getattr(self, name) > most:
-                raise ValueError(f"--{name.replace('_', '-')} must be at most {most}, got {getattr(self, name)}")
 
     @property
     def chosen_rounds(self) -> int:
-        """The rounds that are meant."""
-        return self.rounds or (_QUICK_ROUNDS if self.quick else _ROUNDS)
+        """The rounds that are meant, of the node and bare calls or hivemind."""
+        return self.rounds or (3 if self.quick else 9)
 
     @property
-    def chosen_slice_s(self) -> float:
-        """The duration of a slice that is meant, seconds."""
-        return self.slice_s or (_QUICK_SLICE_S if self.quick else _SLICE_S)
+    def slice_s(self) -> float:
+        """Duration of each measurement of a round, seconds."""
+        return 1.0 if self.quick else 3.0
 
     @property
-    def chosen_load_s(self) -> float:
-        """The duration of the mixed load that is meant, seconds."""
-        return self.load_s or (_QUICK_LOAD_S if self.quick else _LOAD_S)
+    def load_s(self) -> float:
+        """Duration of the load of mixed batch sizes, seconds."""
+        return 10.0 if self.quick else 600.0
 
     @property
-    def chosen_demo_steps(self) -> int:
-        """The updates of each swarm that are meant."""
-        return self.demo_steps or (_QUICK_STEPS if self.quick else _STEPS)
-
-    @property
-    def large_requests(self) -> Case:
-        """16 experts of width 256, 64 rows a request, 16 callers."""
-        return Case(name="large_requests", experts=16, d_model=256, rows=64, callers=16, at_once=self.at_once)
-
-    @property
-    def many_experts(self) -> Case:
-        """64 experts of width 64, 32 rows a request, 4 callers."""
-        return Case(name="many_experts", experts=64, d_model=64, rows=32, callers=4, at_once=self.many_at_once)
-
-    @property
-    def single_rows(self) -> Case:
-        """16 experts of width 256, one row a request, 64 callers."""
-        return Case(name="single_rows", experts=16, d_model=256, rows=1, callers=64, at_once=self.at_once)
-
-    @property
-    def wide_expert(self) -> Case:
-        """One expert of width 1024, one row a request, 8 callers: what hivemind is compared with only."""
-        return Case(name="wide_expert", experts=1, d_model=1024, rows=1, callers=8)
-
-    @property
-    def mixed_loads(self) -> tuple[Case, ...]:
-        """Nodes whose memory and compilations are looked at while they serve batches of all sizes."""
-        few = Case(name="memory_many_experts", experts=64, d_model=64, rows=256, callers=4, is_mixed=True)
-        wide = Case(name="memory_wide_experts", experts=4, d_model=1024, rows=256, callers=4, is_mixed=True)
-        return few, wide
-
-    @property
-    def large_expert(self) -> Case:
-        """One large expert, 16 rows a request, one caller: who waits while it is saved, and how long."""
-        chosen = self.large_mb or (_QUICK_LARGE_MB if self.quick else _LARGE_MB)
-        return Case(name="large_expert", experts=1, d_model=width_of(chosen), rows=16, callers=1, max_batch_rows=16)
+    def demo_steps(self) -> int:
+        """Updates of each swarm of the demonstration; the second half counts."""
+        return 120 if self.quick else 400

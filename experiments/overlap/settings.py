@@ -17,20 +17,8 @@ class OverlapSettings(Settings):
     """Delay that a node adds to every forward and backward call, seconds."""
     steps: int = 10
     """Rounds; in each every trainer takes one step."""
-    num_layers: int = 2
-    """DMoE layers; a step waits once forward and once backward for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "trainers", "steps", "num_layers")
+        self.require_at_least(1, "trainers", "steps")
         self.require_above(0, "delay_s")
-
-    @property
-    def chosen_steps(self) -> int:
-        """The rounds that are meant."""
-        return 3 if self.quick else self.steps
-
-    @property
-    def critical_path_s(self) -> float:
-        """Seconds that one trainer alone would wait in a step: each layer there and back."""
-        return 2 * self.num_layers * self.delay_s

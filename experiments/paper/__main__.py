@@ -5,8 +5,7 @@ from functools import partial
 from experiments.bench import run_experiment
 from experiments.paper.settings import PaperSettings
 
-NAME = "paper"
-main = partial(run_experiment, PaperSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME, uses_jax=False)
+main = partial(run_experiment, PaperSettings, "experiments.paper.measurement:EXPERIMENT", name="paper", uses_jax=False)
 
 if __name__ == "__main__":
     main()

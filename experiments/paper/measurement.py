@@ -1,20 +1,17 @@
 """Run the experiments one after the other, each as a process in a folder of its own, and gather what they found."""
 
 import dataclasses
+import shutil
 import time
-from pathlib import Path
-from typing import Any, get_args
-
-from rich.table import Table
+from typing import Any
 
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED
-from dmoe_jax.runs.report import format_value
-from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.prepared_run import prepare_run
 from experiments.bench import Experiment, Run
-from experiments.children import prepare_folder, run_child
-from experiments.paper.report import Child, Outcome, write_paper_report
-from experiments.paper.settings import QUICK_MINUTES, PaperSettings
+from experiments.paper.report import Child, write_paper_report
+from experiments.paper.settings import EXPERIMENTS, QUICK_MINUTES, PaperSettings
+from experiments.processes import run_child
 from experiments.results import MISSED_BARS, Bar, Result
 
 
@@ -41,7 +38,8 @@ def measure(run: Run[PaperSettings]) -> None:
         if child_of(run, name).outcome == "finished":
             run.say(f"{progress}: finished before")
             continue
-        run.say(f"{progress}, after {(time.perf_counter() - began) / 60:.1f} min: {command_of(run.settings, name)}")
+        command = " ".join(run.settings.command(name))
+        run.say(f"{progress}, after {(time.perf_counter() - began) / 60:.1f} min: python -m {command}")
         _run_one(run, name)
         child = child_of(run, name)
         failure = f": {child.failure}" if child.failure else ""
@@ -49,27 +47,21 @@ def measure(run: Run[PaperSettings]) -> None:
 
 
 def _run_one(run: Run[PaperSettings], name: str) -> None:
-    words = prepare_folder(name, child_path(run, name))
+    """Run an experiment to its end: it goes on with what it has left in its folder, or begins anew."""
+    out = run.folder.path / name
+    goes_on = EXPERIMENTS[name].resumes and (out / CONFIG).exists()
+    if out.exists() and not goes_on:
+        shutil.rmtree(out)
+    words = [*run.settings.command(name), "--json", "--out", str(out), *(["--resume"] if goes_on else [])]
     began = time.perf_counter()
     outcome: dict[str, Any] = {"outcome": "interrupted"}
     try:
-        ended = run_child([f"experiments.{name}", *run.settings.flags(name), "--json", *words])
-        if ended.status != EXIT_INTERRUPTED:  # else somebody else ended it
-            outcome = {"outcome": "failed" if ended.status else "finished", "failure": ended.failure}
-            outcome |= {} if ended.headline is None else {"headline": ended.headline}
+        status, headline, failure = run_child(words)
+        if status != EXIT_INTERRUPTED:  # else somebody else ended it
+            outcome = {"outcome": "failed" if status else "finished", "failure": failure}
+            outcome |= {} if headline is None else {"headline": headline}
     finally:
-        wall_s = time.perf_counter() - began
-        run.log("child", name=name, **outcome, went_on="--resume" in words, wall_s=wall_s)
-
-
-def command_of(settings: PaperSettings, name: str) -> str:
-    """Return the command that gives an experiment's figures again."""
-    return " ".join(["python", "-m", f"experiments.{name}", *settings.flags(name)])
-
-
-def child_path(run: Run[PaperSettings], name: str) -> Path:
-    """The run folder of an experiment."""
-    return run.folder.path / name
+        run.log("child", name=name, **outcome, went_on=goes_on, wall_s=time.perf_counter() - began)
 
 
 def child_of(run: Run[PaperSettings], name: str) -> Child:
@@ -81,7 +73,7 @@ def child_of(run: Run[PaperSettings], name: str) -> Child:
         if not record["went_on"]:
             break
     last: dict[str, Any] = records[-1] if records else {"outcome": "not run"}
-    bars = [record["bars"] for record in RunFolder(child_path(run, name)).metrics() if record["kind"] == "bars"]
+    bars = [record["bars"] for record in RunFolder(run.folder.path / name).metrics() if record["kind"] == "bars"]
     return Child(
         name=name,
         outcome=last["outcome"],
@@ -98,28 +90,19 @@ def summarise(run: Run[PaperSettings]) -> Result | None:
     children = [child_of(run, name) for name in settings.names]
     if not any(child.wall_s for child in children):
         return None
-    by_outcome = {
-        outcome: [child.name for child in children if child.outcome == outcome] for outcome in get_args(Outcome)
-    }
-    minutes = sum(child.wall_s for child in children) / 60
-    is_timed = settings.quick and not settings.only and len(by_outcome["finished"]) == len(children)
-    printed = Table(
-        "experiment", "outcome", "minutes", "missed bars", title="The papers' figures", title_justify="left"
-    )
-    for child in children:
-        missed = ", ".join(child.headline.get(MISSED_BARS, ())) or "none"
-        printed.add_row(child.name, child.outcome, format_value(child.wall_s / 60), missed)
-    failed = by_outcome["failed"] + by_outcome["interrupted"]
+    outcomes = ("finished", "failed", "interrupted", "not run")
+    named = {each: [child.name for child in children if child.outcome == each] for each in outcomes}
+    is_timed = settings.quick and not settings.only and len(named["finished"]) == len(children)
+    failed = named["failed"] + named["interrupted"]
+    missed = [f"{child.name}: {bar}" for child in children for bar in child.headline.get(MISSED_BARS, ())]
+    figures: dict[str, Any] = {outcome.replace(" ", "_"): names for outcome, names in named.items()}
+    figures["minutes"] = sum(child.wall_s for child in children) / 60
     return Result(
         title="The papers' figures",
-        figures={
-            **{outcome.replace(" ", "_"): names for outcome, names in by_outcome.items()},
-            "minutes": minutes,
-            "figures": {child.name: child.headline for child in children},
-        },
+        figures=figures | {"figures": {child.name: child.headline for child in children}},
         bars=[Bar(name="minutes", bound=QUICK_MINUTES)] if is_timed else [],
-        missed=[f"{child.name}: {bar}" for child in children for bar in child.headline.get(MISSED_BARS, ())],
-        printed=[printed],
+        missed=missed,
+        shown=figures | {MISSED_BARS: "; ".join(missed) or "none"},
         failure=f"{len(failed)} of {len(children)} experiments did not finish: {', '.join(failed)}" if failed else "",
     )
 
@@ -128,8 +111,7 @@ def write_report(run: Run[PaperSettings], result: Result) -> None:
     """Write report.md, timing.md and the pictures, and copy them if that is asked and nothing is missing."""
     settings = run.settings
     children = [child_of(run, name) for name in settings.names]
-    commands = {child.name: command_of(settings, child.name) for child in children}
-    files = write_paper_report(run.folder, children, commands, is_quick=settings.quick, seed=settings.seed)
+    files = write_paper_report(run.folder, children, settings)
     if settings.copy_to is None:
         return
     if any(child.outcome != "finished" for child in children):
@@ -137,7 +119,7 @@ def write_report(run: Run[PaperSettings], result: Result) -> None:
         return
     settings.copy_to.mkdir(parents=True, exist_ok=True)
     for file in files:
-        (settings.copy_to / file.name).write_bytes(file.read_bytes())
+        shutil.copy(file, settings.copy_to)
 
 
 EXPERIMENT = Experiment(measure=measure, summarise=summarise, open_folder=open_folder, write_report=write_report)

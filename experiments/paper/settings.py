@@ -2,80 +2,67 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.bench import ResumableSettings, Settings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaperExperiment:
-    """One experiment of the report."""
+class PaperExperiment(NamedTuple):
+    """One experiment of the report: the figure of a paper that it re-creates, or what it shows beside the papers."""
 
     figure: str
-    """Figure of a paper that it re-creates, or what it shows beside the papers."""
-    claim: str
-    """Claim or question that it is about, in a sentence."""
-    quick_minutes: float
-    """Minutes that its quick run may take on two idle cores."""
-    flags: tuple[str, ...] = ()
-    """Flags of its own, at either scale."""
-    full_flags: tuple[str, ...] = ()
-    """Flags of its run that is not quick."""
-    timed: str | None = None
-    """Pattern of the keys that are timings and differ from run to run, beside those that are so everywhere."""
+    claim: str  # or a question, in a sentence
+    quick_minutes: float  # that its quick run may take on two idle cores
+    resumes: bool = False  # True if it knows --resume
+    full_flags: tuple[str, ...] = ()  # of its run that is not quick
 
-    def is_timing(self, key: str) -> bool:
-        """Return True if the figure `key` of its headline is a timing."""
-        return any(re.search(pattern, key) for pattern in (_TIMED, self.timed) if pattern)
-
-
-_TIMED = r"(^|\.)(wall|training|compile)_s$|_per_s($|_)|speedup|overhead"
 
 EXPERIMENTS: Mapping[str, PaperExperiment] = {
     "mnist_convergence": PaperExperiment(
-        figure="Learning@home, figure 5",
-        claim="Under 1000 ms of delay, and with a tenth of the calls lost, mixtures of experts learn MNIST in fewer"
+        "Learning@home, figure 5",
+        "Under 1000 ms of delay, and with a tenth of the calls lost, mixtures of experts learn MNIST in fewer"
         " updates than a dense network that computes as much.",
         quick_minutes=3.0,
+        resumes=True,
         full_flags=("--extras",),
     ),
     "throughput_vs_latency": PaperExperiment(
-        figure="Learning@home, figure 4",
-        claim="With one batch in flight throughput falls as 1/delay; asynchronous trainers keep at least 90 % of "
+        "Learning@home, figure 4",
+        "With one batch in flight throughput falls as 1/delay; asynchronous trainers keep at least 90 % of "
         "theirs until the ceiling that the delays set comes near what the devices can compute.",
         quick_minutes=1.5,
-        timed="^(kept|agreement|ratio_)",  # all of them rest on the measured cost of a block
     ),
     "transformer_xl": PaperExperiment(
-        figure="Learning@home, figure 6",
-        claim="Does a Transformer-XL whose layers are mixtures of small experts, far away and unreliable, end below"
+        "Learning@home, figure 6",
+        "Does a Transformer-XL whose layers are mixtures of small experts, far away and unreliable, end below"
         " the dense model of the small size at an equal number of tokens?",
         quick_minutes=2.0,
+        resumes=True,
     ),
     "staleness": PaperExperiment(
-        figure="what asynchrony costs, and what wins it back",
-        claim="Nearly all that asynchrony costs is staleness of the experts, and the default remedies win at least "
+        "what asynchrony costs, and what wins it back",
+        "Nearly all that asynchrony costs is staleness of the experts, and the default remedies win at least "
         "half of it back.",
         quick_minutes=2.5,
+        resumes=True,
     ),
     "emulation": PaperExperiment(
-        figure="the emulator beside the swarm",
-        claim="On the order of events that a simulated swarm took, the emulator's losses and parameters are the "
+        "the emulator beside the swarm",
+        "On the order of events that a simulated swarm took, the emulator's losses and parameters are the "
         "swarm's to rounding over 50 updates, at many times its updates per second.",
         quick_minutes=3.5,
-        timed="over_one_jit",
     ),
     "moshpit_averaging": PaperExperiment(
-        figure="Moshpit SGD, the averaging table",
-        claim="Groups on a grid bring all peers to the mean in a few rounds, exactly in d rounds on a full grid of "
+        "Moshpit SGD, the averaging table",
+        "Groups on a grid bring all peers to the mean in a few rounds, exactly in d rounds on a full grid of "
         "M^d, and a peer that is absent costs little.",
         quick_minutes=0.5,
     ),
     "moshpit_sgd": PaperExperiment(
-        figure="Moshpit SGD, time to a target",
-        claim="Under stragglers and failures Moshpit reaches a target loss ahead of All-Reduce, which waits for the"
-        " slowest.",
+        "Moshpit SGD, time to a target",
+        "Under stragglers and failures Moshpit reaches a target loss ahead of All-Reduce, which waits for the slowest.",
         quick_minutes=1.5,
     ),
 }
@@ -83,6 +70,16 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
 
 QUICK_MINUTES = 15.0
 """Minutes that the quick report may take on two idle cores."""
+
+# The last four, of throughput_vs_latency and emulation, rest on the measured cost of a block.
+_TIMED = re.compile(
+    r"(^|\.)(wall|training|compile)_s$|_per_s($|_)|speedup|overhead|^kept|^agreement|^ratio_|over_one_jit"
+)
+
+
+def is_timing(key: str) -> bool:
+    """True if a figure of a headline is a timing, which differs from run to run."""
+    return _TIMED.search(key) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,7 @@ class PaperSettings(ResumableSettings, Settings):
 
     quick: bool = False
     """The quick run of each experiment."""
-    only: tuple[str, ...] = field(default=())
+    only: tuple[str, ...] = ()
     """Names of experiments to run, in the order of the report. Default: all."""
     copy_to: Path | None = None
     """Also copy report.md, timing.md and the pictures into this folder, for instance experiments/report."""
@@ -111,8 +108,7 @@ class PaperSettings(ResumableSettings, Settings):
         """The experiments to run, in order."""
         return tuple(name for name in EXPERIMENTS if not self.only or name in self.only)
 
-    def flags(self, name: str) -> list[str]:
-        """The flags of an experiment that decide its figures."""
-        seed = ["--seed", str(self.seed)] if self.seed else []
-        own = EXPERIMENTS[name]
-        return [*own.flags, *(["--quick"] if self.quick else own.full_flags), *seed]
+    def command(self, name: str) -> list[str]:
+        """The words after `python -m` that give an experiment's figures."""
+        flags = ["--quick"] if self.quick else EXPERIMENTS[name].full_flags
+        return [f"experiments.{name}", *flags, *(["--seed", str(self.seed)] if self.seed else [])]

@@ -1,13 +1,12 @@
 """`python -m experiments.routing`; see README.md beside this file."""
 
+from functools import partial
+
 from experiments.bench import run_experiment
-from experiments.routing.settings import NAME, RoutingSettings
+from experiments.routing.settings import RoutingSettings
 
-
-def main(args: list[str] | None = None) -> None:
-    """Entry point."""
-    run_experiment(RoutingSettings, "experiments.routing.measurement:EXPERIMENT", name=NAME, args=args)
-
+NAME = "routing"
+main = partial(run_experiment, RoutingSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME)
 
 if __name__ == "__main__":
     main()

@@ -1,23 +1,67 @@
-"""Settings of this experiment's command line. Imports no JAX."""
+"""Settings of this experiment's command line, and the cases in which balance is tried. Imports no JAX."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from dmoe_jax.machine.cores import usable_cores
-from experiments.bench import ResumableSettings
-from experiments.routing.cases import CASES, FIRST
-
-NAME = "routing"
+from experiments.bench import ResumableSettings, Settings
 
 Part = Literal["slow-node", "balance"]
 """A swarm one of whose nodes becomes slow; or what balance costs, under one case after the other."""
 
-QUICK_SEEDS = 3
-"""Seeds of the quick run's one case: fewer have no spread."""
+PLAIN, BALANCED = "product_key", "balanced"
+
+LOSSES = ("product_key+balance=0.01", "product_key+balance=0.1", "product_key+balance=1")
+"""Product keys with a balancing loss, of Switch's weight and of larger ones."""
+
+
+class Case(NamedTuple):
+    """Circumstances under which routers are compared: one mixture, of which one thing at a time is changed.
+
+    Attributes:
+      text: what the circumstances are.
+      changes: settings that differ from `BASE`.
+      routers: how those that are compared are asked for.
+      words: of training, times those of the command line.
+      seeds: of each router, at most; None: as many as the command line says.
+    """
+
+    text: str
+    changes: Mapping[str, Any] = {}
+    routers: Sequence[str] = (PLAIN, BALANCED)
+    words: float = 1.0
+    seeds: int | None = None
+
+
+BASE: Mapping[str, Any] = {
+    "where": "local",
+    "batch_size": 8,
+    "grid_size": (4, 4),
+    "k_best": 4,
+    "final_eval_tokens": 65_536,
+}
+"""Settings of `experiments.transformer_xl`, tiny: one device, nothing stale, nothing lost."""
+
+FIRST = "token"
+"""The case for which a balanced router is recommended, where the balancing losses are compared, too."""
+
+CASES: Mapping[str, Case] = {
+    "16": Case("16 experts, 4 for a sequence"),
+    "64": Case("64 experts", {"grid_size": (8, 8)}),
+    "256": Case("256 experts", {"grid_size": (16, 16)}),
+    "k1": Case("one expert for a sequence", {"k_best": 1}),
+    "k2": Case("two for a sequence", {"k_best": 2}),
+    FIRST: Case("four for each token", {"route": "token"}, (PLAIN, BALANCED, *LOSSES)),
+    "token64": Case("64 experts, two for each token", {"route": "token", "grid_size": (8, 8), "k_best": 2}),
+    "swarm": Case("32 stale trainers, 10 % of the calls lost", {"where": "emulated", "batch_size": None}, words=0.5),
+    "long": Case("twenty times the words", words=20.0, seeds=1),
+}
+"""Name on the command line -> case."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingSettings(ResumableSettings):
+class RoutingSettings(ResumableSettings, Settings):
     """Show what balance does in a swarm one of whose nodes becomes slow, and what it costs in perplexity."""
 
     quick: bool = False
@@ -25,16 +69,8 @@ class RoutingSettings(ResumableSettings):
     part: tuple[Part, ...] = ("slow-node", "balance")
     """slow-node: one node becomes slow for a while. balance: what balance costs in perplexity, and what it does to the
     load."""
-    seed: int = 0
-    """The first seed."""
     seeds: int = 3
-    """Number of seeds."""
-    speed: float = 0.1
-    """Speed at which biases move where a node is slow; see `dmoe_jax.routing.balanced`."""
-    slowdown: float = 10.0
-    """Factor by which the slow node takes longer."""
-    trainers: int = 8
-    """Trainers beside the slow node, each a process of its own but for the trunk."""
+    """Number of seeds, from --seed on."""
     case: tuple[str, ...] = ()
     """Cases of `balance`: 16, 64, 256 (experts), k1, k2 (experts for a sequence), token, token64 (experts for each
     token), swarm (32 stale trainers, a tenth of the calls lost), long (twenty times the words, one seed). Default: all,
@@ -48,25 +84,9 @@ class RoutingSettings(ResumableSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(0, "seed")
-        self.require_at_least(1, "seeds", "trainers", "slowdown", "words", "jobs")
-        self.require_above(0, "speed")
-        for name, known in (("part", ("slow-node", "balance")), ("case", tuple(CASES))):
-            chosen = getattr(self, name)
-            if len(set(chosen)) < len(chosen):
-                raise ValueError(f"--{name} names one twice: {' '.join(chosen)}")
-            if unknown := [each for each in chosen if each not in known]:
-                raise ValueError(f"--{name} must be of {', '.join(known)}; got {unknown[0]}")
-
-    @property
-    def slow_node_seeds(self) -> tuple[int, ...]:
-        """Seeds of part `slow-node`."""
-        return tuple(range(self.seed, self.seed + (1 if self.quick else self.seeds)))
-
-    @property
-    def balance_seeds(self) -> tuple[int, ...]:
-        """Seeds of part `balance`."""
-        return tuple(range(self.seed, self.seed + (QUICK_SEEDS if self.quick else self.seeds)))
+        self.require_at_least(1, "seeds", "words", "jobs")
+        if unknown := [case for case in self.case if case not in CASES]:
+            raise ValueError(f"--case must be of {', '.join(CASES)}; got {unknown[0]}")
 
     @property
     def chosen_cases(self) -> tuple[str, ...]:

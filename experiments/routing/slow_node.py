@@ -4,131 +4,142 @@ The code is that of a real swarm: nodes that publish their load, trainers that t
 the network and the devices are simulated. What counts is the share of the calls that goes to the slow node's experts.
 """
 
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
-import trio
+from matplotlib.axes import Axes
 
-from dmoe_jax import open_swarm
-from dmoe_jax.directory.grid import all_uids
-from dmoe_jax.experts.base import init_by_uid
+from dmoe_jax import CallStatistics, Router, product_key
 from dmoe_jax.machine.device import CostModel, InlineDevice
-from dmoe_jax.model import Model
-from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.routing.base import Router
-from dmoe_jax.trainer import StepRecord, Trainer
-from dmoe_jax.trunk import SharedTrunk
-from dmoe_net.transport.sim import run, simulate
-from dmoe_net.transport.sim.links import Constant
-from experiments.emulation.problems import keys_of, mnist
-from experiments.simulated_swarm import start_simulated_nodes
+from dmoe_jax.routing import balanced
+from dmoe_jax.runs.style import GREY, KILLED, TRAIN, VALID, dress
+from dmoe_jax.trainer import StepRecord
+from dmoe_net.transport.sim import run as run_in_virtual_time
+from experiments.bench import Run
+from experiments.emulation.problems import mnist
+from experiments.emulation.swarm import Scenery, train_in_scenery
+from experiments.results import Bar
+from experiments.routing.settings import BALANCED, PLAIN, RoutingSettings
+
+SLOW_NODE_BARS = (Bar(name="slow_share", bound=0.5), Bar(name="recovered_share", bound=0.75, comparison=">="))
+"""The slow node's calls over those of the mean of the others: in the last quarter of the first hundred updates after it
+became slow, and in the last hundred of the run."""
 
 SLOW = "node1"
 """The host that becomes slow; of each layer it serves the experts 1, 1 + nodes, and so on."""
+SLOWDOWN = 10.0
+"""Factor by which its work takes longer then."""
+NUM_NODES = 8
+
+_SECONDS = 0.02
+"""Virtual seconds that a batch costs a node's device, and that every message takes."""
+_GRID = (4, 4)
+
+Shares = Mapping[str, np.ndarray]
+"""Router -> [seeds, windows]."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scene:
+class Scene(NamedTuple):
     """One run.
 
     Attributes:
       num_updates: of the trunk. slow_from, slow_until: the updates between which one node is slow.
-      slowdown: how many times as long its work takes then.
-      num_nodes: expert nodes. num_trainers: trainers of batch 4, each a process of its own but for the trunk.
-      grid_size: of each of the two layers' experts.
-      call_s: what a batch costs a node's device, virtual seconds. delay_s: of every message.
+      num_trainers: trainers of batch 4, each a process of its own but for the trunk.
       window: updates in each of which calls are counted.
     """
 
     num_updates: int = 600
     slow_from: int = 200
     slow_until: int = 400
-    slowdown: float = 10.0
-    num_nodes: int = 8
-    num_trainers: int = 16
-    grid_size: tuple[int, ...] = (4, 4)
-    call_s: float = 0.02
-    delay_s: float = 0.02
+    num_trainers: int = 8
     window: int = 25
+
+
+SCENE = Scene()
 
 
 def slow_node_shares(router: Router, scene: Scene, *, seed: int) -> np.ndarray:
     """The slow node's rows of every window over the mean of the other nodes' rows, [windows]."""
-    return run(_train, router, scene, seed, seed=seed)
-
-
-async def _train(router: Router, scene: Scene, seed: int) -> np.ndarray:
-    problem = mnist(d_model=16, grid_size=scene.grid_size, num_layers=2, router=router, num_evaluated=16)
-    maker = _Layers()
-    problem.make_model(maker)
-    trunk_key, expert_key = keys_of(seed)
-    uids = list(itertools.chain(*(all_uids(prefix, scene.grid_size) for prefix in maker.experts)))
-    backends = {}
-    for uid in uids:
-        expert = maker.experts[uid.prefix]
-        params = init_by_uid(expert_key, expert, uid.prefix, uid.coordinates)
-        backends[str(uid)] = ExpertBackend(expert, problem.optimizers.expert, params)
-    next(iter(backends.values())).warm_up(64)
-    node_of = {uid: f"node{index % scene.num_nodes}" for index, uid in enumerate(backends)}
-    trunk: SharedTrunk | None = None
-    counts: list[dict[str, int]] = []
-    rows = dict.fromkeys(sorted(set(node_of.values())), 0)
+    problem = mnist(d_model=16, grid_size=_GRID, num_layers=2, router=router, num_evaluated=16)
+    emulator = problem.emulator(scene.num_trainers)
+    step, totals = 0, [np.zeros(NUM_NODES)]
 
     def device(host: str) -> InlineDevice:
-        ordinary, slow = (CostModel(call_s=scene.call_s, slowdown=factor) for factor in (1.0, scene.slowdown))
+        ordinary, slow = (CostModel(call_s=_SECONDS, slowdown=factor) for factor in (1.0, SLOWDOWN))
 
         def cost(name: str, batch: int) -> float:
-            step = 0 if trunk is None else trunk.step
             is_slow = host == SLOW and scene.slow_from <= step < scene.slow_until
             return (slow if is_slow else ordinary)(name, batch)
 
         return InlineDevice(cost)
 
-    def note(record: StepRecord) -> None:
-        if record.step % scene.window == 0:
-            totals = dict.fromkeys(rows, 0)
-            for statistics in all_statistics:
-                for uid, load in statistics.asked.items():
-                    totals[node_of[uid]] += load
-            counts.append(totals)
+    def note(record: StepRecord, counted: Sequence[CallStatistics]) -> None:
+        nonlocal step
+        step = record.step
+        if step % scene.window == 0:
+            rows = np.zeros(NUM_NODES)
+            for uid, load in (asked for statistics in counted for asked in statistics.asked.items()):
+                _, row, column = uid.split(".")
+                rows[(_GRID[1] * int(row) + int(column)) % NUM_NODES] += load
+            totals.append(rows)
 
-    async def live(index: int, join: Any) -> None:
-        nonlocal trunk
-        async with open_swarm(join, network=network, host=f"trainer{index}", listen=None, seed=seed) as swarm:
-            all_statistics.append(swarm.statistics)
-            model: Model = problem.make_model(swarm)
-            if trunk is None:
-                trunk = SharedTrunk(model.init(trunk_key), problem.optimizers.trunk, InlineDevice())
-            own = problem.streams(scene.num_trainers, seed)[index]
-            await Trainer(index, model, trunk, own, seed=seed).run(scene.num_updates, note)
-            working.discard(index)
-            if not working:
-                all_done.set()
-            await trio.sleep_forever()
-
-    all_statistics: list[Any] = []
-    working, all_done = set(range(scene.num_trainers)), trio.Event()
-    async with simulate(seed=seed, latency=Constant(scene.delay_s)) as network:
-        join = await start_simulated_nodes(network, backends, num_nodes=scene.num_nodes, seed=seed, device=device)
-        for index in range(scene.num_trainers):
-            network.start(f"trainer{index}", live, index, join)
-        await all_done.wait()
-    grown = np.diff([list(dict.fromkeys(rows, 0).values()), *(list(each.values()) for each in counts)], axis=0)
-    slow = list(rows).index(SLOW)
+    scenery = Scenery(delay_s=_SECONDS, nodes={"num_nodes": NUM_NODES, "device": device})
+    train = partial(train_in_scenery, num_updates=scene.num_updates, seed=seed, note=note)
+    run_in_virtual_time(train, problem, emulator, scenery, seed=seed)
+    grown = np.diff(totals, axis=0)
+    slow = int(SLOW.removeprefix("node"))
     return grown[:, slow] / np.delete(grown, slow, axis=1).mean(axis=1)
 
 
-class _Layers:
-    """Learns which experts a model has."""
+def measure_slow_node(run: Run[RoutingSettings]) -> None:
+    """Train the swarm with each router and seed; a resumed run does what is missing."""
+    settings = run.settings
+    routers = {PLAIN: product_key(_GRID), BALANCED: balanced(product_key(_GRID))}
+    done = {(record["router"], record["seed"]) for record in run.records("slow_node")}
+    for seed in range(settings.seed, settings.seed + (1 if settings.quick else settings.seeds)):
+        for name, router in routers.items():
+            if (name, seed) not in done:
+                run.say(f"{name}, seed {seed}: {SCENE.num_updates} updates, one node slow from {SCENE.slow_from} on")
+                shares = slow_node_shares(router, SCENE, seed=seed)
+                run.log("slow_node", router=name, seed=seed, shares=shares.tolist())
 
-    def __init__(self) -> None:
-        self.experts: dict[str, Any] = {}
 
-    def mixture(self, prefix: str, expert: Any, router: Router, **_: Any) -> Callable[..., Any]:
-        """As `Swarm.mixture`."""
-        del router
-        self.experts[prefix] = expert
-        return lambda *args: None
+def slow_shares(run: Run[RoutingSettings]) -> Shares:
+    """Return the shares that have been measured so far; none before the balanced router has any."""
+    found: dict[str, list[list[float]]] = {}
+    for record in run.records("slow_node"):
+        found.setdefault(record["router"], []).append(record["shares"])
+    return {name: np.array(shares) for name, shares in found.items()} if BALANCED in found else {}
+
+
+def slow_figures(found: Shares) -> dict[str, Any]:
+    """The shares before the node is slow, while it is, and after, of the balanced router under their bare names."""
+    window = SCENE.window
+    parts = {
+        "before": slice(SCENE.slow_from // window // 2, SCENE.slow_from // window),
+        "slow": slice((SCENE.slow_from + 75) // window, (SCENE.slow_from + 100) // window),
+        "recovered": slice((SCENE.num_updates - 100) // window, SCENE.num_updates // window),
+    }
+    figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
+    for name, shares in found.items():
+        suffix = "" if name == BALANCED else f"_{name}"
+        for part, windows in parts.items():
+            means, key = shares[:, windows].mean(axis=1), f"{part}_share{suffix}"
+            figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
+    return figures
+
+
+def draw_slow_node(axes: Axes, found: Shares) -> None:
+    """Draw the share over the updates, a line for each seed."""
+    axes.axvspan(SCENE.slow_from, SCENE.slow_until, color=KILLED, alpha=0.1, linewidth=0)
+    axes.axhline(1.0, color=GREY, linewidth=0.8)
+    for (name, shares), colour in zip(sorted(found.items()), (TRAIN, VALID), strict=False):
+        ends = SCENE.window * (1 + np.arange(shares.shape[1]))
+        for number, line in enumerate(shares):
+            axes.plot(ends, line, color=colour, linewidth=1.3, label=None if number else name)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("calls, over the mean of the other nodes", fontsize=9, color=GREY)
+    axes.legend(frameon=False, fontsize=8)
+    dress(axes, f"Calls to a node {SLOWDOWN:g} times slower in the shaded part", "updates of the trunk")

@@ -1,4 +1,4 @@
-"""Sixty-four trainers that wait a second for each remote call: what the simulation costs beside the computing.
+"""Trainers that wait a second for each remote call: what the simulation costs beside the computing.
 
 Both sides are the same XLA calls. A step of every trainer runs in the simulated swarm, where each of them waits in
 virtual time. It runs once more, to the last bit alike, while its XLA calls are noted; then these are made again, in
@@ -7,7 +7,6 @@ arrays alive, and new memory for each of them made XLA itself 1.6 times as slow.
 """
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -20,29 +19,20 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax import autodiff, open_swarm
-from dmoe_jax.data.batches import SegmentStream
-from dmoe_jax.directory.directory import DirectoryConfig
+from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig, Trainer, autodiff, open_swarm, product_key
+from dmoe_jax.data import SegmentStream
 from dmoe_jax.directory.grid import layer_prefix
-from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import InlineDevice
-from dmoe_jax.mixture.statistics import CallStatistics
-from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models import LayerConfig, TransformerXL, TransformerXLConfig, transformer_xl
 from dmoe_jax.node.backend import ExpertBackend, make_backends
-from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.peers.peer import Seams
-from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
-from dmoe_net.identity import Address
-from dmoe_net.rpc.faults import Fault, FaultPlan
-from dmoe_net.transport.sim import run, simulate
-from dmoe_net.transport.sim.links import Constant
-from dmoe_net.transport.sim.network import SimNetwork
+from dmoe_net import Address, Constant, Fault, FaultPlan, SimNetwork, run, simulate
 from experiments.simulated_swarm import start_simulated_nodes
 
-NUM_NODES, BATCH_SIZE = 8, 4
+_NUM_NODES, _BATCH_SIZE = 8, 4
+_DELAY_S = 1.0
+"""Mean of the exponentially distributed delay of each expert call, seconds."""
 _MODEL = TransformerXLConfig(
     vocab_size=2000,
     num_layers=4,
@@ -51,12 +41,12 @@ _MODEL = TransformerXLConfig(
     cutoffs=(500,),
     layer=LayerConfig(d_model=128, num_heads=4, d_ff=512, seq_len=32, mem_len=32),
 )
-"""The demonstration's model; a run replaces the number of layers."""
+"""The demonstration's model: a step has two calls in a row for each layer, forward and backward."""
 _OPTIMIZER = optax.adam(1e-3)  # one object: compiled programs are shared by the optimiser's identity
 
 # Nodes that stay: announced every minute and looked up as often, not every few seconds as on a volunteer's machine.
-NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
-DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
+_NODE_CONFIG = NodeConfig(max_batch_rows=16, announce_period_s=60.0, record_lifetime_s=300.0)
+_DIRECTORY_CONFIG = DirectoryConfig(ttl_s=120.0, idle_s=600.0)
 
 XlaCalls = list[Callable[[], object]]
 
@@ -100,54 +90,69 @@ def replay(calls: XlaCalls) -> float:
     return time.perf_counter() - started
 
 
-def measure_trainers(*, trainers: int, calls_in_a_row: int, delay_s: float, seed: int) -> dict[str, float]:
-    """Let every trainer take a step in virtual time, then make the same XLA calls alone.
-
-    Args:
-      trainers: each on a host of its own.
-      calls_in_a_row: remote calls on the critical path of a step: two for each layer, forward and backward.
-      delay_s: mean of the exponentially distributed delay of each expert call, seconds.
-      seed: of everything.
+def measure_trainers(*, trainers: int, seed: int) -> dict[str, float]:
+    """Let every trainer, on a host of its own, take a step in virtual time, then make the same XLA calls alone.
 
     Returns:
       `wall_s`: real seconds in the simulated swarm. `virtual_s`: seconds in the simulation. `calls`: expert calls
-      placed and answered. `loss`: mean over the trainers, nats. `xla_calls`: XLA calls that were made again.
-      `compute_s`: real seconds of these alone. `trainers_ratio`: the simulation's time over the computing's.
+      placed and answered. `loss`: mean over the trainers, nats. `compute_s`: real seconds of the XLA calls alone.
+      `trainers_ratio`: the simulation's time over the computing's.
 
     Raises:
       RuntimeError: the two runs were not alike.
     """
-    setting = (trainers, calls_in_a_row // 2, delay_s, seed)
     calls: XlaCalls = []
-    measured = run(_train, *setting, nullcontext(), seed=seed)
-    noted = run(_train, *setting, recording(calls), seed=seed)
+    measured = run(_train, trainers, seed, nullcontext(), seed=seed)
+    noted = run(_train, trainers, seed, recording(calls), seed=seed)
     if measured | {"wall_s": 0} != noted | {"wall_s": 0}:
         raise RuntimeError(f"two runs with one seed differ: {measured} and {noted}")
     compute_s = replay(calls)
-    ratio = measured["wall_s"] / compute_s
-    return measured | {"compute_s": compute_s, "xla_calls": len(calls), "trainers_ratio": ratio}
+    return measured | {"compute_s": compute_s, "trainers_ratio": measured["wall_s"] / compute_s}
 
 
-async def _train(
-    num_trainers: int, num_layers: int, delay_s: float, seed: int, during_step: AbstractContextManager[None]
-) -> dict[str, float]:
-    config = dataclasses.replace(_MODEL, num_layers=num_layers)
-    backends = make_experts(config, seed=seed)
-    next(iter(backends.values())).warm_up(NODE_CONFIG.max_batch_rows)
-    statistics = CallStatistics()
-    late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=delay_s, methods=("expert.",), seed=seed)
+async def _train(num_trainers: int, seed: int, during_step: AbstractContextManager[None]) -> dict[str, float]:
+    """Start trainers of one trunk, each on a host of its own; once they know the experts, let each take a step."""
+    router, device = product_key(_MODEL.grid_size), InlineDevice()
+    trunk = SharedTrunk(transformer_xl.init_trunk(jax.random.key(seed), _MODEL, router), _OPTIMIZER, device)
+    text = np.random.default_rng(seed).integers(0, _MODEL.vocab_size, max(200_000, 200 * num_trainers))
+    backends = make_experts(_MODEL, seed=seed)
+    next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows)
+    late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=_DELAY_S, methods=("expert.",), seed=seed)
+    layers = [layer_prefix(layer) for layer in range(_MODEL.num_layers)]
+    statistics, losses, trainers = CallStatistics(), list[float](), list[Trainer[Any, Any]]()
+    all_ready = trio.Event()
+
+    async def live(network: SimNetwork, index: int, join: Address) -> None:
+        place: dict[str, Any] = {"network": network, "host": f"trainer{index}", "listen": None, "device": device}
+        testing = Seams(statistics=statistics)
+        async with open_swarm(join, **place, seed=seed, directory=_DIRECTORY_CONFIG, testing=testing) as swarm:
+            stream = SegmentStream(
+                text, batch_size=_BATCH_SIZE, seq_len=_MODEL.seq_len, shard=index, num_shards=num_trainers, seed=seed
+            )
+            for layer in layers:
+                await swarm.directory.prefetch(layer, _MODEL.grid_size)
+            mixtures = [
+                # Each expert has a delay of its own, as in the paper.
+                swarm.mixture(layer, _MODEL.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0, max_parts=1)
+                for layer in layers
+            ]
+            trainers.append(Trainer(index, TransformerXL(_MODEL, router, mixtures), trunk, stream))
+            if len(trainers) == num_trainers:
+                all_ready.set()
+            await trio.sleep_forever()
+
+    async def step(trainer: Trainer[Any, Any]) -> None:
+        losses.append((await trainer.step()).loss)
+
     async with simulate(seed=seed, latency=Constant(0.001)) as network:
         join = await start_simulated_nodes(
-            network, backends, num_nodes=NUM_NODES, seed=seed, faults=late, config=NODE_CONFIG
+            network, backends, num_nodes=_NUM_NODES, seed=seed, faults=late, config=_NODE_CONFIG
         )
-        trainers = await _start_trainers(network, join, config, num_trainers, statistics, seed)
+        for index in range(num_trainers):
+            network.start(f"trainer{index}", live, network, index, join)
+        await all_ready.wait()
         await trainers[0].step()  # compiles
-        calls_before, losses = statistics.ok, []
-
-        async def step(trainer: Trainer) -> None:
-            losses.append((await trainer.step()).loss)
-
-        started, started_virtual = time.perf_counter(), trio.current_time()
+        calls_before, started, started_virtual = statistics.ok, time.perf_counter(), trio.current_time()
         with during_step:
             async with trio.open_nursery() as nursery:
                 for trainer in trainers:
@@ -158,47 +163,6 @@ async def _train(
             "calls": statistics.ok - calls_before,
             "loss": float(np.mean(losses)),
         }
-
-
-async def _start_trainers(
-    network: SimNetwork,
-    join: Address,
-    config: TransformerXLConfig,
-    num_trainers: int,
-    statistics: CallStatistics,
-    seed: int,
-) -> list[Trainer]:
-    """Start trainers of one trunk, each on a host of its own, and wait until they know the experts."""
-    router, device = product_key(config.grid_size), InlineDevice()
-    trunk = SharedTrunk(txl.init_trunk(jax.random.key(seed), config, router), _OPTIMIZER, device)
-    text = np.random.default_rng(seed).integers(0, config.vocab_size, max(200_000, 200 * num_trainers))
-    layers = [layer_prefix(layer) for layer in range(config.num_layers)]
-    trainers: list[Trainer] = []
-    all_ready = trio.Event()
-
-    async def live(index: int) -> None:
-        place: dict[str, Any] = {"network": network, "host": f"trainer{index}", "listen": None, "device": device}
-        testing = Seams(statistics=statistics)
-        async with open_swarm(join, **place, seed=seed, directory=DIRECTORY_CONFIG, testing=testing) as swarm:
-            stream = SegmentStream(
-                text, batch_size=BATCH_SIZE, seq_len=config.seq_len, shard=index, num_shards=num_trainers, seed=seed
-            )
-            for layer in layers:
-                await swarm.directory.prefetch(layer, config.grid_size)
-            mixtures = [
-                # Each expert has a delay of its own, as in the paper.
-                swarm.mixture(layer, config.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0, max_parts=1)
-                for layer in layers
-            ]
-            trainers.append(Trainer(index, txl.TransformerXL(config, router, mixtures), trunk, stream))
-            if len(trainers) == num_trainers:
-                all_ready.set()
-            await trio.sleep_forever()
-
-    for index in range(num_trainers):
-        network.start(f"trainer{index}", live, index)
-    await all_ready.wait()
-    return trainers
 
 
 def make_experts(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:

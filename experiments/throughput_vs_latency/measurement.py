@@ -2,270 +2,220 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
-from statistics import median
+from statistics import mean, median, pstdev
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.runs.report import ReportTable
-from dmoe_net.errors import NetError
+from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
+from dmoe_net import NetError
 from experiments.bench import Experiment, Run
 from experiments.results import Bar, Result
-from experiments.throughput_vs_latency.analysis import (
-    CEILINGS_APART,
-    Curve,
-    agreement,
-    agreement_ratios,
-    cloud_ratios,
-    compute_ceiling,
-    cost_tables,
-    curves,
-    kept,
-    lag_ceiling,
-)
-from experiments.throughput_vs_latency.costs import (
-    CostTable,
-    TimedDevice,
-    measure_costs,
-    start_device,
-)
-from experiments.throughput_vs_latency.figure import latency_figure
-from experiments.throughput_vs_latency.settings import (
-    BLOCK_NAMES,
-    SIZES,
-    Block,
-    BlockName,
-    LatencySettings,
-    Load,
-    Method,
-)
-from experiments.throughput_vs_latency.stack import Throughput, measure_real, measure_round_trips, measure_virtual
+from experiments.throughput_vs_latency.costs import CostTable, measure_costs
+from experiments.throughput_vs_latency.settings import SIZES, Block, LatencySettings, Load
+from experiments.throughput_vs_latency.stack import measure_real, measure_round_trip, measure_virtual
 
 KEPT = Bar(name="kept", bound=0.9, comparison=">=")
 """Least share of the zero-delay throughput at short delays."""
 AGREEMENT = Bar(name="agreement", bound=0.2)
 """Largest difference of virtual and real throughput, as a share of the real one."""
 
-PAPER_RATIOS = {"feedforward": 41, "transformer": 68}
-"""Ratios of the paper's cloud run; from memory, seen in no source."""
+CEILINGS_APART = 2.0
+"""Delays count as short, so that throughput must be kept, if the lag ceiling is at least so many times the other."""
 
-_FIGURE_NAMES = {"feedforward": "ratio_ffn", "transformer": "ratio_transformer"}
+_FIGURE_NAMES = {"feedforward": "ratio_ffn", "transformer_xl": "ratio_transformer"}
 
 
 def measure(run: Run[LatencySettings]) -> None:
     """Measure what `--where` asks for, one kind of block after the other."""
     settings = run.settings
-    start_device()
-    for name in BLOCK_NAMES:
-        block = SIZES[settings.size].blocks[name]
+    # The event loop has the other cores to itself: costs of all cores would be those of an idle loop.
+    set_xla_threads(1)
+    for block, small in zip(SIZES[settings.size][1], SIZES["laptop"][1], strict=True):
         if settings.where != "real":
             _measure_curves(run, block)
-        if settings.where != "virtual" and not (settings.quick and name != "feedforward"):
-            _measure_agreement(run, SIZES["laptop"].blocks[name])
+        if settings.where != "virtual" and not (settings.quick and block.kind != "feedforward"):
+            _measure_agreement(run, small)
 
 
 def _measure_curves(run: Run[LatencySettings], block: Block) -> None:
     settings = run.settings
-    run.say(f"{block.name}: the cost of a block on this device")
-    costs = measure_costs(block, joined=settings.joined, times=5 if settings.quick else 11)
-    run.log("costs", block=block.name, seconds=costs.seconds)
-    for repeat in range(settings.chosen_repeats):
-        run.say(f"{block.name}: throughput over delay in virtual time ({repeat + 1}/{settings.chosen_repeats})")
-        note = partial(_log_point, run, block, repeat)
-        measure_virtual(block, settings.grid(), costs, note, seed=settings.seed + repeat)
-
-
-def _log_point(
-    run: Run[LatencySettings], block: Block, repeat: int, method: Method, load: Load, found: Throughput
-) -> None:
-    run.log(
-        "point",
-        block=block.name,
-        passes=load.passes,
-        method=method,
-        delay_s=load.delay.mean_s,
-        cloud=load.delay.std_s is not None,
-        repeat=repeat,
-        samples_per_s=found.samples_per_s,
-        requests_per_batch=found.requests_per_batch,
-    )
+    run.say(f"{block.kind}: the cost of a block on this device")
+    costs = measure_costs(block, times=5 if settings.quick else 11)
+    run.log("costs", block=block.kind, seconds=costs.seconds)
+    for seed in settings.seeds:
+        run.say(f"{block.kind}: throughput over delay in virtual time, seed {seed}")
+        for cloud, loads in enumerate(settings.loads()):
+            found = measure_virtual(loads, block, costs, seed=seed)
+            for load, rows_per_s in zip(loads, found, strict=True):
+                ceilings = {
+                    "lag_ceiling": lag_ceiling(load, block.rows),
+                    "compute_ceiling": compute_ceiling(load, costs),
+                }
+                run.log("point", **_key(block, load), seed=seed, cloud=bool(cloud), rows_per_s=rows_per_s, **ceilings)
 
 
 def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
-    """Measure the small grid round by round, on real computing and then in virtual time."""
-    settings, grid = run.settings, run.settings.agreement_grid()
-    run.say(f"{block.name}: a small grid on real computing, and the same in virtual time")
-    for number in range(settings.agreement_rounds):
-        seed = settings.seed + number
-        round_trips = measure_round_trips(block, grid, seed=seed)
-        modelled = [replace(load, place=load.place._replace(round_trip_s=round_trips[load.passes])) for _, load in grid]
-        real, costs = _measure_real_round(block, grid, settings, seed=seed)
-        for (method, _), load, cost, real_per_s in zip(grid, modelled, costs, real, strict=True):
-            _measure_twin(run, block, method, load, cost, real_per_s, seed=seed)
+    """Measure the small grid round by round, on real computing and then in virtual time.
 
-
-def _measure_real_round(
-    block: Block, grid: Sequence[tuple[Method, Load]], settings: LatencySettings, *, seed: int
-) -> tuple[list[float], list[CostTable]]:
-    """Rows per second of each load on real computing, and what batches cost meanwhile.
-
-    A CPU that computes, and runs the event loop of all nodes and trainers beside it, is slower than alone. Of sizes
-    that did not occur, the cost is that of before and after the load, times as much.
+    A CPU that computes, and runs the event loop of all nodes and trainers beside it, is slower than alone: the twin's
+    costs are those under the load. Other work on the machine spoils one round, seldom two of three.
     """
-    real: list[float] = []
-    alone, taken = [_costs_now(block, settings)], []
-    device = TimedDevice()
-
-    def note(method: Method, load: Load, found: Throughput) -> None:
-        real.append(found.samples_per_s)
-        taken.append(device.taken())
-        alone.append(_costs_now(block, settings))  # nothing else is under way: the loop may wait
-
-    measure_real(block, grid, device, note, seed=seed)
-    return real, [
-        before.mean(after).under_load(each) for (before, after), each in zip(pairwise(alone), taken, strict=True)
-    ]
-
-
-def _measure_twin(
-    run: Run[LatencySettings],
-    block: Block,
-    method: Method,
-    load: Load,
-    costs: CostTable,
-    real_per_s: float,
-    *,
-    seed: int,
-) -> None:
-    """Measure in virtual time what was measured on real computing, and log both."""
-
-    def note(method: Method, load: Load, found: Throughput) -> None:
-        run.log(
-            "agreement",
-            block=block.name,
-            passes=load.passes,
-            method=method,
-            delay_s=load.delay.mean_s,
-            seed=seed,
-            round_trip_s=load.place.round_trip_s,
-            virtual_per_s=found.samples_per_s,
-            real_per_s=real_per_s,
-        )
-
-    measure_virtual(block, [(method, load)], costs, note, seed=seed)
+    settings, loads = run.settings, run.settings.agreement_loads()
+    run.say(f"{block.kind}: a small grid on real computing, and the same in virtual time")
+    for seed in settings.seeds[:1] if settings.quick else settings.seeds:
+        alone = measure_costs(block, times=3)
+        round_trips = {
+            passes: measure_round_trip(replace(loads[0], passes=passes), block, seed=seed)
+            for passes in dict.fromkeys(load.passes for load in loads)
+        }
+        for load in loads:
+            real_per_s, taken = measure_real(load, block, seed=seed)
+            costs, trip_s = alone.under_load(taken), round_trips[load.passes]
+            (virtual_per_s,) = measure_virtual([load], block, costs, seed=seed, real_trip_s=trip_s)
+            both = {"real_per_s": real_per_s, "virtual_over_real": virtual_per_s / real_per_s}
+            run.log("agreement", **_key(block, load), seed=seed, **both)
 
 
-def _costs_now(block: Block, settings: LatencySettings) -> CostTable:
-    return measure_costs(block, joined=settings.joined, times=3)
+def _key(block: Block, load: Load) -> dict[str, Any]:
+    return {"block": block.kind, "passes": load.passes, "method": load.method, "delay_s": load.delay.mean_s}
+
+
+def lag_ceiling(load: Load, batch_rows: int) -> float | None:
+    """Rows per second if nothing but the delays took time: trainers * batch / (calls of a batch * mean delay); None
+    without a delay."""
+    delay_s = load.delay.mean_s
+    return load.trainers * batch_rows / (load.calls_per_batch * delay_s) if delay_s else None
+
+
+def compute_ceiling(load: Load, costs: CostTable) -> float:
+    """Rows per second if every server's device were always busy with batches of the cheapest size."""
+    row_s = costs.least_row_s("forward") + (costs.least_row_s("backward") if load.passes == "training" else 0.0)
+    return load.servers / (load.layers * row_s)
+
+
+def grouped(records: Sequence[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The records by their values of these fields, in the order in which they come."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault(tuple(record[name] for name in names), []).append(dict(record))
+    return found
+
+
+def rates(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Their rows per second, in order."""
+    return [record["rows_per_s"] for record in records]
+
+
+def kept(points: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], float]:
+    """Least share of the zero-delay throughput that asynchronous trainers have at a short delay, where there is one, by
+    kind of block and passes."""
+    shares = {}
+    swept = [each for each in points if each["method"] == "asynchronous" and not each["cloud"]]
+    for curve, own in grouped(swept, "block", "passes").items():
+        (_, undelayed), *delayed = grouped(own, "delay_s").items()
+        short = [each for _, each in delayed if each[0]["lag_ceiling"] >= CEILINGS_APART * each[0]["compute_ceiling"]]
+        if short:
+            shares[curve] = min(mean(rates(each)) for each in short) / mean(rates(undelayed))
+    return shares
+
+
+def ratios(points: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Asynchronous over model parallel throughput of one stack and delay, seed by seed."""
+    by_method = grouped(points, "method")
+    pairs = zip(*(rates(by_method.get((each,), [])) for each in ("asynchronous", "model_parallel")), strict=False)
+    return [ours / alone for ours, alone in pairs]
 
 
 def summarise(run: Run[LatencySettings]) -> Result | None:
-    """Set the curves beside their ceilings and the three regions beside the paper; None before the first point."""
-    settings, points, twins = run.settings, run.records("point"), run.records("agreement")
-    if not (points or twins):
+    """Set the curves beside their ceilings; None before the first point."""
+    settings, points = run.settings, run.records("point")
+    agreeing = []
+    for key, own in grouped(run.records("agreement"), "block", "passes", "method", "delay_s").items():
+        found = [each["virtual_over_real"] for each in own]
+        agreeing.append((*key, median(each["real_per_s"] for each in own), median(found), min(found), max(found)))
+    if not (points or agreeing):
         return None
-    tables = cost_tables(run.records("costs"))
-    shares = kept(settings, points, tables)
     figures: dict[str, object] = {}
     if settings.where != "real":
+        shares = kept(points)
         figures["kept"] = min(shares.values(), default=None)
-        for (block, passes), ratios in cloud_ratios(points).items():
+        figures |= {f"kept_{block}_{passes}": share for (block, passes), share in shares.items()}
+        for (block, passes), own in grouped([each for each in points if each["cloud"]], "block", "passes").items():
             name = _FIGURE_NAMES[block] + ("" if passes == "forward" else "_training")
-            figures |= {name: sum(ratios) / len(ratios), f"{name}_min": min(ratios), f"{name}_max": max(ratios)}
+            if found := ratios(own):
+                figures |= {name: mean(found), f"{name}_min": min(found), f"{name}_max": max(found)}
     if settings.where != "virtual":
-        figures["agreement"] = agreement(twins)
-    figures |= {"layers": settings.chosen_layers, "servers": settings.servers, "trainers": settings.trainers}
+        figures["agreement"] = max((abs(row[5] - 1) for row in agreeing), default=None)
+    head = ("block", "passes", "method", "delay, s", "real", "virtual / real", "least", "most")
     return Result(
         title="Throughput over latency",
-        figures=figures | {"repeats": settings.chosen_repeats},
+        figures=figures | {"trainers": settings.trainers, "repeats": len(settings.seeds)},
         bars=[*([KEPT] if settings.where != "real" else []), *([AGREEMENT] if settings.where != "virtual" else [])],
-        summary="Rows per second through the whole stack: vectors of feed-forward blocks, sequences of Transformer "
-        "blocks; mean and standard deviation over the repeats.",
-        tables=[*_curve_tables(run, tables, shares), _cloud_table(run), _agreement_table(run)],
+        summary="Rows per second through the stack: vectors of feed-forward blocks, sequences of Transformer blocks.",
+        tables=[_table(points), ReportTable(title="Virtual time beside real computing", head=head, rows=agreeing)],
     )
 
 
-def _curve_tables(
-    run: Run[LatencySettings], tables: Mapping[BlockName, CostTable], shares: Mapping[Curve, float]
-) -> list[ReportTable]:
-    """One table for each kind of block and passes: both methods and their ceilings over the delay."""
-    settings, found, reports = run.settings, curves(run.records("point"), cloud=False), []
-    for curve, points in found.items():
-        alone = found.get(curve._replace(method="model_parallel"), [])
-        if curve.method != "asynchronous" or len(alone) != len(points):
-            continue
-        rows = []
-        for ours, other in zip(points, alone, strict=True):
-            ceilings = _ceilings(settings, curve, ours.delay_s, tables[curve.block])
-            rows.append((f"{1e3 * ours.delay_s:.0f} ms", str(ours), str(other), *ceilings))
-        note = "No delay is short enough for the bar."
-        if curve in shares:
-            note = (
-                f"Where the lag ceiling is at least {CEILINGS_APART:g} times the compute ceiling, asynchronous "
-                f"trainers keep at least {shares[curve]:.3f} of their throughput without delay."
-            )
-        head = ("delay", "asynchronous", "model parallel", "lag ceiling", "compute ceiling")
-        title = f"{curve.block}, {'forward' if curve.passes == 'forward' else 'forward and backward'}"
-        reports.append(ReportTable(title=title, head=head, rows=rows, note=note))
-    return reports
-
-
-def _ceilings(settings: LatencySettings, curve: Curve, delay_s: float, costs: CostTable) -> tuple[float, float]:
-    """Lag and compute ceilings of a point of the sweep."""
-    load = load_at(settings, curve, delay_s)
-    return lag_ceiling(load, SIZES[settings.size].blocks[curve.block].batch_rows), compute_ceiling(load, costs)
-
-
-def load_at(settings: LatencySettings, curve: Curve, delay_s: float) -> Load:
-    """The load behind a point of the sweep."""
-    return next(
-        load
-        for method, load in settings.grid()
-        if (method, load.passes, load.delay) == (curve.method, curve.passes, (delay_s, None))
-    )
-
-
-def _cloud_table(run: Run[LatencySettings]) -> ReportTable:
-    points = run.records("point")
-    found, rows = curves(points, cloud=True), []
-    for (block, passes), ratios in cloud_ratios(points).items():
-        ours, alone = (found[Curve(block, passes, method)][0] for method in ("asynchronous", "model_parallel"))
-        paper = f"{PAPER_RATIOS[block]} [M~]" if passes == "forward" else "–"
-        rows.append((block, passes, str(ours), str(alone), sum(ratios) / len(ratios), paper))
+def _table(points: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """A row for each stack and delay: both methods, and the ceilings of the asynchronous one."""
+    rows = []
+    for (block, passes, cloud, delay_s), own in grouped(points, "block", "passes", "cloud", "delay_s").items():
+        by_method = grouped(own, "method")
+        texts = [
+            f"{mean(rates(each)):,.4g} ± {pstdev(rates(each)):.2g}" if (each := by_method.get((method,))) else "–"
+            for method in ("asynchronous", "model_parallel")
+        ]
+        delay = "three regions" if cloud else f"{1e3 * delay_s:.0f} ms"
+        over = mean(found) if (found := ratios(own)) else None
+        rows.append((block, passes, delay, *texts, over, own[0]["lag_ceiling"], own[0]["compute_ceiling"]))
     return ReportTable(
-        title="Three regions, 92.5 ± 32.4 ms",
-        head=("block", "passes", "asynchronous", "model parallel", "ratio", "the paper's ratio"),
+        title="Throughput, mean and standard deviation over the seeds",
+        head=("block", "passes", "delay", "asynchronous", "model parallel", "ratio", "lag ceiling", "compute ceiling"),
         rows=rows,
-        note="[M~]: from memory, with medium confidence, seen in no source; no threshold.",
     )
 
 
-def _agreement_table(run: Run[LatencySettings]) -> ReportTable:
-    twins = run.records("agreement")
-    real: dict[tuple[Curve, float], list[float]] = {}
-    for twin in twins:
-        curve = Curve(twin["block"], twin["passes"], twin["method"])
-        real.setdefault((curve, twin["delay_s"]), []).append(twin["real_per_s"])
-    rows = [
-        (
-            curve.block,
-            curve.passes,
-            curve.method.replace("_", " "),
-            f"{1e3 * delay_s:.0f} ms",
-            median(real[curve, delay_s]),
-            f"{median(ratios):.3f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-        )
-        for (curve, delay_s), ratios in agreement_ratios(twins).items()
-    ]
-    head = ("block", "passes", "method", "delay", "real", "virtual / real", "rounds")
-    note = "Medians over the rounds, and the range of the ratios."
-    return ReportTable(title="Virtual time beside real computing", head=head, rows=rows, note=note)
+def draw(run: Run[LatencySettings], result: Result) -> Figure | None:
+    """Draw the curves with their ceilings; None where nothing was measured in virtual time."""
+    del result
+    if not (points := run.records("point")):
+        return None
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    panels = grouped(points, "block", "passes")
+    for axes, ((block, passes), own) in zip(figure.subplots(2, 2).flat, panels.items(), strict=False):
+        _draw(axes, own)
+        title = "forward" if passes == "forward" else "forward and backward"
+        dress(axes, f"{block}, {title} (rows/s)", "mean delay of a layer call (ms)")
+    figure.axes[0].legend(fontsize=8, frameon=False, loc="lower left")
+    return figure
+
+
+def _draw(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
+    """Dashed: what delays alone would allow to each method. Dotted: what the devices allow."""
+    axes.set_yscale("log")
+    for (method, cloud), own in grouped(points, "method", "cloud").items():
+        colour = VALID if method == "asynchronous" else KILLED
+        label = f"{method.replace('_', ' ')}{', three regions' if cloud else ''}"
+        by_delay = {1e3 * delay_s: rates(each) for (delay_s,), each in grouped(own, "delay_s").items()}
+        means, errors = map(mean, by_delay.values()), map(pstdev, by_delay.values())
+        style: dict[str, Any] = {"fmt": "*", "color": INK} if cloud else {"fmt": "o-", "color": colour, "capsize": 2}
+        axes.errorbar(list(by_delay), list(means), list(errors), label=label, **style)
+        lag = {1e3 * each["delay_s"]: each["lag_ceiling"] for each in own if each["lag_ceiling"] is not None}
+        if not cloud:
+            axes.plot(list(lag), list(lag.values()), "--", color=colour, linewidth=1, label="its lag ceiling")
+    for ceiling in {each["compute_ceiling"] for each in points if not each["cloud"]}:
+        axes.axhline(ceiling, color=GREY, linestyle=":", linewidth=1.2, label="compute ceiling")
+    axes.set_ylim(top=3 * max(rates(points)))
 
 
 EXPERIMENT = Experiment(
     measure=measure,
     summarise=summarise,
-    draw=lambda run, _: latency_figure(run),
+    draw=draw,
     figure_text="Throughput over the mean delay of a layer call, asynchronous and model parallel, with their ceilings",
     expected=(NetError,),
 )

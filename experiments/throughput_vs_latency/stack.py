@@ -8,46 +8,40 @@ They differ in the network (`SimNetwork`, or TCP on loopback), the device (`Inli
 import itertools
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache, partial
 from statistics import mean
-from typing import cast
+from typing import Any, cast
 
-import jax
 import numpy as np
 import optax
 import trio
 
-from dmoe_jax import Swarm, open_swarm
-from dmoe_jax.experts.base import Expert
+from dmoe_jax import NodeConfig, RemoteMixture, Swarm, open_swarm, product_key
+from dmoe_jax.experts import Expert, TensorSpec, make_expert
 from dmoe_jax.machine.device import Device, InlineDevice
-from dmoe_jax.mixture.remote import Choice, RemoteMixture, Residual
-from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.programs import buckets_up_to
+from dmoe_jax.mixture.remote import Choice, Residual
+from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.peers.peer import SIM_PORT, Seams
-from dmoe_jax.routing.base import Scores
-from dmoe_jax.routing.product_key import product_key
-from dmoe_jax.swarm.serving import Served
-from dmoe_net.identity import Address, PeerId
-from dmoe_net.keys import Identity
-from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
-from dmoe_net.rpc.peer import open_rpc_peer
-from dmoe_net.transport.sim import Constant, run, simulate
-from dmoe_net.transport.sim.network import SimNetwork
-from dmoe_net.transport.tcp import TcpTransport
-from dmoe_net.types import Array
-from experiments.throughput_vs_latency.costs import (
-    OPTIMIZER,
-    STAND_IN,
-    CostTable,
-    TimedDevice,
-    echo_of,
-    expert_of,
-    random_inputs,
-    warm_backend,
+from dmoe_jax.routing import Scores
+from dmoe_net import (
+    Address,
+    Constant,
+    Fault,
+    FaultInjector,
+    FaultPlan,
+    Identity,
+    PeerId,
+    SimNetwork,
+    TcpTransport,
+    open_rpc_peer,
+    run,
+    simulate,
 )
-from experiments.throughput_vs_latency.settings import Block, Delay, Load, Method, Passes
+from experiments.throughput_vs_latency.costs import OPTIMIZER, CostTable, Taken, TimedDevice, random_inputs
+from experiments.throughput_vs_latency.settings import JOINED, Block, Delay, Load
 
 _ROUTER = product_key((1,))
 _TIMEOUT_S = 600.0
@@ -55,33 +49,22 @@ _TIMEOUT_S = 600.0
 _ECHO_DELAY_S = 0.02
 """Delay of calls whose travelling is timed, seconds."""
 _BREAK_S = 0.5
-"""After a load, for the batches that run when trainers stop: `on_done` may hold the event loop up."""
+"""After a load, for the batches that run when trainers stop."""
 
+_NUMBER = TensorSpec(name="number", shape=(1,), dtype="float32", differentiable=True)
+STAND_IN = Expert("stand_in", lambda key: {}, lambda params, number: number, (_NUMBER,), _NUMBER)
+"""Expert that nodes serve in virtual time: one number for each row, returned as it came."""
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Throughput that trainers achieved.
-
-    Attributes:
-      samples_per_s: rows that went through the whole stack.
-      requests_per_batch: trainers' requests that the servers joined into one batch, on average.
-    """
-
-    samples_per_s: float
-    requests_per_batch: float
+_Layer = tuple[RemoteMixture, Choice]
+"""A layer as trainers call it, and the choice of its one expert."""
 
 
 class Delays(FaultInjector):
-    """Serves every layer call of one server late."""
+    """Serves every layer call late."""
 
-    def __init__(self, host: str, *, seed: int) -> None:
-        super().__init__(FaultPlan())
-        self._name = f"{seed}/{host}"
-        self.become(Delay(0.0))
-
-    def become(self, delay: Delay) -> None:
+    def become(self, delay: Delay, seed: int) -> None:
         """Draw from this delay from now on: the n-th call is as late in every run with the same seed."""
-        self._delay, self._rng = delay, random.Random(f"{self._name}/{delay.mean_s}")
+        self._delay, self._rng = delay, random.Random(f"{seed}/{delay.mean_s}")
 
     def of(self, server: PeerId) -> "Delays":
         return self
@@ -91,175 +74,100 @@ class Delays(FaultInjector):
         return (Fault.LATE, self._delay.draw_s(self._rng)) if is_layer_call else None
 
 
-OnDone = Callable[[Method, Load, Throughput], None]
-"""Told of each load when it has been measured."""
-
-
 def measure_virtual(
-    block: Block, grid: Sequence[tuple[Method, Load]], costs: CostTable, on_done: OnDone, *, seed: int
-) -> None:
-    """Measure loads in virtual time, on devices that take as long as `costs` says."""
-
-    async def measure(loads: list[tuple[Method, Load]]) -> None:
-        place = loads[0][1].place
-        async with simulate(seed=seed, latency=Constant(place.round_trip_s / 2), tick_s=0.0) as network:
-            devices = [InlineDevice(costs) for _ in range(1 if place.shared_device else place.servers)]
-            await _measure(STAND_IN, None, block.batch_rows, loads, devices, network, on_done, seed=seed)
-
-    for _, loads in itertools.groupby(grid, lambda pair: pair[1].place):
-        run(measure, list(loads), seed=seed)
-
-
-def measure_real(
-    block: Block, grid: Sequence[tuple[Method, Load]], device: Device, on_done: OnDone, *, seed: int
-) -> None:
-    """Measure loads of one place on this machine's device, all servers and trainers in this process, joined by TCP."""
-    _measure_real(expert_of(block), OPTIMIZER, block.batch_rows, grid, device, on_done, seed=seed)
-
-
-def measure_round_trips(block: Block, grid: Sequence[tuple[Method, Load]], *, seed: int) -> dict[Passes, float]:
-    """Seconds that a call takes over TCP on loopback beside the delay and the time for which it has the device.
-
-    Measured one call at a time, with the same tensors, the same delay for each, and an expert that returns what it
-    gets. A call is late from its beginning on, so that most of its tensors travel meanwhile.
+    loads: Sequence[Load], block: Block, costs: CostTable, *, seed: int, real_trip_s: float | None = None
+) -> list[float]:
+    """Rows a second that go through the whole stack in virtual time, on devices that take as long as `costs` says.
 
     Args:
-      grid: loads of one place.
+      loads: one after the other, of as many layers and servers.
+      real_trip_s: for the twin of a real run, in which all servers share a device: what a call and its answer take
+        there beside the delay and the device. None: no time, and each server has a device.
     """
-    alone = {
-        load.passes: replace(load, trainers=1, delay=Delay(_ECHO_DELAY_S, 0.0), calls=5 * load.calls_per_batch)
-        for _, load in grid
-    }
-    found: dict[Passes, float] = {}
-    device = TimedDevice()
 
-    def note(method: Method, load: Load, echoed: Throughput) -> None:
-        taken = device.taken()
-        kinds = [taken.get(kind, {}).values() for kind in ("forward", "backward")]
-        on_device = mean(seconds for sizes in kinds for each in sizes for seconds in each)
-        whole = block.batch_rows / (echoed.samples_per_s * load.calls_per_batch)
-        found[load.passes] = max(0.0, whole - _ECHO_DELAY_S - on_device)
+    async def measure() -> list[float]:
+        async with simulate(seed=seed, latency=Constant((real_trip_s or 0.0) / 2), tick_s=0.0) as network:
+            devices = [InlineDevice(costs) for _ in range(loads[0].servers if real_trip_s is None else 1)]
+            return await _measure(loads, STAND_IN, None, block.rows, devices, network, seed=seed)
 
-    loads: list[tuple[Method, Load]] = [("model_parallel", load) for load in alone.values()]
-    _measure_real(echo_of(expert_of(block)), None, block.batch_rows, loads, device, note, seed=seed)
-    return found
+    return run(measure, seed=seed)
 
 
-def _measure_real(
-    expert: Expert,
-    optimizer: optax.GradientTransformation | None,
-    batch_rows: int,
-    grid: Sequence[tuple[Method, Load]],
-    device: Device,
-    on_done: OnDone,
-    *,
-    seed: int,
-) -> None:
-    warm_backend(expert, optimizer, [batches * batch_rows for batches in buckets_up_to(grid[0][1].joined)])
+def measure_real(load: Load, block: Block, *, seed: int) -> tuple[float, Taken]:
+    """Rows a second on this machine's device, servers and trainers in this process, joined by TCP; and how long batches
+    had the device. `measure_costs` has compiled the block's programs."""
+    expert, device = make_expert(block.kind, **block.config), TimedDevice()
+    (rate,) = trio.run(partial(_measure, [load], expert, OPTIMIZER, block.rows, [device], None, seed=seed))
+    return rate, device.taken
 
-    async def measure() -> None:
-        await _measure(expert, optimizer, batch_rows, grid, [device], None, on_done, seed=seed)
 
-    trio.run(measure)
+def measure_round_trip(load: Load, block: Block, *, seed: int) -> float:
+    """Seconds that a call takes over TCP on loopback beside the delay and the time for which it has the device.
+
+    Measured one call at a time, with the block's tensors, the same delay for each, and an expert that returns what it
+    gets. A call is late from its beginning on, so that most of its tensors travel meanwhile.
+    """
+    echo, device = _echo(make_expert(block.kind, **block.config)), TimedDevice()
+    ExpertBackend(echo, None, {}).warm_up_bucket(block.rows)
+    alone = replace(load, delay=Delay(_ECHO_DELAY_S, 0.0)).with_one_in_flight(5 * load.calls_per_batch)
+    (rate,) = trio.run(partial(_measure, [alone], echo, None, block.rows, [device], None, seed=seed))
+    kinds = ("forward", "backward")
+    on_device = mean(seconds for (name, _), taken in device.taken.items() if name in kinds for seconds in taken)
+    return max(0.0, block.rows / (rate * load.calls_per_batch) - _ECHO_DELAY_S - on_device)
+
+
+@cache
+def _echo(expert: Expert) -> Expert:
+    """An expert with the same inputs that returns the first of them: a call costs what it costs to travel."""
+    return expert._replace(name="echo", init=lambda key: {}, apply=lambda params, first, *others: first)
 
 
 async def _measure(
+    loads: Sequence[Load],
     expert: Expert,
     optimizer: optax.GradientTransformation | None,
-    batch_rows: int,
-    grid: Sequence[tuple[Method, Load]],
+    rows: int,
     devices: Sequence[Device],
     network: SimNetwork | None,
-    on_done: OnDone,
     *,
     seed: int,
-) -> None:
-    """Open servers and the trainers' client, and measure one load after the other.
+) -> list[float]:
+    """Open servers and the trainers' client, and measure one load after the other; rows a second.
 
     Args:
-      grid: loads of one place.
+      rows: of a trainer's batch.
       devices: of the servers, in turn.
     """
-    place, most = grid[0][1].place, grid[0][1].joined * batch_rows
-    trainers = max(load.trainers for _, load in grid)
+    num_layers, servers, trainers = loads[0].layers, loads[0].servers, max(load.trainers for load in loads)
     node = NodeConfig(
-        max_batch_rows=most,
+        max_batch_rows=JOINED * rows,
         warm_up_rows=0,  # the sizes that occur are compiled already
-        max_waiting_rows=max(most, trainers * batch_rows),
+        strategy="single",  # as in `measure_costs`
+        max_waiting_rows=max(JOINED, trainers) * rows,
         max_concurrent_calls=2 * trainers,
         # Nodes that stay: they need not say so every ten seconds.
         announce_period_s=100.0,
         record_lifetime_s=300.0,
     )
+    delays, batch, rates = Delays(FaultPlan()), random_inputs(expert, rows), []
     async with AsyncExitStack() as stack:
-        servers: list[tuple[Served, Delays]] = []
         join: tuple[str, ...] = ()
-        for index in range(place.servers):
-            host = f"server{index}"
-            delays, device = Delays(host, seed=seed), devices[index % len(devices)]
-            swarm = await stack.enter_async_context(_open(join, host, network, device, delays, seed=seed))
-            own = {f"block{layer}.[0:1]": expert for layer in range(index, place.layers, place.servers)}
-            servers.append((await swarm.serve(own, optimizer=optimizer, config=node), delays))
+        for index in range(servers):
+            device = devices[index % len(devices)]
+            swarm = await stack.enter_async_context(_open(join, f"server{index}", network, device, delays, seed=seed))
+            own = {f"block{layer}.[0:1]": expert for layer in range(index, num_layers, servers)}
+            await swarm.serve(own, optimizer=optimizer, config=node)
             join = join or (swarm.contact,)
         # Trainers compute nothing here.
         swarm = await stack.enter_async_context(_open(join, "trainers", network, InlineDevice(), None, seed=seed))
-        layers = [await _layer(swarm, f"block{layer}", expert, batch_rows) for layer in range(place.layers)]
-        for method, load in grid:
-            for _, delays in servers:
-                delays.become(load.delay)
-            served = [each for each, _ in servers]
-            found = await _throughput(layers, random_inputs(expert, batch_rows), load, served)
+        layers = [await _layer(swarm, f"block{number}", expert, rows) for number in range(num_layers)]
+        for load in loads:
+            delays.become(load.delay, seed)
+            rates.append(await _throughput(layers, batch, load))
             if swarm.statistics.failed:
                 raise RuntimeError(f"layer calls failed: {swarm.statistics.failures}")
             await trio.sleep(_BREAK_S)
-            on_done(method, load, found)
-
-
-async def _throughput(
-    layers: Sequence["_Layer"], batch: Sequence[Array], load: Load, served: Sequence[Served]
-) -> Throughput:
-    """Let the trainers work until enough calls are done, and time these."""
-    meter, before = Meter(load), _batches(served)
-    async with trio.open_nursery() as nursery:
-        for index in range(load.trainers):
-            start = index * load.calls_per_batch // load.trainers
-            nursery.start_soon(_train, layers, batch, load, start, meter)
-        await meter.done.wait()
-        nursery.cancel_scope.cancel()
-    return Throughput(
-        samples_per_s=len(batch[0]) * meter.calls_per_s / load.calls_per_batch,
-        requests_per_batch=meter.calls / (_batches(served) - before),
-    )
-
-
-class Meter:
-    """Times layer calls: those of the warm-up are left out, and `done` is set when there are enough."""
-
-    def __init__(self, load: Load) -> None:
-        self.done = trio.Event()
-        self._first, self._last = load.warm_up_calls, load.warm_up_calls + load.calls
-        self.calls = 0
-        """Layer calls that were answered, those of the warm-up too."""
-        self._started_at = self._ended_at = trio.current_time()
-
-    def note_start(self) -> None:
-        """The first call is about to be placed."""
-        if not self.calls:
-            self._started_at = trio.current_time()
-
-    def note_call(self) -> None:
-        """A layer call was answered."""
-        self.calls += 1
-        if self.calls == self._first:
-            self._started_at = trio.current_time()
-        elif self.calls == self._last:
-            self._ended_at = trio.current_time()
-            self.done.set()
-
-    @property
-    def calls_per_s(self) -> float:
-        """Number of timed calls a second."""
-        return (self._last - self._first) / (self._ended_at - self._started_at)
+        return rates
 
 
 @asynccontextmanager
@@ -272,62 +180,54 @@ async def _open(
     here = None
     if delays is not None:
         here = Address("127.0.0.1", 0) if network is None else Address(host, SIM_PORT)
-    async with (
-        open_rpc_peer(transport, peer_id=identity.peer_id, listen=here, faults=delays) as rpc,
-        open_swarm(
-            join,
-            network=network,
-            host=host,
-            device=device,
-            seed=seed,
-            testing=Seams(caller=rpc, identity=identity),
-        ) as swarm,
-    ):
-        yield swarm
+    async with open_rpc_peer(transport, peer_id=identity.peer_id, listen=here, faults=delays) as rpc:
+        seams = Seams(caller=rpc, identity=identity)
+        async with open_swarm(join, network=network, host=host, device=device, seed=seed, testing=seams) as swarm:
+            yield swarm
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer as trainers call it. It has a single expert, so that all batches make the same choice."""
-
-    mixture: RemoteMixture
-    choice: Choice
-
-
-async def _layer(swarm: Swarm, prefix: str, expert: Expert, batch_rows: int) -> _Layer:
+async def _layer(swarm: Swarm, prefix: str, expert: Expert, rows: int) -> _Layer:
+    """One layer. It has a single expert, so that all batches make the same choice."""
     mixture = swarm.mixture(
         prefix, expert, _ROUTER, k_best=1, grace_s=math.inf, timeout_s=_TIMEOUT_S, on_shortfall="raise"
     )
-    logits = cast(jax.Array, np.zeros((batch_rows, 1), np.float32))  # `choose` takes arrays on the host
-    return _Layer(mixture, await mixture.choose(Scores((logits,))))
+    logits = cast(Any, np.zeros((rows, 1), np.float32))  # `choose` takes arrays on the host
+    return mixture, await mixture.choose(Scores((logits,)))
 
 
-async def _train(layers: Sequence[_Layer], batch: Sequence[Array], load: Load, start: int, meter: Meter) -> None:
-    """Send a batch through the stack again and again, one layer after the other.
+async def _throughput(layers: Sequence[_Layer], batch: Sequence[np.ndarray], load: Load) -> float:
+    """Let the trainers work until enough calls are answered; rows a second of those after the warm-up.
 
-    Args:
-      start: the layer call of the first batch to begin with. Trainers begin at different places, as asynchronous ones
-        that have run for a while; at one place, all of them would queue at the same server.
+    Trainers begin at different places of the stack, as asynchronous ones that have run for a while; at one place, all
+    of them would queue at the same server.
     """
-    residuals = [Residual(batch, list(layer.choice.calls), {}) for layer in layers]
+    first, last = load.warm_up_calls, load.warm_up_calls + load.calls
+    answered_at, enough = [trio.current_time()], trio.Event()
     gradient = np.full_like(batch[0], 1e-3)
-    hidden, grads = batch[0], gradient
-    for number in itertools.count(start):
-        place = number % load.calls_per_batch
-        meter.note_start()
-        if place < len(layers):
-            hidden = batch[0] if place == 0 else hidden
-            layer = layers[place]
-            outputs, _, residuals[place] = await layer.mixture.forward(layer.choice, [hidden, *batch[1:]])
-            hidden = outputs[:, 0]
-        else:
-            index = load.calls_per_batch - 1 - place
-            grads = gradient if place == len(layers) else grads
-            input_grads = await layers[index].mixture.backward(residuals[index], grads[:, None])
-            grads = cast(Array, input_grads[0])
-        meter.note_call()
 
+    async def train(start: int) -> None:
+        residuals = [Residual(batch, list(choice.calls), {}) for _, choice in layers]
+        hidden, grads = batch[0], gradient
+        for number in itertools.count(start):
+            place = number % load.calls_per_batch
+            if place < len(layers):
+                mixture, choice = layers[place]
+                inputs = [hidden if place else batch[0], *batch[1:]]
+                outputs, _, residuals[place] = await mixture.forward(choice, inputs)
+                hidden = outputs[:, 0]
+            else:
+                index = load.calls_per_batch - 1 - place
+                grads = gradient if place == len(layers) else grads
+                input_grads = await layers[index][0].backward(residuals[index], grads[:, None])
+                grads = cast(np.ndarray, input_grads[0])
+            answered_at.append(trio.current_time())
+            if len(answered_at) > last:
+                enough.set()
 
-def _batches(served: Sequence[Served]) -> int:
-    """Batches that the servers have computed so far."""
-    return sum(each.node.status()["batches"] for each in served)
+    async with trio.open_nursery() as nursery:
+        for index in range(load.trainers):
+            nursery.start_soon(train, index * load.calls_per_batch // load.trainers)
+        await enough.wait()
+        nursery.cancel_scope.cancel()
+    calls_per_s = load.calls / (answered_at[last] - answered_at[first])
+    return len(batch[0]) * calls_per_s / load.calls_per_batch

@@ -2,9 +2,8 @@
 
 Counted is what a model needs for a word, in a sequence that is computed by itself: the layers that it goes through,
 and the adaptive softmax, whose tails are for the share of words that lie in them. Left out are what touches single
-numbers, look-ups, the router (less than one in a thousand) and the padding of a program. A training step is three
-forward passes. That a swarm computes every forward pass once more in its backward call is how the work is carried out,
-and is left out as well.
+numbers, look-ups, the router (less than one in a thousand), the padding of a program, and the forward pass that a
+swarm computes once more in its backward call.
 """
 
 import itertools
@@ -13,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.layer_config import LayerConfig
-from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.data import Corpus
+from dmoe_jax.models import LayerConfig, TransformerXLConfig
 from dmoe_jax.runs.figure import Metrics
 from experiments.run_summary import perplexity_curve
 
@@ -31,12 +29,7 @@ def layer_flops(*, seq_len: int, mem_len: int, d_model: int, num_heads: int, d_h
     keys, inner = mem_len + seq_len, num_heads * d_head
     projections = 2 * (seq_len + keys) * d_model * inner  # q and output, k and v
     attention = 3 * seq_len * keys * inner  # scores by content, by distance, weighted sum
-    return 2 * (projections + attention) + feedforward_flops(seq_len=seq_len, d_model=d_model, d_ff=d_ff)
-
-
-def feedforward_flops(*, seq_len: int, d_model: int, d_ff: int) -> int:
-    """Those of the feed-forward network of a layer."""
-    return 4 * seq_len * d_model * d_ff
+    return 2 * (projections + attention + 2 * seq_len * d_model * d_ff)
 
 
 def sequence_flops(layer: LayerConfig) -> int:
@@ -60,15 +53,9 @@ def forward_flops(config: TransformerXLConfig, corpus: Corpus) -> float:
     """Those of the model's forward pass for a word of the training text."""
     layer, experts = config.layer, config.k_best if config.is_mixture else 1
     of_layer = experts * sequence_flops(layer)
-    if config.routes_tokens:  # whose attention is the trunk's
-        of_expert = feedforward_flops(seq_len=layer.seq_len, d_model=layer.d_model, d_ff=layer.d_ff)
-        of_layer = sequence_flops(layer) + (experts - 1) * of_expert
+    if config.routes_tokens:  # whose attention is the trunk's: an expert is two products
+        of_layer = sequence_flops(layer) + (experts - 1) * 4 * layer.seq_len * layer.d_model * layer.d_ff
     return config.num_layers * of_layer / config.seq_len + softmax_flops(config, corpus.train)
-
-
-def training_flops(forward_per_token: float, tokens: float) -> float:
-    """Those of a training on so many tokens."""
-    return TRAINING_PASSES * forward_per_token * tokens
 
 
 def equal_flops(runs: Mapping[str, Iterable[Metrics]], forward: Mapping[str, float]) -> tuple[float, dict[str, Any]]:
@@ -86,13 +73,13 @@ def equal_flops(runs: Mapping[str, Iterable[Metrics]], forward: Mapping[str, flo
         label: [np.array(list(curve.values())) for metrics in seeds if (curve := perplexity_curve(metrics))]
         for label, seeds in runs.items()
     }
-    ends = [training_flops(forward[label], own[-1, 0]) for label, seeds in curves.items() for own in seeds]
-    budget = min(ends, default=0.0)
+    per_word = {label: TRAINING_PASSES * flops for label, flops in forward.items()}
+    budget = min((per_word[label] * own[-1, 0] for label, seeds in curves.items() for own in seeds), default=0.0)
     found: dict[str, Any] = {}
     for label, seeds in curves.items():
-        tokens = budget / training_flops(forward[label], 1)
+        words = budget / per_word[label]
         found[label] = [
-            float(np.exp(np.interp(tokens, own[:, 0], np.log(own[:, 1])))) if tokens >= own[0, 0] else None
+            float(np.exp(np.interp(words, own[:, 0], np.log(own[:, 1])))) if words >= own[0, 0] else None
             for own in seeds
         ]
     return budget, found

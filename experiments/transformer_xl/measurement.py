@@ -1,55 +1,27 @@
-"""Training the models on equal numbers of tokens, and comparing them."""
+"""Training the models on equal numbers of tokens, and comparing them, at equal tokens and at equal FLOPs."""
 
-import json
-import subprocess
-import sys
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from dmoe_jax.data.corpora import Corpus
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.report import ReportTable, format_value
 from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Experiment, Run
-from experiments.comparison import FIGURE_TEXT, comparison_table, draw_comparison, terminal_table
+from experiments.comparison import FIGURE_TEXT, Runs, comparison_table, draw_comparison
+from experiments.intervals import paired_difference, t_interval
 from experiments.results import Result
-from experiments.transformer_xl.flops import forward_flops
-from experiments.transformer_xl.presets import model_config, sized_preset
-from experiments.transformer_xl.search import best_factors, has_ended, search_results, step_size_table, tried
-from experiments.transformer_xl.settings import TransformerXLSettings, as_flags
+from experiments.transformer_xl import trainings
+from experiments.transformer_xl.flops import equal_flops, forward_flops
+from experiments.transformer_xl.presets import chosen_preset, model_config, sized_preset
+from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.side_by_side import run_folder, train_all
 from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
-from experiments.transformer_xl.trainings import compared_trainings, labels, search_trainings
-from experiments.transformer_xl.verdict import (
-    difference_table,
-    final_table,
-    flops_table,
-    merged_headline,
-    verdicts,
-)
 
-HEADLINE = (
-    "validation_perplexity",
-    "test_perplexity",
-    "unigram_perplexity",
-    "steps",
-    "training_tokens",
-    "tokens_per_s",
-    "parameters",
-    "training_s",
-    "virtual_s",
-    "mean_trunk_staleness",
-    "failed_call_share",
-    "failures",
-    "steps_lost",
-    "averages_done",
-    "averages_missed",
-    "load_cv",
-    "load_entropy",
-    "dead_experts",
-    "complete",
-)
-"""Figures of each model in the headline of all, as far as it has them."""
+Finished = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""Label -> seed -> the headline of its run, of the runs that were trained to their end."""
 
 
 def check(settings: TransformerXLSettings) -> None:
@@ -59,56 +31,24 @@ def check(settings: TransformerXLSettings) -> None:
 
 
 def measure(run: Run[TransformerXLSettings]) -> None:
-    """Train the models on this machine, each with each seed in its own folder; before that, search if that is asked.
+    """Train the models, each with each seed in its own folder; before that, search if that is asked.
 
     Raises:
       UsageError: for a corpus, folder, checkpoint or setting that will not do. KeyboardInterrupt, FloatingPointError,
-        RouterError, NetError: as of `train_model`.
+        RouterError, NetError: as of `carry_out`.
     """
-    settings, out = run.settings, run.folder.path
+    settings, out, factors = run.settings, run.folder.path, None
     corpus = open_corpus(run)
     for model in settings.models:
-        config = model_config(sized_preset(settings, model), len(corpus.vocabulary), route=settings.route)
+        config = model_config(sized_preset(settings, model), len(corpus.vocabulary), settings)
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
-    factors = None
     if settings.search:
-        factors = _search(run, corpus)
-        run.say("best of the search: " + ", ".join(f"{model} x{factor:g}" for model, factor in factors.items()))
-    train_all(run, corpus, compared_trainings(settings, out, factors), num_jobs=settings.num_jobs)
-    # The dense layer that it is measured beside is as wide as several whole layers.
-    no_overhead = settings.no_overhead or settings.route == "token"
-    is_measured = no_overhead or run.records("overhead")
-    if settings.place == "local" and "dmoe" in settings.models and not is_measured:
-        run.say("what the mixture costs beside a dense layer of its FLOPs")
-        run.log("overhead", ratio=_overhead(run))
-
-
-def _search(run: Run[TransformerXLSettings], corpus: Corpus) -> dict[str, float]:
-    """Train with one step size after the other until no label's best is at the edge."""
-    settings, out = run.settings, run.folder.path
-    searched, trained = search_results(settings, out), set[float]()
-    while not has_ended(searched):
-        factors = [factor for factor in tried(searched) if factor not in trained]
-        train_all(run, corpus, list(search_trainings(settings, out, factors).values()), num_jobs=settings.num_jobs)
-        trained.update(factors)
-        searched = search_results(settings, out)
-    best = best_factors(searched)
-    assert best is not None
-    return best
-
-
-def _overhead(run: Run[TransformerXLSettings]) -> float | None:
-    """Measure the mixture's cost on this device beside a dense layer of its FLOPs: another experiment, in a process."""
-    settings = run.settings
-    flags = {name: getattr(settings, name) for name in ("size", "router", "seed", "batch_size", "bf16")}
-    flags |= {"rounds": 3 if settings.quick else 7, "steps_per_round": 3 if settings.quick else 10}
-    flags |= {"out": run.folder.path / "overhead", "json": True}
-    command = [sys.executable, "-m", "experiments.moe_overhead", *as_flags(flags)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UsageError(f"experiments.moe_overhead ended with status {done.returncode}")
-    ratio: float | None = json.loads(done.stdout.splitlines()[-1]).get("moe_overhead")
-    return ratio
+        tried = list(trainings.search_trainings(settings, out).values())
+        train_all(run, corpus, tried, num_jobs=settings.num_jobs)
+        factors = trainings.best_factors(trainings.search_results(settings, out)) or {}
+        run.say("best of the search: " + ", ".join(f"{label} x{factor:g}" for label, factor in factors.items()))
+    compared = trainings.compared_trainings(settings, out, factors)
+    train_all(run, corpus, compared, num_jobs=settings.num_jobs)
 
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:
@@ -116,67 +56,132 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
     settings, corpora, out = run.settings, run.records("corpus"), run.folder.path
     if not corpora:
         return None
-    finished, runs = _finished(run), _runs(run)
-    models = {label: merged_headline(list(seeds.values()), HEADLINE) for label, seeds in finished.items()}
+    finished, runs = _read(run)
+    models = {label: mean_headline(list(seeds.values())) for label, seeds in finished.items()}
+    searched = trainings.search_results(settings, out) if settings.search else {}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}
     headline |= {"router": settings.router, "route": settings.route} if "dmoe" in settings.models else {}
-    headline |= {"runs": len(compared_trainings(settings, out)), "runs_finished": sum(map(len, finished.values()))}
-    searched = search_results(settings, out) if settings.search else {}
-    headline |= {"step_size_factors": best_factors(searched)} if searched else {}
+    headline["runs"] = len(trainings.compared_trainings(settings, out))
+    headline["runs_finished"] = sum(map(len, finished.values()))
+    headline |= {"step_size_factors": trainings.best_factors(searched)} if searched else {}
     headline |= verdicts(finished)
-    if overheads := run.records("overhead"):
-        headline["moe_overhead"] = overheads[-1]["ratio"]
-    figures = {
-        f"{model} {name}": values[name]
-        for model, values in models.items()
-        for name in ("validation_perplexity", "test_perplexity", "parameters")
-        if name in values
-    }
-    tables = [final_table(finished), difference_table(finished)] if finished else []
-    tables += [step_size_table(settings, searched)]
-    tables += [flops_table(runs, _forward_flops(run)), comparison_table(runs)] if runs else []
-    goes_on = "" if headline["runs"] == headline["runs_finished"] else f"--resume --out {out} goes on"
+    names = ("validation_perplexity", "test_perplexity")
+    shown = {f"{label} {name}": figures.get(name) for label, figures in models.items() for name in names}
+    forward = {record["model"]: record["forward_per_token"] for record in run.records("flops")}
     return Result(
         title=f"Transformer-XL on {corpora[-1]['name']}, {settings.size}, {settings.place}",
         figures={**headline, "models": models},
-        shown={**headline, **figures},
-        printed=[
-            *([terminal_table(comparison_table(runs))] if runs else []),
-            *(f"{name}: {value}" for name, value in headline.items()),
-            *filter(None, [goes_on]),
-        ],
+        shown={**headline, **shown},
         summary=f"Corpus: {corpora[-1]['description']}.",
-        tables=[table for table in tables if table is not None],
+        tables=[models_table(settings, finished, runs, forward, searched), comparison_table(runs)] if runs else (),
     )
 
 
-def _finished(run: Run[TransformerXLSettings]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Label -> seed -> the headline of its run, of those that were trained to their end."""
-    finished: dict[str, dict[int, dict[str, Any]]] = {}
-    for training in compared_trainings(run.settings, run.folder.path):
-        if (headline := finished_headline(run_folder(training))) is not None:
+def _read(run: Run[TransformerXLSettings]) -> tuple[Finished, dict[str, list[Any]]]:
+    """The runs that were trained to their end, and the metrics of all that have begun, by label."""
+    finished, runs = dict[str, dict[int, dict[str, Any]]](), dict[str, list[Any]]()
+    for training in trainings.compared_trainings(run.settings, run.folder.path):
+        folder = run_folder(training)
+        if metrics := folder.metrics():
+            runs.setdefault(training.label, []).append(metrics)
+        if (headline := finished_headline(folder)) is not None:
             finished.setdefault(training.label, {})[training.settings.seed] = headline
-    return finished
+    return finished, runs
 
 
-def _forward_flops(run: Run[TransformerXLSettings]) -> dict[str, float]:
-    """Label -> FLOPs of a forward pass for a word."""
-    counted = {record["model"]: record["forward_per_token"] for record in run.records("flops")}
-    return {label: counted[model] for label, model in labels(run.settings).items()}
+def _perplexities(finished: Finished, label: str, split: str = "validation") -> dict[int, float]:
+    """Seed -> final perplexity over a whole text."""
+    name = f"{split}_perplexity"
+    return {seed: all_[name] for seed, all_ in finished.get(label, {}).items() if all_.get(name) is not None}
 
 
-def _runs(run: Run[TransformerXLSettings]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Label -> the metrics of its runs, of those that have begun."""
-    found: dict[str, list[list[dict[str, Any]]]] = {}
-    for training in compared_trainings(run.settings, run.folder.path):
-        if metrics := run_folder(training).metrics():
-            found.setdefault(training.label, []).append(metrics)
-    return {label: found[label] for label in labels(run.settings) if label in found}
+def verdicts(finished: Finished) -> dict[str, Any]:
+    """The mean of dmoe minus each of the others in validation perplexity, paired by seed, its 95 % interval, and
+    the verdict on dmoe ending below: met or missed where the interval leaves out 0, else not decided."""
+    ours, found = _perplexities(finished, "dmoe"), dict[str, Any]()
+    for other in finished:
+        difference = None if other == "dmoe" else paired_difference(ours, _perplexities(finished, other))
+        if difference is not None:
+            decided = "met" if difference.is_below_zero else "missed" if difference.is_above_zero else "not decided"
+            found[f"dmoe_minus_{other}"] = difference.mean
+            found[f"dmoe_minus_{other}_interval"] = difference.ends
+            found[f"dmoe_below_{other}"] = decided
+    return found
+
+
+def mean_headline(headlines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The means of a label's figures over its seeds, and the intervals of its perplexities."""
+    means: dict[str, Any] = {"seeds": len(headlines)}
+    for name, first in headlines[0].items():
+        if name not in ("seed", "complete") and isinstance(first, int | float):
+            interval = t_interval([each[name] for each in headlines if each.get(name) is not None])
+            means[name] = interval.mean
+            if name in ("validation_perplexity", "test_perplexity"):
+                means[f"{name}_interval"] = interval.ends
+    return means
+
+
+def models_table(
+    settings: TransformerXLSettings,
+    finished: Finished,
+    runs: Runs,
+    forward: Mapping[str, float],
+    searched: trainings.Searched,
+) -> ReportTable:
+    """A row for each label: final perplexities, at equal FLOPs too, and step sizes.
+
+    Args:
+      runs: metrics of those that have begun.
+      forward: model -> FLOPs of a forward pass for a word.
+      searched: empty without a search.
+    """
+    models, rows = trainings.labels(settings), list[list[object]]()
+    flops = {label: forward[models[label]] for label in runs}
+    budget, at_budget = equal_flops(runs, flops)
+    factors = trainings.best_factors(searched) or {}
+    for label in runs:
+        valid, test = (_perplexities(finished, label, split) for split in ("validation", "test"))
+        by_seed = ", ".join(f"{seed}: {format_value(value)}" for seed, value in valid.items())
+        at_equal = [value for value in at_budget[label] if value is not None]
+        changes = {"step_size": settings.step_size * factors.get(label, 1.0), **trainings.INGREDIENTS.get(label, {})}
+        preset = chosen_preset(replace(settings, **changes), models[label])
+        rates = f"{preset.recipe.learning_rate:g}"
+        rates += f", experts {preset.expert_recipe.learning_rate:g}" if preset.config.is_mixture else ""
+        rates += f"; {_told(searched[label])}" if searched else ""
+        row = [label, _with_interval(valid.values()), by_seed, _with_interval(test.values())]
+        rows.append([*row, flops[label] / 1e6, _with_interval(at_equal), rates])
+    note = (
+        "Final perplexities are over the whole texts, in brackets 95 % intervals. FLOPs are those of a forward pass "
+        "for a word, in matrix products; a training step counts as three. Perplexities at equal FLOPs, "
+        f"{budget / 1e12:.4g} TFLOPs of training, as many as the cheapest run had, are read off the curves, over their "
+        "words: the schedules of the dearer models were not at their end by then, and runs planned for that length "
+        "would probably end lower. Step sizes are those of a dense model or the trunk; a search has a seed of its own."
+    )
+    head = ("", "validation perplexity", "by seed", "test perplexity", "MFLOPs", "at equal FLOPs", "step sizes")
+    return ReportTable(title="Final perplexities", head=head, rows=rows, note=note)
+
+
+def _told(found: Mapping[float, float | None]) -> str:
+    """All that was tried for a label, and a warning where the best is at the edge of it."""
+    words = {None: "not ended", math.inf: "failed"}
+    text = ", ".join(f"x{factor:g}: {words.get(value) or format_value(value)}" for factor, value in found.items())
+    values = {factor: math.inf if value is None else value for factor, value in found.items()}
+    best = min(values, key=values.__getitem__)
+    return text + (" (the best is at the edge of what was tried)" if best in (min(found), max(found)) else "")
+
+
+def _with_interval(values: Collection[float]) -> str | None:
+    """The mean with its interval; None for no values."""
+    if not values:
+        return None
+    interval = t_interval([*values])
+    ends = "" if interval.ends is None else " ({} to {})".format(*map(format_value, interval.ends))
+    return format_value(interval.mean) + ends
 
 
 def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:
     """Draw all models that have begun."""
-    runs = _runs(run)
+    _, runs = _read(run)
     return draw_comparison(runs, result.title) if runs else None
 
 

@@ -1,7 +1,7 @@
 """The flags of the experiment and the constants that they stand for. Imports no JAX."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dmoe_jax.layer_config import Route
@@ -23,10 +23,6 @@ or by a swarm of processes."""
 MAX_SEEDS = 1000
 """Most seeds that a run may have; seeds beyond them are the search's."""
 
-_NOT_IN_A_SWARM = ("seeds", "search", "ingredients", "concurrency")
-
-_ALL_MODELS: tuple[Model, ...] = ("dmoe", "small", "base")
-
 QUICK_PAUSES = 4
 """Pauses of a quick run. Few: each ends the work of a swarm, and staleness begins anew after it."""
 
@@ -35,12 +31,7 @@ QUICK_PAUSES = 4
 class TrainingSettings(ResumableSettings):
     """The flags of every experiment that trains models of this one."""
 
-    quick_steps: ClassVar[Mapping[Place, int]] = {
-        "local": 30,
-        "simulated": 160,
-        "emulated": 160,
-        "swarm": 160,
-    }
+    quick_steps: ClassVar[Mapping[Place, int]] = {"local": 30, "simulated": 160, "emulated": 160, "swarm": 160}
     """Updates of each model in a quick run."""
     quick_eval_tokens: ClassVar[int] = 8192
     """Words of each evaluation of a quick run, the last ones too."""
@@ -49,13 +40,15 @@ class TrainingSettings(ResumableSettings):
 
     size: Size = "tiny"
     """tiny: minutes on two cores for each model. full: the paper's size, for a large GPU."""
-    where: Literal["auto", "local", "simulated"] = "auto"
-    """local: at once on this device. simulated: slow trainers in virtual time, whose calls may fail. auto: tiny is
-    simulated, full is local."""
+    where: Literal["auto", "local", "simulated", "emulated", "swarm"] = "auto"
+    """local: at once on this device. simulated: slow trainers in virtual time, whose calls may fail. emulated: the same
+    with dmoe's trainers and experts in one compiled program, without the network. swarm: real processes on this
+    machine; dmoe only. auto: tiny is simulated, full is local."""
     steps: int | None = None
-    """Updates of each model. Default: the preset's."""
+    """Updates of each model, in a swarm of each of its two trainer processes. Default: the preset's."""
     batch_size: int | None = None
-    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer."""
+    """Sequences of an update. Default: the preset's on one device, 1 for each slow trainer, a quarter of the preset's
+    for each of the four trainers of a swarm."""
     route: Route = "sequence"
     """Unit that has experts of its own in dmoe: a sequence, whose experts are whole layers; or each token, whose
     experts are the feed-forward networks of layers that share one attention."""
@@ -73,18 +66,19 @@ class TrainingSettings(ResumableSettings):
     final_eval_tokens: int = 0
     """Words of both texts that are read after the end, 0 for all."""
     trainers: int = 32
-    """Trainers, where simulated."""
+    """Slow trainers, where simulated or emulated."""
     delay_s: float = 1.0
-    """Mean of the exponential delay where simulated, virtual seconds."""
+    """Mean of the exponential delay of each expert call, and of each step of a dense model; virtual seconds."""
     failure_rate: float = 0.1
-    """Share of the expert calls in a simulated swarm that are never answered."""
+    """Share of the expert calls of slow trainers that are never answered."""
     staleness_power: float = 0.5
     """An update of trunk or experts is divided by (1 + its staleness) to this power, and stale ones get no
-    momentum; 0: plain Adam."""
+    momentum; 0: plain asynchronous Adam, with the step sizes of one trainer."""
     slow_node: float = 1.0
     """Factor by which the calls of the first of the nodes take longer. Only dmoe, and only where simulated."""
     concurrency: int | None = None
-    """Simulated trainers at work at once; the others wait for their turn. Default: all. With 1 nothing is stale."""
+    """Slow trainers of dmoe at work at once, where emulated; the others wait for their turn. Default: all. With 1
+    nothing is stale."""
     step_size: float = 1.0
     """Times the preset's step sizes, of trunk and experts."""
     data: str = "auto"
@@ -94,14 +88,16 @@ class TrainingSettings(ResumableSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_at_least(1, "steps", "batch_size", "eval_every", "trainers", "concurrency", "slow_node", "k_best")
-        if any(extent < 1 for extent in self.grid_size):
-            raise ValueError(f"--grid-size must be extents of at least 1, got {' '.join(map(str, self.grid_size))}")
         self.require_above(0, "step_size")
         self.require_at_least(0, "eval_tokens", "final_eval_tokens", "delay_s", "staleness_power")
         if not 0 <= self.failure_rate < 1:
             raise ValueError(f"--failure-rate must be from 0 to below 1, got {self.failure_rate}")
         if self.slow_node != 1 and self.place != "simulated":
             raise ValueError(f"--slow-node needs --where simulated, where there are nodes; got {self.place}")
+        if self.concurrency and self.place != "emulated":
+            raise ValueError(f"--concurrency needs --where emulated, got {self.place}")
+        if self.route == "token" and self.place == "emulated":
+            raise ValueError("--route token is not for --where emulated; simulated has the same setting")
 
     @property
     def place(self) -> Place:
@@ -115,87 +111,49 @@ class TrainingSettings(ResumableSettings):
         """True if slow trainers of one sequence each train the models on this machine."""
         return self.place in ("simulated", "emulated")
 
-    @property
-    def compute_dtype(self) -> str:
-        """Dtype of the layers' matrix products."""
-        return "bfloat16" if self.bf16 else "float32"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLSettings(TrainingSettings, Settings):
     """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
 
-    may_differ: ClassVar = (
-        *("model", "seeds", "ingredients", "jobs", "no_overhead"),
-        *("nodes", "processes", "average_every", "join"),
-    )
+    may_differ: ClassVar = ("model", "seeds", "ingredients", "jobs")
 
     model: tuple[Model, ...] = ()
-    """Models to train: dmoe, small, base. Default: all three (in a swarm of processes: dmoe)."""
+    """Models to train: dmoe, small, base. Default: all three, in a swarm dmoe."""
     seeds: int | None = None
-    """Seeds of each model: --seed and those that follow it. Default: 3 for several models over a whole simulated run,
-    else 1 (--quick, --steps, one model, or on this device)."""
+    """Seeds of each model: --seed and those that follow it. Default: 3 for several models over a whole run of slow
+    trainers, else one."""
     search: bool = False
-    """First train each model with half, once and twice the preset's step sizes, and with further ones while the best of
-    any is at the edge, on a seed that is not reported; go on with the best by validation perplexity."""
-    search_steps: int | None = None
-    """Updates of each run of the search. Default: as many as are reported of."""
+    """First train each model with 1/4, 1/2, 1, 2 and 4 times the preset's step sizes for 2,000 updates or --steps, on a
+    seed that is not reported, and go on with the best of each by validation perplexity."""
     ingredients: bool = False
     """Also train dmoe without staleness, without failures, and without both, on the same text at the same number of
-    updates. Simulated only."""
+    updates. Only where emulated."""
     router: str = "product_key"
     """Router of dmoe: a registered name, or my_file.py:my_router."""
-    where: Literal["auto", "local", "simulated", "emulated", "swarm"] = "auto"  # type: ignore[assignment]
-    """local: at once on this device. simulated: 32 slow trainers in virtual time. emulated: the same with dmoe's
-    trainers and experts in one compiled program, without the network. swarm: real processes on this machine, or the
-    swarm given by --join; dmoe only. auto: tiny is simulated, full is local."""
-    steps: int | None = None
-    """Updates of each model, in a swarm of processes of each trainer process. Default: the preset's."""
-    batch_size: int | None = None
-    """Sequences of an update. Default: the preset's on one device, 1 for each simulated trainer, for each of the four
-    trainers of a swarm of processes a quarter of the preset's."""
-    nodes: int = 4
-    """Expert nodes of a swarm of processes."""
-    processes: int = 2
-    """Trainer processes of a swarm of processes, each with its own trunk; they are averaged."""
-    average_every: int = 10
-    """Trunk updates of a trainer process between two averages."""
-    join: tuple[str, ...] = ()
-    """Peers of a running swarm, instead of starting one."""
     jobs: int | None = None
-    """Runs trained at once, each in a process with its share of the cores. Default: two where simulated and there are
-    two cores, else one."""
-    no_overhead: bool = False
-    """Leave out the measurement of what the mixture costs over a dense layer of its FLOPs (where dmoe is local and
-    routes sequences)."""
+    """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
+    there are two cores, else one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "nodes", "processes", "average_every", "jobs", "seeds", "search_steps")
+        self.require_at_least(1, "jobs", "seeds")
+        got = " ".join(self.models)
         if len(set(self.model)) < len(self.model):
-            raise ValueError(f"--model names a model twice: {' '.join(self.model)}")
-        if self.where == "swarm" and self.model not in ((), ("dmoe",)):
-            raise ValueError(f"--where swarm trains dmoe only, got --model {' '.join(self.model)}")
-        if self.where == "swarm":
-            asked = [name for name in _NOT_IN_A_SWARM if getattr(self, name) not in (None, False)]
-            if asked or self.step_size != 1:
-                name = (*asked, "step_size")[0]
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} is not for --where swarm, got {getattr(self, name)}")
-        if self.slow_node != 1 and self.models != ("dmoe",):
-            raise ValueError(f"--slow-node is for --model dmoe alone, got {' '.join(self.models)}")
-        if self.search_steps and not self.search:
-            raise ValueError(f"--search-steps needs --search, got {self.search_steps}")
-        if self.ingredients and not (self.is_asynchronous and "dmoe" in self.models):
-            got = f"{' '.join(self.models)}, {self.place}"
-            raise ValueError(f"--ingredients needs dmoe, simulated or emulated, got {got}")
+            raise ValueError(f"--model names a model twice: {got}")
+        of_dmoe = {"--where swarm": self.place == "swarm", "--slow-node": self.slow_node != 1}
+        for flag, is_given in (of_dmoe | {"--concurrency": self.concurrency is not None}).items():
+            if is_given and self.models != ("dmoe",):
+                raise ValueError(f"{flag} is for --model dmoe alone, got {got}")
+        if self.ingredients and (self.place != "emulated" or "dmoe" not in self.models):
+            raise ValueError(f"--ingredients needs dmoe and --where emulated, got {got}, {self.place}")
         if self.num_seeds > MAX_SEEDS:
             raise ValueError(f"--seeds must be at most {MAX_SEEDS}, got {self.num_seeds}")
 
     @property
     def models(self) -> tuple[Model, ...]:
         """The models to train, in order."""
-        return self.model or (("dmoe",) if self.where == "swarm" else _ALL_MODELS)
+        return self.model or (("dmoe",) if self.place == "swarm" else ("dmoe", "small", "base"))
 
     @property
     def num_seeds(self) -> int:
@@ -208,20 +166,3 @@ class TransformerXLSettings(TrainingSettings, Settings):
         """Number of runs that are trained at once."""
         default = min(2, usable_cores()) if self.is_asynchronous else 1
         return self.jobs or default
-
-    def flags(self, *without: str) -> list[str]:
-        """The command line that gives these settings, without the fields named."""
-        changed = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
-        return as_flags({name: value for name, value in changed.items() if name not in without})
-
-
-def as_flags(values: Mapping[str, object]) -> list[str]:
-    """`{"grid_size": (4, 4), "resume": False}` as `--grid-size 4 4`; nothing for False, None and ()."""
-    flags: list[str] = []
-    for name, value in values.items():
-        if value in (None, ()) or value is False:
-            continue
-        flags.append("--" + name.replace("_", "-"))
-        if value is not True:
-            flags += map(str, value if isinstance(value, tuple) else (value,))
-    return flags

@@ -4,60 +4,29 @@ import abc
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dmoe_jax import Evaluation
 from dmoe_jax.arrays import PyTree, host_copy
-from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
-from dmoe_jax.data.corpora import Corpus
+from dmoe_jax.data import Batch, Corpus, SegmentStream, evaluation_segments
 from dmoe_jax.directory.grid import all_uids, layer_prefix
-from dmoe_jax.layer_config import Recipe, Route
-from dmoe_jax.model import Evaluation
+from dmoe_jax.models import TransformerXLConfig
 from dmoe_jax.models import transformer_xl as txl
-from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, forget, step_keys
-from dmoe_jax.routing.base import Router
+from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, step_keys
+from dmoe_jax.optim import Recipe
+from dmoe_jax.routing import Router
 from dmoe_jax.training.engine import OnBatch
-from dmoe_net.rpc.faults import Fault, FaultPlan
 from experiments.transformer_xl import dense
-from experiments.transformer_xl.presets import Preset, model_config
-from experiments.transformer_xl.settings import Place
+from experiments.transformer_xl.presets import ON_THIS_DEVICE, Preset, model_config
+from experiments.transformer_xl.settings import Place, TrainingSettings
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A simulated swarm. The paper's has 32 trainers, 1000 ms of mean delay, and 10 % of the calls fail."""
-
-    place: Literal["simulated", "emulated"] = "simulated"
-    """Program that plays it: the code of a real swarm, in virtual time; or one compiled program, which has no nodes and
-    no grace time and gives up no call but those that fail."""
-    num_trainers: int = 32
-    """Asynchronous trainers."""
-    concurrency: int | None = None
-    """Trainers at work at once, while the others wait for their turn; None: all. With 1 nothing is stale, and the text
-    is the one that all read."""
-    delay_s: float = 1.0
-    """Mean of the exponential delay: of each expert call, and of each step of a dense model. Virtual seconds."""
-    failure_rate: float = 0.1
-    """Share of expert calls that are never answered."""
-    num_nodes: int = 8
-    """Hosts that share the experts."""
-    slow_node: float = 1.0
-    """Factor by which the calls of the first host take longer."""
-    grace_s: float = 5.0
-    """Virtual seconds that a trainer waits for the other experts after the first has answered: so long that hardly
-    a call is lost but those that fail (1 in 150)."""
-    timeout_s: float = 30.0
-    """After which a call is given up, virtual seconds."""
-
-    def faults(self, seed: int, host: str) -> FaultPlan:
-        """Return the faults of the expert calls to a host: node0, node1 and so on."""
-        rates = {Fault.LATE: 1 - self.failure_rate, Fault.HANG: self.failure_rate}
-        delay_s = self.delay_s * (self.slow_node if host == "node0" else 1.0)
-        return FaultPlan(rates=rates, late_mean_s=delay_s, methods=("expert.",), seed=seed)
+_EVAL_ROWS = 10
+"""Rows in which a text is evaluated, each from another place of it. Their first words lack the memory of what came
+before them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +42,11 @@ class Setup:
     seed: int
     """Seed of parameters, dropout, the router's noise and the rows' places in the text."""
     router: Router | None = None
-    """Router of every layer of a mixture."""
-    route: Route = "sequence"
-    """Unit that has experts of its own in a mixture."""
+    """Router of every layer of a mixture; None for a dense model."""
     name: str = ""
     """Name in figures; empty: the model's name."""
-    compute_dtype: str = "float32"
-    """Dtype of the layers' matrix products, "float32" or "bfloat16"."""
-    setting: Setting | None = None
-    """The simulated swarm that trains it; None: this device."""
-    batch_size: int | None = None
-    """Sequences of an update. None: the preset's on this device, 1 for a simulated trainer."""
-    staleness_power: float = 0.5
-    """Staleness power of both recipes."""
-
-    def __post_init__(self) -> None:
-        if self.preset.config.is_mixture != (self.router is not None):
-            raise ValueError(f"model {self.preset.model!r} needs a router if it is a mixture of experts, and else none")
+    settings: TrainingSettings = ON_THIS_DEVICE
+    """Place, batch, routed unit and precision. (Their sizes and rates are in the preset already.)"""
 
     @property
     def title(self) -> str:
@@ -98,19 +55,19 @@ class Setup:
 
     @property
     def where(self) -> Place:
-        """Place where it is trained."""
-        return "local" if self.setting is None else self.setting.place
+        """Place where it is trained; a dense model has no swarm that could be emulated."""
+        place = self.settings.place
+        return "simulated" if place == "emulated" and self.router is None else place
 
     @property
     def rows(self) -> int:
         """Sequences of an update."""
-        return self.batch_size or (self.preset.batch_size if self.setting is None else 1)
+        return self.settings.batch_size or (1 if self.settings.is_asynchronous else self.preset.batch_size)
 
     @functools.cached_property
     def config(self) -> TransformerXLConfig:
         """Sizes of the model over this vocabulary."""
-        vocab_size = len(self.corpus.vocabulary)
-        return model_config(self.preset, vocab_size, compute_dtype=self.compute_dtype, route=self.route)
+        return model_config(self.preset, len(self.corpus.vocabulary), self.settings)
 
     @functools.cached_property
     def layers(self) -> Mapping[str, tuple[str, ...]]:
@@ -121,12 +78,12 @@ class Setup:
     @property
     def recipe(self) -> Recipe:
         """Recipe of a dense model, or of the trunk."""
-        return replace(self.preset.recipe, total_steps=self.steps, staleness_power=self.staleness_power)
+        return replace(self.preset.recipe, total_steps=self.steps)
 
     @property
     def expert_recipe(self) -> Recipe:
         """Recipe of each expert."""
-        return replace(self.preset.expert_recipe, total_steps=self.steps, staleness_power=self.staleness_power)
+        return replace(self.preset.expert_recipe, total_steps=self.steps)
 
     def init_trunk(self) -> PyTree:
         """Initial parameters of everything but the experts: of a dense model, all.
@@ -143,19 +100,14 @@ class Setup:
         return txl.init_trunk(key, self.config, self.router, word_counts=word_counts)
 
     def stream(self, *, shard: int = 0, num_shards: int = 1) -> SegmentStream:
-        """A trainer's training text.
+        """A trainer's training text. Raises ValueError where it is too short for so many rows."""
+        sizes = {"batch_size": self.rows, "seq_len": self.config.seq_len}
+        return SegmentStream(self.corpus.train, **sizes, shard=shard, num_shards=num_shards, seed=self.seed)
 
-        Raises:
-          ValueError: the text is too short for so many rows.
-        """
-        return SegmentStream(
-            self.corpus.train,
-            batch_size=self.rows,
-            seq_len=self.config.seq_len,
-            shard=shard,
-            num_shards=num_shards,
-            seed=self.seed,
-        )
+    def streams(self) -> list[SegmentStream]:
+        """The texts of all slow trainers."""
+        num = self.settings.trainers
+        return [self.stream(shard=index, num_shards=num) for index in range(num)]
 
     def step_keys(self, *, trainer: int, step: int) -> StepKeys:
         """The chance of one step of a trainer."""
@@ -163,38 +115,34 @@ class Setup:
 
 
 class SetupEngine(abc.ABC):
-    """Base of all engines of the experiment. It has most of an `Engine`.
-
-    Args:
-      setup: the model, its text and its optimisers.
-    """
+    """Base of all engines of the experiment: most of an `Engine`, made of a setup."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-
-    @property
-    def name(self) -> str:
-        return self.setup.title
-
-    @property
-    @abc.abstractmethod
-    def step(self) -> int:
+        self.setup, self.name, self.layers = setup, setup.title, setup.layers
+        self.step = 0
         """Trunk updates so far."""
-
-    @property
-    def layers(self) -> Mapping[str, tuple[str, ...]]:
-        return self.setup.layers
+        self._state: Any = None
 
     @abc.abstractmethod
     def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
         """(trunk, stacked experts of each layer)."""
 
-    @abc.abstractmethod
     def state(self) -> PyTree:
-        """As of `Engine`."""
+        """As of `Engine`; so are the others."""
+        return self._state
 
     async def snapshot(self) -> tuple[int, PyTree]:
         return self.step, host_copy(self.state())
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        # Copies: the next step donates them, and an array of the caller's may lie under a borrowed one.
+        self._take(step, jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
+
+    def _take(self, step: int, state: Any) -> None:
+        self.step, self._state = step, state
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
         """Compute the loss on this machine, with every expert alive.
@@ -206,7 +154,7 @@ class SetupEngine(abc.ABC):
           FloatingPointError: the loss is not a number.
         """
         setup = self.setup
-        config, rows = setup.config, setup.preset.eval_batch_size
+        config, rows = setup.config, _EVAL_ROWS
         token_nll, params, ids = _token_nll(config, setup.router), self.params(), getattr(setup.corpus, split)
         memory = empty_memory(config, rows)
         total, counted = 0.0, []
@@ -222,14 +170,6 @@ class SetupEngine(abc.ABC):
         if not np.isfinite(total):
             raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")
         return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)
-
-
-def dense_loss(
-    params: PyTree, config: TransformerXLConfig, batch: Batch, memory: Memory, keys: StepKeys
-) -> tuple[jax.Array, Memory]:
-    """The loss of a dense model's step, and the memory after it."""
-    nll, memory = dense.forward(params, config, batch, forget(memory, jnp.asarray(batch.is_first)), keys=keys)
-    return jnp.mean(nll), memory
 
 
 @functools.cache

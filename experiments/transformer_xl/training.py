@@ -2,22 +2,24 @@
 
 import dataclasses
 import math
+import os
+import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.data import Corpus, load_corpus
 from dmoe_jax.layer_config import Route
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
-from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.routing.base import Router, RouterError
-from dmoe_jax.routing.check import check_router
-from dmoe_jax.routing.registry import make_router
-from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.machine.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
+from dmoe_jax.models import TransformerXLConfig
+from dmoe_jax.routing import Router, RouterError, check_router, make_router
+from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.flags import as_flags, words_of
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline, prepare_run
@@ -26,17 +28,23 @@ from dmoe_jax.training.run import Plan, train, train_without_waiting
 from dmoe_jax.training.task import language_task
 from dmoe_net.errors import NetError
 from experiments.bench import Run
-from experiments.transformer_xl.emulated import EmulatedDmoe
+from experiments.transformer_xl.asynchronous import EmulatedDmoe, SimulatedEngine
 from experiments.transformer_xl.local import LocalEngine
-from experiments.transformer_xl.presets import Preset, chosen_preset
-from experiments.transformer_xl.settings import QUICK_PAUSES, Model, Place, TrainingSettings
-from experiments.transformer_xl.setup import Setting, Setup
-from experiments.transformer_xl.simulated import SimulatedDense, SimulatedEngine
-from experiments.transformer_xl.simulated_dmoe import SimulatedDmoe
+from experiments.transformer_xl.presets import Preset, chosen_preset, model_config
+from experiments.transformer_xl.settings import QUICK_PAUSES, TrainingSettings, TransformerXLSettings
+from experiments.transformer_xl.setup import Setup
 from experiments.transformer_xl.trainings import Training
 
 FAILURES = (FloatingPointError, RouterError, NetError)
 """Errors with which a run may fail."""
+
+_OF_SLOW_TRAINERS = ("trainers", "delay_s", "failure_rate", "slow_node", "concurrency")
+
+_NODES, _PROCESSES, _TRAINERS = 4, 2, 2
+"""Expert nodes, trainer processes, and asynchronous trainers in each of those."""
+
+_QUICK_MINUTES = 0.8
+"""After these a quick run stops even if there are updates left."""
 
 
 def checked_router(spec: str, config: TransformerXLConfig, route: Route = "sequence") -> Router:
@@ -58,8 +66,7 @@ def open_folder(settings: TrainingSettings, name: str) -> RunFolder:
     """
     fields = dataclasses.asdict(settings)
     fields = {"experiment": name} | {key: fields[key] for key in fields if key not in ("out", "resume", "json")}
-    # In a swarm of processes each trainer looks at its own settings.
-    may_differ = tuple(fields) if settings.place == "swarm" else settings.may_differ
+    may_differ = settings.may_differ
     return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=may_differ).begin()
 
 
@@ -77,28 +84,15 @@ def open_corpus(run: Run[Any]) -> Corpus:
     return corpus
 
 
-ModelEngine = LocalEngine | SimulatedEngine | EmulatedDmoe
-
-
-def _simulated(setup: Setup) -> SimulatedEngine:
-    return SimulatedDmoe(setup) if setup.layers else SimulatedDense(setup)
-
-
-ENGINES: Mapping[Place, Callable[[Setup], ModelEngine]] = {
-    "local": LocalEngine,
-    "simulated": _simulated,
-    "emulated": EmulatedDmoe,
-}
-"""Place where a model trains -> maker of its engine at its beginning."""
-
-
-def make_engine(setup: Setup) -> ModelEngine:
-    """An engine at its beginning.
+def make_engine(setup: Setup) -> LocalEngine | SimulatedEngine | EmulatedDmoe:
+    """A model's engine in its place, at its beginning.
 
     Raises:
       ValueError: a router that does not keep to its contract, or sizes that do not fit each other or the text.
     """
-    return ENGINES[setup.where](setup)
+    if setup.where == "local":
+        return LocalEngine(setup)
+    return EmulatedDmoe(setup) if setup.where == "emulated" else SimulatedEngine(setup)
 
 
 def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
@@ -121,26 +115,24 @@ def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
     )
 
 
-def run_settings(setup: Setup, plan: Plan, router: str | None) -> Mapping[str, object]:
-    """All that decides what a run computes, for its folder.
+def make_setup(training: Training, corpus: Corpus) -> Setup:
+    """The one model of a training.
 
-    Args:
-      router: how it was asked for.
+    Raises:
+      ValueError: the settings do not fit each other.
     """
-    settings: dict[str, object] = {
-        "model": setup.preset.model,
-        "where": setup.where,
-        "corpus": setup.corpus.name,
-        "config": setup.config,
-        "unigram_biases": setup.preset.unigram_biases,
-        "recipe": setup.recipe,
-        "batch_size": setup.rows,
-        "eval_batch_size": setup.preset.eval_batch_size,
-        "plan": plan,
-        "seed": setup.seed,
-        "swarm": setup.setting,
-    }
-    return settings | ({"router": router, "expert_recipe": setup.expert_recipe} if setup.layers else {})
+    settings = training.settings
+    (model,) = settings.model
+    preset = chosen_preset(settings, model)
+    return Setup(
+        preset=preset,
+        corpus=corpus,
+        steps=make_plan(settings, preset).steps,
+        seed=settings.seed,
+        router=make_router(settings.router, preset.config.grid_size) if preset.config.is_mixture else None,
+        name=training.label,
+        settings=settings,
+    )
 
 
 def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None = None, resume: bool = False) -> None:
@@ -153,14 +145,27 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
       UsageError: for a folder, checkpoint or setting that will not do. KeyboardInterrupt, FloatingPointError,
         RouterError, NetError: as of `dmoe_jax.training.run.train`.
     """
+    facts: dict[str, object] = {"model": setup.preset.model, "where": setup.where, "seed": setup.seed}
+    slow = {name: getattr(setup.settings, name) for name in _OF_SLOW_TRAINERS if setup.settings.is_asynchronous}
+    decisive = {
+        **facts,
+        "corpus": setup.corpus.name,
+        "config": setup.config,
+        "unigram_biases": setup.preset.unigram_biases,
+        "recipe": setup.recipe,
+        "expert_recipe": setup.expert_recipe if setup.layers else None,
+        "router": router,
+        "batch_size": setup.rows,
+        "slow_trainers": slow,
+        "plan": plan,
+    }
     with mistakes_in_one_line():
-        run = prepare_run(path, run_settings(setup, plan, router), resume=resume)
+        run = prepare_run(path, decisive, resume=resume)
         if run.headline is not None:
             return
         progress = TrainingProgress(plan.steps)
         progress.say(f"{setup.title}: {plan.steps} updates, {setup.where}")
         engine = make_engine(setup)
-    facts: dict[str, object] = {"model": setup.preset.model, "where": setup.where, "seed": setup.seed}
     if setup.router is not None:
         facts["router"] = setup.router.name
     facts["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.params()))
@@ -171,70 +176,90 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         raise UsageError(str(error)) from error
 
 
-def make_setup(
-    settings: TrainingSettings, corpus: Corpus, *, model: Model, seed: int, router: str = "", name: str = ""
-) -> Setup:
-    """The model that the settings ask for.
+def up_flags(settings: TransformerXLSettings, preset: Preset, plan: Plan, out: Path) -> list[str]:
+    """Flags of `dmoe up` for the preset.
 
     Args:
-      router: how that of a mixture is asked for.
-      name: what figures call the model; empty: its own name.
+      preset: with the step sizes of the run.
+      out: run folder of the first trainer process.
+    """
+    config = model_config(preset, preset.config.vocab_size, settings)
+    sizes = ("num_layers", "grid_size", "cutoffs", "route", "embedding_dropout", "input_dropout", "output_dropout")
+    rates = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
+    of_nodes = as_flags({name: getattr(preset.expert_recipe, name) for name in rates})
+    values = {
+        "out": out,
+        "nodes": _NODES,
+        "trainers": _PROCESSES,
+        "num_trainers": _TRAINERS,
+        "batch_size": settings.batch_size or max(1, preset.batch_size // (_PROCESSES * _TRAINERS)),
+        "data": settings.data,
+        "seed": settings.seed,
+        "router": settings.router,
+        "steps": plan.steps,
+        "max_minutes": _QUICK_MINUTES if settings.quick else 0.0,
+        "eval_every": plan.eval_every,
+        "checkpoint_every": plan.eval_every,
+        "eval_tokens": plan.eval_items,
+        "final_eval_tokens": plan.final_eval_items,
+        "learning_rate_floor": preset.recipe.floor,
+        **{name: getattr(config, name) for name in sizes},
+        **{name: getattr(preset.recipe, name) for name in rates},
+    }
+    # A blank first: `dmoe up --resume` reads the words that it was given anew, and takes a -- at once for a flag.
+    handed_on = [f"--node-flags= {shlex.join(of_nodes)}", f"--train-flags= --k-best {config.k_best}"]
+    return [*as_flags(values), *words_of(config.layer), *handed_on]
+
+
+def train_in_swarm(settings: TransformerXLSettings, preset: Preset, plan: Plan, out: Path) -> None:
+    """Train over processes of this machine: a DHT peer, nodes, and two trainer processes whose trunks are averaged.
+
+    The first trainer process has the folder, or goes on in it; the other's folder, the nodes' checkpoints and the logs
+    lie beside it. Nodes know of no end of the run: step sizes of experts stay where the warm-up has brought them.
+    Args: as of `up_flags`.
 
     Raises:
-      ValueError: the settings do not fit each other.
+      KeyboardInterrupt: once all processes have ended, the nodes with their experts saved.
+      CommandFailed: the command has said why.
     """
-    preset = chosen_preset(settings, model)
-    setting = Setting(
-        # A dense model has no swarm that could be emulated.
-        place="emulated" if settings.place == "emulated" and preset.config.is_mixture else "simulated",
-        num_trainers=settings.trainers,
-        concurrency=settings.concurrency,
-        delay_s=settings.delay_s,
-        failure_rate=settings.failure_rate,
-        slow_node=settings.slow_node,
+    command = [sys.executable, "-m", "dmoe_jax.cli", "up", *up_flags(settings, preset, plan, out)]
+    if settings.resume and out.with_name(f"{out.name}.logs").is_dir():
+        command.append("--resume")
+    # Flags that the user's variables stand for, and the secret, are for another swarm.
+    kept = {name: value for name, value in os.environ.items() if name in NO_FLAGS or not name.startswith(PREFIX)}
+    process = subprocess.Popen(
+        [*command, "--exit-on-stdin-eof"],
+        stdin=subprocess.PIPE,
+        stdout=2,
+        env={**kept, SECRET_VARIABLE: ""},
+        start_new_session=True,
     )
-    return Setup(
-        preset=preset,
-        corpus=corpus,
-        steps=make_plan(settings, preset).steps,
-        seed=seed,
-        router=make_router(router, preset.config.grid_size) if preset.config.is_mixture else None,
-        route=settings.route,
-        name=name,
-        compute_dtype=settings.compute_dtype,
-        setting=None if settings.place == "local" else setting,
-        batch_size=settings.batch_size,
-        staleness_power=settings.staleness_power,
-    )
-
-
-def train_model(
-    settings: TrainingSettings,
-    corpus: Corpus,
-    path: Path,
-    *,
-    model: Model,
-    seed: int,
-    router: str = "",
-    name: str = "",
-) -> None:
-    """Train one model in its own run folder, or go on with it. Args: as of `make_setup`.
-
-    Raises: as `train_in_folder`.
-    """
-    with mistakes_in_one_line():
-        setup = make_setup(settings, corpus, model=model, seed=seed, router=router, name=name)
-        plan = make_plan(settings, setup.preset)
-    train_in_folder(setup, plan, path, router=router, resume=settings.resume)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        raise
+    if status:
+        raise CommandFailed(f"dmoe up ended with status {status}; it has said why above")
 
 
 def carry_out(training: Training, corpus: Corpus) -> None:
-    """Train the one model of a training in its folder. Raises as `train_model`, but not what it may fail by."""
+    """Train the one model of a training in its folder, or go on with it.
+
+    Raises: as `train_in_folder`, but not what it may fail by.
+    """
     own = training.settings
     assert own.out is not None
-    (model,) = own.model
     try:
-        train_model(own, corpus, own.out, model=model, seed=own.seed, router=own.router, name=training.label)
+        with mistakes_in_one_line():
+            setup = make_setup(training, corpus)
+            plan = make_plan(own, setup.preset)
+        if own.place != "swarm":
+            router = own.router if setup.router else None
+            train_in_folder(setup, plan, own.out, router=router, resume=own.resume)
+        elif finished_headline(RunFolder(own.out)) is None:
+            train_in_swarm(own, setup.preset, plan, own.out)
     except Exception as error:
         expected, others = BaseExceptionGroup("", [error]).split(FAILURES)
         if not training.may_fail or expected is None or others is not None:

@@ -1,10 +1,14 @@
-"""Runs of the experiment: the compared models with each seed, and the runs of the search. Imports no JAX."""
+"""Runs of the experiment: the compared models with each seed, and the search for step sizes. Imports no JAX."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.training.prepared_run import finished_headline
 from experiments.transformer_xl.settings import MAX_SEEDS, Model, TransformerXLSettings
 
 INGREDIENTS: Mapping[str, dict[str, Any]] = {
@@ -15,8 +19,15 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 """Label -> settings that differ from those of `dmoe`, which has both. Where one trainer is at work at once nothing is
 stale, and a delay would only be waited for."""
 
-SEARCHED = (0.5, 1.0, 2.0)
-"""Factors of the preset's step sizes that the search tries at first: as many values for every label."""
+SEARCHED = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Factors of the preset's step sizes that the search tries, for every label."""
+
+SEARCH_STEPS = 2000
+"""Most updates of a run of the search."""
+
+Searched = Mapping[str, Mapping[float, float | None]]
+"""Label -> factor of the preset's step sizes -> final validation perplexity; infinite for a run that failed, None for
+one that has not ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +50,6 @@ def labels(settings: TransformerXLSettings) -> dict[str, Model]:
     return models | (dict.fromkeys(INGREDIENTS, "dmoe") if settings.ingredients else {})
 
 
-def folder_of(out: Path, label: str, seed: int) -> Path:
-    """Run folder of a label and seed."""
-    return out / label / f"seed{seed}"
-
-
 def compared_trainings(
     settings: TransformerXLSettings, out: Path, factors: Mapping[str, float] | None = None
 ) -> list[Training]:
@@ -53,46 +59,63 @@ def compared_trainings(
       out: folder of the experiment.
       factors: of the labels whose step sizes were searched, the best.
     """
-    seeds = range(settings.seed, settings.seed + settings.num_seeds)
+    seeds, best = range(settings.seed, settings.seed + settings.num_seeds), factors or {}
     return [
-        _training(
-            settings,
-            folder_of(out, label, seed),
-            label,
-            model=(model,),
-            seed=seed,
-            step_size=settings.step_size * (factors or {}).get(label, 1.0),
-            **INGREDIENTS.get(label, {}),
-        )
+        _training(settings, label, out / label / f"seed{seed}", factor=best.get(label, 1.0), seed=seed)
         for seed in seeds
-        for label, model in labels(settings).items()
+        for label in labels(settings)
     ]
 
 
-def search_trainings(
-    settings: TransformerXLSettings, out: Path, factors: Sequence[float] = SEARCHED
-) -> dict[tuple[str, float], Training]:
+def search_trainings(settings: TransformerXLSettings, out: Path) -> dict[tuple[str, float], Training]:
     """(label, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
+    steps = min(settings.steps or SEARCH_STEPS, SEARCH_STEPS)
+    own: dict[str, Any] = {"seed": settings.seed + MAX_SEEDS, "steps": steps}
     return {
-        (label, factor): _training(
-            settings,
-            out / "search" / label / f"x{factor:g}",
-            f"{label} x{factor:g}",
-            model=(model,),
-            seed=settings.seed + MAX_SEEDS,
-            steps=settings.search_steps or settings.steps,
-            step_size=settings.step_size * factor,
+        (label, factor): replace(
+            _training(settings, label, out / "search" / label / f"x{factor:g}", factor=factor, **own),
+            label=f"{label} x{factor:g}",
             may_fail=True,
-            **INGREDIENTS.get(label, {}),
         )
-        for factor in factors
-        for label, model in labels(settings).items()
+        for factor in SEARCHED
+        for label in labels(settings)
     }
 
 
-def _training(
-    settings: TransformerXLSettings, folder: Path, label: str, *, may_fail: bool = False, **changes: Any
-) -> Training:
-    """A training under these settings, changed."""
-    alone = {"out": folder, "seeds": 1, "search": False, "search_steps": None, "ingredients": False}
-    return Training(label=label, settings=replace(settings, **{**alone, **changes}), may_fail=may_fail)
+def _training(settings: TransformerXLSettings, label: str, folder: Path, *, factor: float, **changes: Any) -> Training:
+    """A training of a label under these settings, changed."""
+    alone = {"out": folder, "seeds": 1, "search": False, "ingredients": False}
+    own = {"model": (labels(settings)[label],), "step_size": settings.step_size * factor, **INGREDIENTS.get(label, {})}
+    return Training(label=label, settings=replace(settings, **{**alone, **own, **changes}))
+
+
+def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
+    """The results of the search's runs in the experiment's folder."""
+    found: dict[str, dict[float, float | None]] = {label: {} for label in labels(settings)}
+    for (label, factor), training in search_trainings(settings, out).items():
+        assert training.settings.out is not None
+        folder = RunFolder(training.settings.out)
+        if (headline := finished_headline(folder)) is not None:
+            value = headline.get("validation_perplexity")
+            found[label][factor] = math.inf if value is None else value
+        else:
+            events = [record["name"] for record in folder.metrics() if record["kind"] == "event"]
+            found[label][factor] = math.inf if events[-1:] == ["failed"] else None
+    return found
+
+
+def best_factors(searched: Searched) -> dict[str, float] | None:
+    """The factor of the least validation perplexity for each label; None if a run of the search has not ended.
+
+    Raises:
+      UsageError: a label has learnt with none of the step sizes.
+    """
+    best: dict[str, float] = {}
+    for label, found in searched.items():
+        ended = {factor: value for factor, value in found.items() if value is not None}
+        if len(ended) < len(found):
+            return None
+        best[label] = min(ended, key=ended.__getitem__)
+        if math.isinf(ended[best[label]]):
+            raise UsageError(f"{label}: every run of the search failed, with the step sizes x{list(found)}")
+    return best

@@ -24,54 +24,42 @@ def dense(x: np.ndarray, params: Any) -> np.ndarray:
     return x @ params["kernel"] + params["bias"]
 
 
-def attend(params: Any, vectors: list[np.ndarray], query_place: int) -> np.ndarray:
-    """Projected output of attention, all heads together, for the position `query_place`, over all positions."""
-    num_heads, d_head = params["query"]["bias"].shape
-    result = params["output"]["bias"].copy()
-    for h in range(num_heads):
-
-        def project(name: str, vector: np.ndarray, h: int = h) -> np.ndarray:
-            return vector @ params[name]["kernel"][:, h] + params[name]["bias"][h]
-
-        query = project("query", vectors[query_place])
-        scores = np.array([query @ project("key", vector) for vector in vectors]) / math.sqrt(d_head)
+def attend(params: Any, vectors: list[np.ndarray], place: int, num_heads: int) -> np.ndarray:
+    """Projected output of attention, all heads together, for the position `place`, over all positions."""
+    heads = []
+    for own in np.split(np.arange(vectors[0].size), num_heads):
+        query = dense(vectors[place], params["query"])[own]
+        scores = np.array([query @ dense(vector, params["key"])[own] for vector in vectors]) / math.sqrt(own.size)
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
-        head = sum(weight * project("value", vector) for weight, vector in zip(weights, vectors, strict=True))
-        result += head @ params["output"]["kernel"][h]
-    return result
+        values = [dense(vector, params["value"])[own] for vector in vectors]
+        heads.append(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+    return dense(np.concatenate(heads), params["output"])
 
 
-def layer(params: Any, vectors: list[np.ndarray]) -> list[np.ndarray]:
+def layer(params: Any, vectors: list[np.ndarray], num_heads: int) -> list[np.ndarray]:
     """One layer over one sample."""
     outputs = []
     for place, vector in enumerate(vectors):
-        attention = layer_norm(vector + attend(params, vectors, place), params["attention_norm"])
+        attention = layer_norm(vector + attend(params, vectors, place, num_heads), params["attention_norm"])
         fed = dense(gelu(dense(attention, params["ff_in"])), params["ff_out"])
         outputs.append(layer_norm(attention + fed, params["ff_norm"]))
     return outputs
 
 
 def forward(
-    params: Any, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, *, num_layers: int
+    params: Any, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, *, num_layers: int, num_heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits of the masked words [masked, vocab] and of the order [2], of one sample."""
-    embed = params["embed"]
     vectors = []
     for place, (token, segment) in enumerate(zip(tokens, segments, strict=True)):
-        vector = embed["words"]["embedding"][token] + embed["positions"]["embedding"][place]
-        vector = vector + embed["segments"]["embedding"][segment]
-        vectors.append(dense(layer_norm(vector, embed["norm"]), embed["project"]))
+        vector = params["words"][token] + params["positions"][place] + params["segments"][segment]
+        vectors.append(dense(layer_norm(vector, params["embedding_norm"]), params["project"]))
     for _ in range(num_layers):
-        vectors = layer(params["layer"], vectors)
-    head = params["masked_head"]
-    words = [
-        embed["words"]["embedding"] @ layer_norm(gelu(dense(vectors[place], head["dense"])), head["norm"])
-        + head["bias"]
-        for place in positions
-    ]
-    order = dense(np.tanh(dense(vectors[0], params["order_head"]["pool"])), params["order_head"]["classify"])
-    return np.array(words), order
+        vectors = layer(params, vectors, num_heads)
+    inner = [layer_norm(gelu(dense(vectors[place], params["word_head"])), params["word_norm"]) for place in positions]
+    order = dense(np.tanh(dense(vectors[0], params["pool"])), params["order_head"])
+    return np.array([params["words"] @ each + params["vocabulary"]["bias"] for each in inner]), order
 
 
 def log_likelihood(logits: np.ndarray, index: int) -> float:

@@ -51,5 +51,4 @@ def small_preset(model: Model, *, layer: dict[str, Any] | None = None, **sizes: 
         batch_size=3,
         recipe=replace(preset.recipe, learning_rate=1e-2),
         expert_recipe=replace(preset.expert_recipe, learning_rate=1e-2),
-        eval_batch_size=2,
     )

@@ -1,30 +1,85 @@
-"""Experiments of several processes: tiny runs have all their figures, and whatever ends them leaves no process."""
+"""Helpers and children of a measurement: whatever ends them leaves no process, and tiny runs have all their figures."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.allreduce_speed.measurement import NETWORKS, SIDES
-from experiments.processes import HelperFailed, HelperProcess, open_helpers
+from experiments.processes import HelperFailed, HelperProcess, open_helpers, run_child
 
 ROOT = Path(__file__).parents[2]
-TRANSPORT = ("transport_speed", "--slice-s", "0.02", "--tensor-mib", "0.5", "--callers", "4", "--latency-calls", "20")
-ALLREDUCE = ("allreduce_speed", "--mib", "0.4", "--chunk-kib", "64")
+TRANSPORT = ("transport_speed", "--slice-s", "0.02", "--tensor-mib", "0.5")
+ALLREDUCE = ("allreduce_speed", "--mib", "0.4")
+CHILD = """
+import json, signal, sys, time
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("progress", file=sys.stderr, flush=True)
+if "wait" in sys.argv:
+    time.sleep(60)
+if "fail" in sys.argv:
+    sys.exit("the disk is full\\n")
+print("a line for readers")
+print(json.dumps({"figure": 1}))
+"""
+HELPER = """
+from experiments.processes import orders, run_helper, say
+
+async def main(number):
+    say(number=number)
+    async for order in orders():
+        say(**order)
+
+run_helper(main)
+"""
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("module", "settings"),
-    [("experiments.transport_speed.server", {"side": "neither"}), ("experiments.no_such_module", {})],
-)
-def test_helper_that_does_not_start(module: str, settings: dict[str, str]) -> None:
+@pytest.fixture(autouse=True)
+def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules `child` and `helper`, as small as can be, which processes find."""
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "helper.py").write_text(HELPER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_a_childs_headline_is_its_last_line_and_its_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output is kept, standard error is shown; the last line of one that failed says why."""
+    assert run_child(["child"]) == (0, {"figure": 1}, "")
+    assert capfd.readouterr() == ("", "progress\n")
+    assert run_child(["child", "fail"]) == (1, None, "the disk is full")
+
+
+@pytest.mark.parametrize("words", [["wait"], ["wait", "stubborn"]])
+def test_interrupt_ends_the_child(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left when the interrupt arrives at the caller; one that does not end is killed."""
+    monkeypatch.setattr("experiments.processes.CHILD_GRACE_S", 0.2)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT)).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["child", *words])
+    assert time.monotonic() - began < 30
+
+
+def test_helpers_answer_orders() -> None:
+    """Each has its own settings."""
+    with open_helpers("helper", [{"number": 1}, {"number": 2}]) as helpers:
+        assert [helper.hello for helper in helpers] == [{"number": 1}, {"number": 2}]
+        assert helpers[1].ask(order="go") == {"order": "go"}
+
+
+def test_helper_that_does_not_start() -> None:
     """It said why on standard error, which is ours, too."""
-    with pytest.raises(HelperFailed, match="ended too early"), open_helpers(module, [settings]):
+    with pytest.raises(HelperFailed, match="ended too early"), open_helpers("experiments.no_such_module", [{}]):
         pass
 
 
@@ -48,9 +103,7 @@ def test_a_second_interruption_leaves_no_helper(monkeypatch: pytest.MonkeyPatch)
         return wait(self)
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    sizes = {"small_bytes": 1, "tensor_bytes": 1}
-    server = {"side": "rpc", "certificate": "", "seed": 0, **sizes}
-    with pytest.raises(KeyboardInterrupt), open_helpers("experiments.transport_speed.server", [server]):
+    with pytest.raises(KeyboardInterrupt), open_helpers("helper", [{"number": 1}]):
         assert helpers == []
     assert helpers[0].returncode is not None
 
@@ -87,10 +140,10 @@ def start(out: Path, name: str, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def headline_of_run(out: Path, *command: str, limit_s: float = 110) -> dict[str, Any]:
+def headline_of_run(out: Path, *command: str) -> dict[str, Any]:
     """Run to the end; all files are there and no process is left."""
     run = start(out, *command)
-    stdout, stderr = run.communicate(timeout=limit_s)
+    stdout, stderr = run.communicate(timeout=110)
     assert run.returncode == 0, stderr
     assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in out.iterdir()}
     assert processes_of(str(out)) == []
@@ -98,38 +151,18 @@ def headline_of_run(out: Path, *command: str, limit_s: float = 110) -> dict[str,
     return headline
 
 
-@pytest.mark.slow
-def test_tiny_run_of_transport_speed(tmp_path: Path) -> None:
-    """All ratios and what they are made of are there."""
-    headline = headline_of_run(tmp_path / "run", *TRANSPORT, "--rounds", "1")
-    ratios = [name for name in headline if name.endswith("_ratio")]
-    assert len(ratios) == 7
-    for name in ratios:
+@pytest.mark.parametrize(("command", "ratios"), [(TRANSPORT, 7), (ALLREDUCE, 2)])
+def test_tiny_run(tmp_path: Path, command: tuple[str, ...], ratios: int) -> None:
+    """All ratios are there."""
+    headline = headline_of_run(tmp_path / "run", *command, "--rounds", "1")
+    names = [name for name in headline if f"{name}_min" in headline]
+    assert len(names) == ratios
+    for name in names:
         assert 0 < headline[f"{name}_min"] <= headline[name] <= headline[f"{name}_max"]
-    for side in ("rpc", "blocking"):
-        for transfer in ("tls_send", "tls_receive", "plain_send", "plain_receive"):
-            assert headline[f"{side}_{transfer}_gigabytes_per_s"] > 0
-            assert headline[f"{side}_{transfer}_cpu_s_per_gigabyte"] > 0
-        assert headline[f"{side}_server_peak_growth_mib"] >= 0
-    for name in ("rpc_tls_calls", "rpc_plain_calls", "blocking_calls"):
-        assert headline[f"{name}_calls_per_s"] > 0
-    assert headline["rpc_tls_one_caller_p50_ms"] <= headline["rpc_tls_one_caller_p99_ms"]
 
 
-@pytest.mark.slow
-def test_tiny_run_of_allreduce_speed(tmp_path: Path) -> None:
-    """A vector that three members cannot share evenly."""
-    headline = headline_of_run(tmp_path / "run", *ALLREDUCE, "--peers", "3", "--rounds", "2")
-    for network in NETWORKS:
-        name = f"allreduce_{network}_ratio"
-        assert 0 < headline[f"{name}_min"] <= headline[name] <= headline[f"{name}_max"]
-        assert all(headline[f"{side}_{network}_wall_s"] > 0 for side in SIDES)
-    assert headline["memory_ratio"] > 2  # the vector and its average, at least
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(("command", "processes"), [(TRANSPORT, 1 + 2), ((*ALLREDUCE, "--peers", "2"), 1 + 4 * 2)])
+@pytest.mark.parametrize(("command", "processes"), [(TRANSPORT, 1 + 1), ((*ALLREDUCE, "--peers", "2"), 1 + 4 * 2)])
 def test_interrupted_run_leaves_no_process(
     tmp_path: Path, command: tuple[str, ...], processes: int, how: signal.Signals
 ) -> None:

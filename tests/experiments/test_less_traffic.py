@@ -1,7 +1,8 @@
-"""The experiment on what peers send: bytes by hand, every method learns, payloads are checked, and the command."""
+"""The experiment on what peers send: bytes by hand, every method learns, SPARTA by hand, and the command."""
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,12 +12,11 @@ import numpy as np
 import optax
 import pytest
 
-from dmoe_net.wire.sparse import sparse_nbytes
-from experiments.less_traffic import measurement, training
+from experiments.less_traffic import measurement
 from experiments.less_traffic.__main__ import main
-from experiments.less_traffic.methods import make_method
+from experiments.less_traffic.measurement import train
+from experiments.less_traffic.methods import AXIS, Method, make_method, sparta, sparta_masks
 from experiments.less_traffic.settings import MethodName
-from experiments.less_traffic.training import Lane, all_batches, train
 from experiments.moshpit_sgd.tasks import Task
 
 PEERS, SIZE = 4, 100
@@ -46,14 +46,14 @@ def quadratic() -> Task:
     )
 
 
-def method_of(name: MethodName, inner_rate: Any = 0.1, outer_rate: Any = 1.0) -> Any:
-    return make_method(name, optax.sgd(inner_rate), outer_rate, sizes=(SIZE,), peers=PEERS, every=10)
+def method_of(name: MethodName, rate: float = 0.1) -> Method:
+    return make_method(name, optax.sgd(rate), sizes=(SIZE,), peers=PEERS, every=10)
 
 
 def test_bytes_by_hand() -> None:
     """100 numbers among 4: an all-reduce sends 2 * 3/4 * 400 = 600 bytes; a whole all-gather three payloads."""
-    steps = 100
-    sent = {name: method_of(name).rounds(steps) * method_of(name).sent_nbytes for name in NAMES}
+    methods = {name: method_of(name) for name in NAMES}
+    sent = {name: 100 // method.every * method.sent_nbytes for name, method in methods.items()}
     assert sent["every_step"] == 100 * 600
     assert sent["diloco"] == sent["streaming_diloco"] == 10 * 600
     assert sent["noloco"] == 10 * 800
@@ -62,60 +62,61 @@ def test_bytes_by_hand() -> None:
     payload = 8 + 4 + 1 + 2 + 1
     assert sent["sparse_gradients"] == 100 * 3 * payload
     assert sent["sparse_diloco"] == 20 * 3 * payload  # every fifth step
+    assert {name for name, method in methods.items() if method.last_nbytes == (400, 600)} == {
+        "streaming_diloco",
+        "noloco",
+        "sparta",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_method_learns(name: MethodName) -> None:
-    """From a loss of about 0.6 down to the noise of the batches; every lane as if it were alone. Of sparse pseudo-
-    gradients two numbers of a hundred leave in each of 40 averagings: most have been sent hardly once."""
-    task, steps = quadratic(), 200
-    batches = all_batches(task, peers=PEERS, steps=steps, seed=0)
-    lanes = [Lane(seed=0, inner_rate=0.05, outer_rate=0.5), Lane(seed=0, inner_rate=0.0, outer_rate=0.5)]
-
-    def make(inner_rate: Any, outer_rate: Any) -> Any:
-        return method_of(name, inner_rate, outer_rate)
-
-    both = jax.tree.map(lambda leaf: np.stack([leaf] * 2), batches)
-    learnt, still = train(task, make, lanes, batches=both, peers=PEERS)
+    """From a loss of about 0.6 down to the noise of the batches; every seed as if it were alone. Of sparse pseudo-
+    gradients two numbers of a hundred leave in each of 40 averagings, of sparser ones one: not all have been sent."""
+    task = quadratic()
+    both = train(task, method_of(name, 0.05), [0, 1], steps=200, peers=PEERS)
     start = float(task.evaluate(task.init(jax.random.key(0))))
-    bound = 0.2 if name in ("sparse_diloco", "sparser_diloco") else 0.05
-    assert learnt.losses[-1] < bound * start
-    assert still.losses[-1] == pytest.approx(start, rel=1e-5)
-    assert learnt.steps[-1] == steps
-    assert len(learnt.losses) == 10
-    alone = train(task, make, lanes[:1], batches=jax.tree.map(lambda leaf: leaf[None], batches), peers=PEERS)[0]
-    assert alone.losses == pytest.approx(learnt.losses, rel=1e-4)
+    assert both[0] < {"sparse_diloco": 0.2, "sparser_diloco": 0.5}.get(name, 0.05) * start
+    assert train(task, method_of(name, 0.05), [0], steps=200, peers=PEERS) == pytest.approx(both[:1], rel=1e-4)
 
 
 def test_averaging_every_step_is_one_machine_with_the_large_batch() -> None:
     """theta <- theta - rate (theta - mean over peers of x), by hand."""
     task = quadratic()
-    batches = all_batches(task, peers=PEERS, steps=10, seed=3)
-    lane = Lane(seed=3, inner_rate=0.1, outer_rate=1.0)
-    outcome = train(
-        task,
-        lambda inner, outer: method_of("every_step", inner, outer),
-        [lane],
-        batches=jax.tree.map(lambda leaf: leaf[None], batches),
-        peers=PEERS,
-    )[0]
+    (loss,) = train(task, method_of("every_step"), [3], steps=10, peers=PEERS)
+    streams = [task.batches(peer, PEERS, 3) for peer in range(PEERS)]
     theta = np.asarray(task.init(jax.random.key(3))["w"], np.float64)
-    for batch in batches:
-        theta -= 0.1 * (theta - batch.mean(axis=0))
-    assert outcome.losses[-1] == pytest.approx(0.5 * np.mean((theta - TARGET) ** 2), rel=1e-5)
-    assert outcome.own_loss == pytest.approx(outcome.losses[-1], rel=1e-5)
+    for _ in range(10):
+        theta -= 0.1 * (theta - np.mean([next(stream) for stream in streams], axis=0))
+    assert loss == pytest.approx(0.5 * np.mean((theta - TARGET) ** 2), rel=1e-5)
 
 
-def test_payloads_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A payload that says something else than what was averaged ends the run."""
-    task = quadratic()
-    batches = jax.tree.map(lambda leaf: leaf[None], all_batches(task, peers=PEERS, steps=10, seed=0))
-    lanes = [Lane(seed=0, inner_rate=0.1, outer_rate=1.0)]
-    real = training.mean_of_sparse
-    monkeypatch.setattr(training, "mean_of_sparse", lambda vectors, weights: 1.01 * real(vectors, weights))
-    with pytest.raises(RuntimeError, match="the payloads' mean is not the mean"):
-        train(task, lambda *rates: method_of("sparse_diloco", *rates), lanes, batches=batches, peers=PEERS)
+def test_sparta_against_plain_loops() -> None:
+    """theta <- theta - rate g; those of the mask then are their mean over peers, the others stay."""
+    rng, steps, share = np.random.default_rng(0), 5, 0.4
+    start = {name: np.tile(rng.normal(size=2), (PEERS, 1)).astype(np.float32) for name in "abc"}
+    grads = {name: rng.normal(size=(steps, PEERS, 2)).astype(np.float32) for name in start}
+    optimizer = sparta(optax.sgd(0.1), share=share, seed=5)
+    params, state = start, jax.vmap(optimizer.init)(start)
+
+    @jax.jit
+    @partial(jax.vmap, axis_name=AXIS)
+    def update(params: Any, state: Any, grad: Any) -> Any:
+        updates, state = optimizer.update(grad, state, params)
+        return optax.apply_updates(params, updates), state
+
+    theta, taken = {name: value.astype(np.float64) for name, value in start.items()}, 0
+    for step in range(steps):
+        params, state = update(params, state, {name: value[step] for name, value in grads.items()})
+        masks = sparta_masks({name: np.zeros(2) for name in start}, step, share=share, seed=5)
+        for name in start:
+            theta[name] = theta[name] - 0.1 * grads[name][step]
+            theta[name] = np.where(masks[name], theta[name].mean(axis=0), theta[name])
+            taken += int(masks[name].sum())
+    assert 0 < taken < 6 * steps
+    for name in start:
+        np.testing.assert_allclose(params[name], theta[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def result(name: str, loss: float, *, payload: float, sent: float, rounds: int) -> dict[str, Any]:
@@ -141,20 +142,15 @@ def test_figures_by_hand() -> None:
     assert figures["sparser_sent_ratio"] == 200  # 600 an averaging to 3
 
 
-def test_ratio_of_large_models() -> None:
-    """84 bytes a block of 16,384."""
-    assert pytest.approx(195.0476, abs=1e-4) == measurement.BLOCK_RATIO
-    assert sparse_nbytes(measurement.SparseCoding(), [4096]) == 92
-
-
+@pytest.mark.slow
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Report, figure and headline of a short run; the search names step sizes."""
     monkeypatch.setattr(measurement, "make_task", lambda name: quadratic())
-    flags = ["--steps", "20", "--every", "10", "--peers", "4", "--seeds", "2", "--json"]
+    flags = ["--steps", "50", "--seeds", "2", "--json"]
     main(args=[*flags, "--methods", "every_step", "sparse_diloco", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert headline["sparse_payload_ratio"] == pytest.approx(400 / 16)
     assert (tmp_path / "run" / "figure.png").stat().st_size > 0
-    assert "sparse pseudo-gradients" in (tmp_path / "run" / "report.md").read_text()
+    assert "sparse diloco loss" in (tmp_path / "run" / "report.md").read_text()
     main(args=[*flags, "--search", "--methods", "diloco", "--out", str(tmp_path / "search")])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["diloco_inner_rate"] in (1e-3, 3e-3, 1e-2)

@@ -1,5 +1,6 @@
 """The report of the papers' figures: what it says of children that finish, fail and are interrupted."""
 
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,25 +10,22 @@ from typing import Any
 import pytest
 
 from dmoe_jax.runs.run_folder import RunFolder
+from experiments.bench import ResumableSettings
 from experiments.paper.__main__ import main
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, look_up
 from experiments.paper.report import Child, write_paper_report
-from experiments.paper.settings import EXPERIMENTS
+from experiments.paper.settings import EXPERIMENTS, PaperSettings
 from experiments.results import MISSED_BARS
 
 
 def child(name: str, headline: Mapping[str, Any], **fields: Any) -> Child:
-    return Child(
-        **{"name": name, "outcome": "finished", "headline": headline, "bars": (), "failure": "", "wall_s": 60.0}
-        | fields
-    )
+    return Child(name, "finished", headline, bars=(), failure="", wall_s=60.0)._replace(**fields)
 
 
 def write(path: Path, *children: Child) -> tuple[str, str]:
     """report.md and timing.md."""
-    folder = RunFolder.create(path, {"quick": True}, resume=True)
-    commands = {each.name: f"command of {each.name}" for each in children}
-    report, timing, *_ = write_paper_report(folder, children, commands, is_quick=True, seed=0)
+    settings = PaperSettings(quick=True)
+    report, timing, *_ = write_paper_report(RunFolder.create(path, settings, resume=True), children, settings)
     return report.read_text(), timing.read_text()
 
 
@@ -54,6 +52,13 @@ def test_every_paper_figure_belongs_to_an_experiment_and_says_how_sure_it_is() -
             assert bool(figure.source) == bool(figure.tag)
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiments_that_resume_are_known(name: str) -> None:
+    """Others are begun anew, and would not know the flag."""
+    main = importlib.import_module(f"experiments.{name}.__main__").main
+    assert EXPERIMENTS[name].resumes == issubclass(main.args[0], ResumableSettings)
+
+
 def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None:
     """Figures that were not measured are named; figures that no paper has follow."""
     models = {
@@ -66,7 +71,7 @@ def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None
     assert "- final validation perplexity, small (`models/small/validation_perplexity`)" in report
     assert "| `models.dmoe.steps` | 8,000 |" in report
     assert "All bars were met." in report
-    assert "command of transformer_xl" in report
+    assert "    python -m experiments.transformer_xl --quick\n" in report
 
 
 def test_report_repeats_where_only_durations_differ(tmp_path: Path) -> None:
@@ -102,7 +107,7 @@ def test_report_over_real_experiments(
 ) -> None:
     """One that works and one that does not exist: the first is in the report, and a resumed run leaves it as it is."""
     missing = "no_such_experiment"
-    monkeypatch.setitem(EXPERIMENTS, missing, EXPERIMENTS["staleness"])  # type: ignore[index]
+    monkeypatch.setitem(EXPERIMENTS, missing, EXPERIMENTS["emulation"])  # type: ignore[index]
     out, copy = tmp_path / "run", tmp_path / "copy"
     flags = ["--quick", "--only", "moshpit_averaging", missing, "--out", str(out), "--copy-to", str(copy), "--json"]
     with pytest.raises(SystemExit, match="1"):

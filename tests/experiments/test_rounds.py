@@ -1,7 +1,8 @@
-"""The arithmetic of measurements that take turns, and of the two experiments that consist of them."""
+"""The arithmetic of measurements that take turns, and of one of the experiments that consist of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from experiments.allreduce_speed.member import digest_of, vector_of
 from experiments.allreduce_speed.settings import SpeedSettings
 from experiments.bench import Run
 from experiments.rounds import SLICE, Ratio, measure_rounds, round_figures
-from experiments.transport_speed.slices import percentile, slice_record
 
 RATIO = Ratio("speed_ratio", "speed", "ours", "theirs", ">=", 0.5)
 
@@ -79,37 +79,18 @@ def test_every_other_round_goes_backwards(tmp_path: Path) -> None:
     ]
 
 
-def test_percentile_is_the_nearest_rank() -> None:
-    """198 of the numbers 1 to 200 are at most 198; a single sample is every percentile; the order does not matter."""
-    samples = [float(value) for value in range(200, 0, -1)]
-    assert percentile(samples, 99) == 198.0
-    assert percentile(samples, 50) == 100.0
-    assert percentile(samples, 100) == 200.0
-    assert percentile([7.0], 1) == 7.0
-
-
-def test_record_of_a_slice() -> None:
-    """4 transfers of half a gigabyte in 2 s are 1 GB/s; 3 s of processor time of both ends are 1.5 s for each GB."""
-    ends = {"wall_s": 2.0, "client_cpu_s": 1.0, "server_cpu_s": 2.0}
-    assert slice_record([0.5] * 4, nbytes=5 * 10**8, **ends) == {
-        "calls": 4,
-        **ends,
-        "gigabytes_per_s": 1.0,
-        "cpu_s_per_gigabyte": 1.5,
-    }
-    calls = slice_record([0.25, 0.5], nbytes=0, **ends)
-    assert calls == {"calls": 2, **ends, "calls_per_s": 1.0, "p50_ms": 250.0, "p99_ms": 500.0}
-
-
 def test_record_of_an_exchange() -> None:
     """From the first start to the last end; processor time of all, memory of the greediest, if the system says."""
-    answers = [
+    answers: list[dict[str, float | None]] = [
         {"started": 1.0, "ended": 3.0, "cpu_s": 0.5, "grown_bytes": 7},
         {"started": 0.5, "ended": 2.0, "cpu_s": 0.25, "grown_bytes": 9},
+        {"started": 0.5, "ended": 2.0, "cpu_s": 0.25, "grown_bytes": None},
     ]
-    assert allreduce.exchange_record(answers) == {"wall_s": 2.5, "cpu_s": 0.75, "grown_bytes": 9}
-    unknown = [answer | {"grown_bytes": None} for answer in answers]
-    assert allreduce.exchange_record(unknown) == {"wall_s": 2.5, "cpu_s": 0.75}
+    members: list[Any] = [
+        SimpleNamespace(hello={"where": ""}, tell=dict, hear=lambda each=each: each) for each in answers
+    ]
+    assert allreduce.exchange("rpc", members[:2]) == {"rpc": {"wall_s": 2.5, "cpu_s": 0.75, "grown_bytes": 9}}
+    assert allreduce.exchange("rpc", members[2:]) == {"rpc": {"wall_s": 1.5, "cpu_s": 0.25}}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
-"""Simulated nodes and trainers: crashes survived, costs and faults where they belong, the README's example."""
+"""Simulated nodes and trainers: crashes survived, costs and faults where they belong."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,7 +28,6 @@ from dmoe_net.transport.sim.links import Constant, LogNormal
 from dmoe_net.transport.sim.network import SimNetwork
 from experiments.simulated_swarm import start_simulated_nodes
 
-ROOT = Path(__file__).parents[2]
 GRID = (2, 3)
 NUM_NODES = 3
 EXPERT = feedforward(d_model=4, expansion=1)
@@ -165,29 +160,3 @@ def test_device_costs_and_faults_strike_the_experts_alone() -> None:
     assert 1.2 <= duration_s < 1.4  # six calls there and six back, on one device
     _, ok, failed = run(main, FaultPlan(rates={Fault.REFUSE: 1.0}, methods=("expert.",)))
     assert (ok, failed) == (0, 6)
-
-
-@pytest.mark.slow
-def test_the_example_of_the_readme(tmp_path: Path) -> None:
-    """It runs, twice alike with different hash seeds; trainers train on both sides of the ocean, whatever happens."""
-    text = (ROOT / "experiments" / "sim_scale" / "README.md").read_text()
-    code = text.split("```python\n")[1].split("```")[0]
-    script = tmp_path / "example.py"
-    script.write_text(code + "\nprint(steps)\n")
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for hash_seed in ("1", "2")
-    ]
-    outputs = [process.communicate(timeout=280)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert outputs[0] == outputs[1]
-    steps = eval(outputs[0].splitlines()[-1])
-    for first_s, last_s in ((0, 20), (20, 30), (30, 40), (40, 50), (50, 60)):
-        trainers = [trainer for when_s, trainer, loss in steps if first_s <= when_s < last_s and np.isfinite(loss)]
-        assert min(trainers.count(0), trainers.count(1)) >= 3
-    assert max(when_s for when_s, _, _ in steps) <= 60.0

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dmoe_jax.layer_config import Route
 from dmoe_jax.models.trunk import empty_memory
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import equal_flops, forward_flops, sequence_flops, softmax_flops
 from experiments.transformer_xl.presets import model_config
+from experiments.transformer_xl.settings import TrainingSettings
 from experiments.transformer_xl.setup import Setup
 from tests.experiments.small_runs import small_corpus, small_preset
 
@@ -31,9 +33,11 @@ def products(jaxpr: Any) -> Iterator[int]:
                 yield from (times * count for count in products(value.jaxpr))
 
 
+@pytest.mark.slow
 def test_the_count_is_that_of_the_program() -> None:
     """A dense model with a plain softmax, over one sequence: every product that JAX computes."""
-    setup = Setup(preset=small_preset("small", cutoffs=()), corpus=small_corpus(), steps=1, seed=0, batch_size=1)
+    alone = TrainingSettings(where="local", batch_size=1)
+    setup = Setup(preset=small_preset("small", cutoffs=()), corpus=small_corpus(), steps=1, seed=0, settings=alone)
     config, memory = setup.config, empty_memory(setup.config, 1)
     # The memory is empty at first, but has its length.
     program = jax.make_jaxpr(lambda params, batch: dense.forward(params, config, batch, memory)[0])
@@ -42,20 +46,14 @@ def test_the_count_is_that_of_the_program() -> None:
     assert forward_flops(config, setup.corpus) * config.seq_len == pytest.approx(counted)
 
 
-def test_a_mixture_has_k_layers_for_one() -> None:
-    """The same trunk: two experts of the small layer's size add one layer more in each of two layers."""
-    corpus = small_corpus()
-    small, dmoe = (model_config(small_preset(model), 60) for model in ("small", "dmoe"))
-    extra = 2 * sequence_flops(small.layer) / small.seq_len
-    assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(extra)
-
-
-def test_tokens_share_the_attention() -> None:
-    """The second expert of a token adds a feed-forward network to each of two layers: 2 x 2 x 16 x 24 a word."""
-    corpus = small_corpus()
-    small = model_config(small_preset("small"), 60)
-    dmoe = model_config(small_preset("dmoe"), 60, route="token")
-    assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(2 * 4 * 16 * 24)
+@pytest.mark.parametrize("route", ["sequence", "token"])
+def test_a_mixture_computes_k_experts(route: Route) -> None:
+    """A second expert in each of two layers: one more layer of the small model, or of tokens, which share the
+    attention, one more feed-forward network, 2 x 2 x 16 x 24 a word."""
+    corpus, settings = small_corpus(), TrainingSettings(where="local", route=route)
+    small, dmoe = (model_config(small_preset(model), 60, settings) for model in ("small", "dmoe"))
+    extra = sequence_flops(small.layer) / small.seq_len if route == "sequence" else 2 * 2 * 16 * 24
+    assert forward_flops(dmoe, corpus) - forward_flops(small, corpus) == pytest.approx(2 * extra)
 
 
 def test_the_softmax_by_hand() -> None:

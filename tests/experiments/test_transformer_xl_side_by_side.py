@@ -5,20 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.runs.command_line import parse_command_line
 from experiments.transformer_xl.__main__ import main
-from experiments.transformer_xl.settings import TransformerXLSettings
 
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
-
-
-def test_a_child_gets_the_settings_of_its_parent() -> None:
-    """As flags, without those left out and those at their defaults."""
-    settings = TransformerXLSettings(model=("dmoe", "small"), steps=7, bf16=True, delay_s=0.5, out=Path("a b"), seed=3)
-    flags = settings.flags()
-    assert parse_command_line(TransformerXLSettings, prog="child", args=flags) == settings
-    assert settings.flags("out", "model") == [*("--seed", "3", "--steps", "7"), "--bf16", *("--delay-s", "0.5")]
-    assert TransformerXLSettings().flags() == []
 
 
 @pytest.mark.slow
@@ -26,16 +15,19 @@ def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.Capt
     """The same figures; a child's mistake is its parent's one line."""
     headlines = []
     for jobs in ("2", "1"):
-        main([*FLAGS, "--jobs", jobs, "--out", str(tmp_path / jobs), "--json"])
-        headlines.append(json.loads(capsys.readouterr().out.splitlines()[-1])["models"])
+        main(args=[*FLAGS, "--jobs", jobs, "--out", str(tmp_path / jobs), "--json"])
+        headlines.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     for model in ("small", "base"):
-        ours, theirs = (headline[model] for headline in headlines)
+        ours, theirs = (headline["models"][model] for headline in headlines)
         assert ours["validation_perplexity"] == pytest.approx(theirs["validation_perplexity"], rel=1e-5)
-        assert ours["complete"]
-    config = tmp_path / "2" / "base" / "seed0" / "config.json"
-    config.write_text(config.read_text().replace('"steps": 2', '"steps": 7'))
+    assert [headline["runs_finished"] for headline in headlines] == [2, 2]
+    for model in ("small", "base"):
+        seed0 = tmp_path / "2" / model / "seed0"
+        (seed0 / "metrics.jsonl").unlink()
+        config = (seed0 / "config.json").read_text()
+        (seed0 / "config.json").write_text(config.replace('"steps": 2', '"steps": 7'))
     with pytest.raises(SystemExit) as ended:
-        main([*FLAGS, "--jobs", "2", "--out", str(tmp_path / "2"), "--resume"])
+        main(args=[*FLAGS, "--jobs", "2", "--out", str(tmp_path / "2"), "--resume"])
     assert ended.value.code == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("transformer_xl: error: the run in ")
