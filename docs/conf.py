@@ -96,10 +96,10 @@ MODULES = {
 
 
 def public_names(module: str) -> dict[str, object]:
-    """Names that a module promises and what they are, without its submodules."""
+    """Names that a module promises and what they are, modules last, without those that have a page."""
     loaded = importlib.import_module(module)
-    named = {name: getattr(loaded, name) for name in sorted(loaded.__all__)}
-    return {name: thing for name, thing in named.items() if not inspect.ismodule(thing)}
+    named = {name: getattr(loaded, name) for name in loaded.__all__ if f"{module}.{name}" not in MODULES}
+    return dict(sorted(named.items(), key=lambda item: (inspect.ismodule(item[1]), item[0])))
 
 
 def _comment_of(name: str, module: str) -> str:
@@ -117,6 +117,8 @@ def _comment_of(name: str, module: str) -> str:
 def _directive(module: str, name: str) -> str:
     """The directive of one public name; what an earlier page documents is only named."""
     thing = public_names(module)[name]
+    if inspect.ismodule(thing):
+        return f".. py:module:: {module}.{name}\n\n`{module}.{name}`: {' '.join((thing.__doc__ or '').split())}\n"
     if inspect.isclass(thing) and not typing.get_origin(thing):
         first = next(each for each in MODULES if thing in public_names(each).values())
         if first != module:

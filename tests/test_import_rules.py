@@ -244,7 +244,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
     "dmoe_jax": 34_331,
-    "dmoe_net": 17_406,
+    "dmoe_net": 17_412,
     "experiments": 14_439,
 }
 

@@ -105,7 +105,7 @@ def drawn(updates: int, *, num_trainers: int = NUM_TRAINERS, num_layers: int = 2
 def in_both(problem: Problem, emulator: Emulator, *, seed: int = 0) -> tuple[SwarmState, SwarmRun]:
     """(what the emulator makes of an order of events, the swarm that took it): one call in ten fails."""
     data = problem.data(NUM_TRAINERS, steps=NUM_UPDATES, seed=seed)
-    swarm = train_swarm(problem, emulator, data, num_updates=NUM_UPDATES, failure_rate=0.1, seed=seed, record=True)
+    swarm = train_swarm(problem, emulator, num_updates=NUM_UPDATES, failure_rate=0.1, seed=seed, record=True)
     assert swarm.order is not None
     state = emulator.init(*keys_of(seed), data, num_updates=NUM_UPDATES)
     return emulator.run(state, swarm.order, data), swarm

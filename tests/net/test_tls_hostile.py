@@ -91,7 +91,7 @@ async def test_plain_and_encrypted_do_not_mix() -> None:
     async with trio.open_nursery() as nursery:
 
         async def dial() -> None:
-            with pytest.raises(DialFailed):
+            with pytest.raises(DialFailed, match="does not speak our TLS, or went down"):
                 await TlsTransport(ALICE).dial(plain.address)
 
         nursery.start_soon(dial)

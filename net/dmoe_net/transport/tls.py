@@ -104,7 +104,13 @@ class TlsLink:
             await self._flush()
             if received > _MAX_HANDSHAKE_BYTES:
                 raise HandshakeFailed(f"{self.remote_address} sent {received} bytes and no end of a handshake")
-            nbytes = await self._stream.receive_into(lambda: (self._scratch[:_HANDSHAKE_RECEIVE_BYTES],))
+            try:
+                nbytes = await self._stream.receive_into(lambda: (self._scratch[:_HANDSHAKE_RECEIVE_BYTES],))
+            except ConnectionLost as exc:
+                if received or not self._engine.awaits_verdict or not isinstance(exc.__cause__, OSError):
+                    raise
+                # Whoever speaks another protocol drops our first message unread, which its system tells as a reset.
+                raise HandshakeFailed(f"{self.remote_address} does not speak our TLS, or went down: {exc}") from exc
             if nbytes == 0:
                 raise ConnectionLost(f"{self.remote_address} went away during the handshake")
             received += nbytes
