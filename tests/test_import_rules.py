@@ -243,9 +243,9 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_331,
+    "dmoe_jax": 34_342,
     "dmoe_net": 17_412,
-    "experiments": 14_439,
+    "experiments": 13_713,
 }
 
 # Modules with more own imports than MOST_IMPORTS.
@@ -349,7 +349,6 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_net.averaging.state.sharing",
     "dmoe_net.dht.routing_table",
     "dmoe_net.errors",
-    "dmoe_net.identity",
     "dmoe_net.keys",
     "dmoe_net.rpc.base",
     "dmoe_net.rpc.bulk",
@@ -357,7 +356,6 @@ INNER_MODULES_OF_EXPERIMENTS: set[str] = {
     "dmoe_net.transport.sim.calls",
     "dmoe_net.transport.sim.links",
     "dmoe_net.wire.sparse",
-    "dmoe_net.wire.tensors",
 }
 
 # Private parts of JAX and trio, each with the test that says what broke.
