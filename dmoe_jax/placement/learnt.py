@@ -9,7 +9,7 @@ remembers.
                      -> two tensors: int64 [experts], how many names each expert of the bundle has, in their order;
                         uint8 [names, 16], all of them
 
-It is answered when the one who is asked has its part of that average ready. Names are hashes (`replay.name_of`): they
+It is answered when the one who is asked has its part of that average ready. Names are hashes (`queue.name_of`): they
 tell nothing to who does not know the requests.
 """
 

@@ -24,7 +24,7 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
         "Learning@home, figure 5",
         "Under 1000 ms of delay mixtures of experts learn MNIST in fewer updates than a dense network that computes as"
         " much, each with its best step sizes; a tenth of the calls lost costs them next to nothing.",
-        quick_minutes=4.0,
+        quick_minutes=3.5,
         resumes=True,
         full_flags=("--extras",),
     ),
@@ -38,21 +38,21 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
         "Learning@home, figure 6",
         "Does a Transformer-XL whose layers are mixtures of small experts, far away and unreliable, end below"
         " the dense model of the small size at an equal number of tokens?",
-        quick_minutes=2.0,
+        quick_minutes=1.5,
         resumes=True,
     ),
     "staleness": PaperExperiment(
         "what asynchrony costs, and what wins it back",
         "Nearly all that asynchrony costs is staleness, and the default remedies win part of it back, each side with "
         "its best step sizes; with the step sizes of one trainer they win back more.",
-        quick_minutes=4.0,
+        quick_minutes=3.5,
         resumes=True,
     ),
     "emulation": PaperExperiment(
         "the emulator beside the swarm",
         "On the order of events that a simulated swarm took, the emulator's losses and parameters are the "
         "swarm's to rounding over 50 updates, at many times its updates per second.",
-        quick_minutes=3.5,
+        quick_minutes=3.0,
     ),
     "moshpit_averaging": PaperExperiment(
         "Moshpit SGD, the averaging table",
@@ -63,7 +63,7 @@ EXPERIMENTS: Mapping[str, PaperExperiment] = {
     "moshpit_sgd": PaperExperiment(
         "Moshpit SGD, time to a target",
         "Under stragglers and failures Moshpit reaches a target loss ahead of All-Reduce, which waits for the slowest.",
-        quick_minutes=1.5,
+        quick_minutes=1.0,
     ),
 }
 """By name, in the order of the report: `python -m experiments.NAME`."""

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 import trio
 
+import dmoe_jax.runs
 from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
+from dmoe_jax.cli import main
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.model import Evaluation
@@ -24,7 +27,7 @@ from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
-from dmoe_jax.training.run import Plan, train, train_without_waiting
+from dmoe_jax.training.run import Plan, train, train_without_waiting, training_figure
 from dmoe_jax.training.task import Task, language_task
 from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
 
@@ -507,6 +510,25 @@ def test_a_figure_without_room_costs_no_report(
     assert count(tmp_path / "b", CountingEngine())["complete"]
     assert "report.md cannot be written: No space left on device" in capsys.readouterr().err
     assert records(tmp_path / "b", "headline", "complete") == [(True,)]
+
+
+def test_a_run_without_matplotlib_has_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matplotlib is an extra: a sentence says what to install, the rest is there, and `dmoe inspect` is refused."""
+    monkeypatch.setattr("dmoe_jax.training.run.training_figure", training_figure)
+    for name in list(sys.modules):
+        if name.startswith("matplotlib.") or name == "dmoe_jax.runs.figure":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delattr(dmoe_jax.runs, "figure", raising=False)
+    assert count(tmp_path, CountingEngine())["complete"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"figure.png is not drawn, since matplotlib\S* is missing: pip install matplotlib", said)
+    assert "figure.png" not in (tmp_path / "report.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["inspect", str(tmp_path)])
+    assert "dmoe inspect draws with Matplotlib, which is missing: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
