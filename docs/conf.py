@@ -129,9 +129,16 @@ def _directive(module: str, name: str) -> str:
     return f".. py:data:: {module}.{name}\n\n   {' '.join(_comment_of(name, module).split())}\n"
 
 
+def _empty(folder: Path) -> None:
+    """Make a folder of pages that are written anew, without those of an earlier version."""
+    folder.mkdir(exist_ok=True)
+    for page in folder.glob("*.md"):
+        page.unlink()
+
+
 def write_reference(folder: Path) -> None:
     """Write a page for each public module, each public name on it from its docstring."""
-    folder.mkdir(exist_ok=True)
+    _empty(folder)
     for module, sentence in MODULES.items():
         names = "\n".join(_directive(module, name) for name in public_names(module))
         (folder / f"{module}.md").write_text(
@@ -161,7 +168,7 @@ def _on_the_site(page: Path, link: str) -> str:
 
 def write_figures(folder: Path) -> None:
     """Write a page for each experiment, which is its README, and the table of experiments before them."""
-    folder.mkdir(exist_ok=True)
+    _empty(folder)
     pages = sorted((ROOT / "experiments").glob("*/README.md"))
     for page in [ROOT / "experiments" / "README.md", *pages]:
         text = re.sub(r"(?<=\]\()[^)\s]+", lambda link, page=page: _on_the_site(page, link[0]), page.read_text())

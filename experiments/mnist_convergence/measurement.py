@@ -65,7 +65,7 @@ def label_of(experts: int | None, network: Network, variant: str = "") -> str:
 
 
 SEARCHED = {
-    label_of(None, SLOW): 1 / 16,
+    label_of(None, SLOW): 1 / 32,
     label_of(256, SLOW, AUTHORS): 1 / 4,
     label_of(None, SLOW, REMEDIED): 1.0,
     label_of(256, SLOW, REMEDIED): 1.0,
