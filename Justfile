@@ -36,7 +36,6 @@ format:
 
 # the measurements behind the README in turn, each in its own run folder; arguments such as --quick go to each
 bench *ARGS:
-    python -m experiments.overlap {{ARGS}}
     python -m experiments.transport_speed {{ARGS}}
     python -m experiments.sim_scale {{ARGS}}
     python -m experiments.moe_overhead {{ARGS}}

@@ -239,7 +239,7 @@ def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
     result = experiment.summarise(run)
     if result is None:
         return None
-    run.log("bars", bars=[{"name": bar.name, "bar": str(bar), "met": result.meets(bar)} for bar in result.bars])
+    run.log("bars", bars=[{"name": bar.name, "bar": str(bar), "verdict": result.verdict(bar)} for bar in result.bars])
     run.log("headline", **plain(result.headline))
     picture = None if experiment.draw is None else experiment.draw(run, result)
     if picture is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -68,6 +69,8 @@ class InspectCommand:
     async def _inspect(self, stop: Stop) -> int:
         del stop  # cancelled as a whole: pictures are written at once or not at all
         check_at_least(0, self, "tokens")
+        if find_spec("matplotlib") is None:
+            raise UsageError("dmoe inspect draws with Matplotlib, which is missing: pip install matplotlib")
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         with mistakes_in_one_line():
             run = find_run(self.run_folder, data=self.data, unfinished=self.unfinished)

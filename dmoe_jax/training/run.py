@@ -10,7 +10,7 @@ curve.
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from dmoe_jax.arrays import host_copy
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.machine.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
-from dmoe_jax.runs.figure import training_figure
 from dmoe_jax.runs.report import spoken, write_report
 from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
@@ -129,6 +128,13 @@ async def train(
         if state.unsaved:
             raise CheckpointError(f"{state.unsaved}; the end of the run is not saved, --resume goes on from before it")
         return headline
+
+
+def training_figure(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """Draw a run's figure. Raises ModuleNotFoundError without Matplotlib, an extra that takes a second to import."""
+    from dmoe_jax.runs import figure
+
+    figure.training_figure(metrics, path, title=title)
 
 
 def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
@@ -400,6 +406,8 @@ class _Ledger:
             yield
         except OSError as error:
             self.progress.say(f"{path} cannot be written: {error.strerror or error}")
+        except ModuleNotFoundError as error:
+            self.progress.say(f"{path} is not drawn, since {error.name} is missing: pip install matplotlib")
 
     def _headline(self, is_complete: bool) -> dict[str, Any]:
         task, totals, unit = self.task, self.totals, self.task.unit

@@ -1,5 +1,6 @@
 """All-reduce and blocking sockets in turn, round after round, with a process for each member."""
 
+import itertools
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,19 +8,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments.allreduce_speed.member import digest_of, vector_of
 from experiments.allreduce_speed.settings import SpeedSettings
 from experiments.bench import Experiment, Run
 from experiments.blocking_sockets import temporary_certificate
-from experiments.panels import ratio_figure
 from experiments.processes import HelperFailed, HelperProcess, open_helpers
 from experiments.results import Bar, Result
 from experiments.rounds import SLICE, Measurement, Ratio, measure_rounds, round_figures
-
-NETWORKS = ("tls", "plain")
-SIDES = ("blocking", "rpc")
 
 RATIOS = (
     Ratio("allreduce_tls_ratio", "wall_s", "rpc_tls", "blocking_tls", "<=", 3.0),
@@ -39,7 +35,7 @@ def measure(run: Run[SpeedSettings]) -> None:
         certificate = str(stack.enter_context(temporary_certificate()))
         measurements: list[Measurement] = []
         # The two sides of a ratio stand beside each other.
-        for side, network in ((side, network) for network in NETWORKS for side in SIDES):
+        for network, side in itertools.product(("tls", "plain"), ("blocking", "rpc")):
             own = common | {"side": side, "certificate": certificate if network == "tls" else None}
             each = [own | {"index": index} for index in range(settings.peers)]
             members = stack.enter_context(open_helpers("experiments.allreduce_speed.member", each))
@@ -89,21 +85,4 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
     )
 
 
-def draw(run: Run[SpeedSettings], result: Result) -> Figure:
-    """Draw each ratio with its rounds beside the bar that it must not exceed; and memory."""
-    (encrypted, plain), memory_ratio = RATIOS, result.figures["memory_ratio"]
-    panels = [
-        ("Time, encrypted", {"": encrypted.of_rounds(run.records(SLICE))}, encrypted.bar),
-        ("Time, plain", {"": plain.of_rounds(run.records(SLICE))}, plain.bar),
-        ("Memory", {"": [float("nan") if memory_ratio is None else memory_ratio]}, MEMORY_BAR),
-    ]
-    return ratio_figure(panels, first_label="all-reduce over blocking sockets", last_label="over the vector")
-
-
-EXPERIMENT = Experiment(
-    measure=measure,
-    summarise=summarise,
-    draw=draw,
-    figure_text="Each ratio, round by round, beside its bar",
-    causes=(HelperFailed,),
-)
+EXPERIMENT = Experiment(measure=measure, summarise=summarise, causes=(HelperFailed,))

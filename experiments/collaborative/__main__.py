@@ -1,13 +1,7 @@
 """`python -m experiments.collaborative`; see README.md beside this file."""
 
 from experiments.bench import run_experiment
-from experiments.collaborative.settings import NAME, CollaborativeSettings
-
-
-def main(args: list[str] | None = None) -> None:
-    """Entry point."""
-    run_experiment(CollaborativeSettings, "experiments.collaborative.measurement:EXPERIMENT", name=NAME, args=args)
-
+from experiments.collaborative.settings import CollaborativeSettings
 
 if __name__ == "__main__":
-    main()
+    run_experiment(CollaborativeSettings, "experiments.collaborative.measurement:EXPERIMENT", name="collaborative")

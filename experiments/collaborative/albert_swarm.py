@@ -7,37 +7,24 @@ So lines are made thinner, and what may be under way on them smaller, such that 
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import trio
 
 from dmoe_jax.collaboration import GlobalStep
-from dmoe_net import (
-    Address,
-    AllReduceConfig,
-    Constant,
-    HostOptions,
-    PeerId,
-    Role,
-    Speeds,
-    open_rpc_peer,
-    run,
-    simulate,
-)
-from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, Group, Member
-from dmoe_net.averaging.reduction.all_reduce import AllReduce
-from experiments.collaborative.albert_task import AlbertTask
-from experiments.collaborative.scenes import LATENCY_S, Played, fail, play
-from experiments.collaborative.world import Life, PeerSpec, Problem, World
+from dmoe_net import AllReduceConfig, Constant, HostOptions
+from experiments.collaborative.albert import AlbertTask
+from experiments.collaborative.all_reduces import all_reduce_times
+from experiments.collaborative.scenes import LATENCY_S, Played, fail, play, unequal
+from experiments.collaborative.world import Life, PeerSpec, Problem, World, lines_of
 
 FASTEST_PER_S = 4.0
 """Samples a second of the fastest peer: with 512 samples a step, one machine of its kind takes two minutes for a step,
 about what a V100 would take for 4096 samples of ALBERT-large."""
 
-_SPREAD, _LARGEST_MICRO_BATCH = 10.0, 4
-"""The fastest peer's speed over the slowest one's, and the samples of a micro-batch, at most."""
+_LARGEST_MICRO_BATCH = 4
+"""Samples."""
 
 _SERVER_BPS, _WORKSTATION_BPS = 1e9, 2e8
 """Lines, bits a second in each direction, before they are made thinner."""
@@ -68,24 +55,18 @@ def _all_reduce_config(num_params: int) -> AllReduceConfig:
     )
 
 
-def _lines_of(specs: Sequence[PeerSpec]) -> Callable[[str], HostOptions]:
-    lines = {spec.name: spec.line for spec in specs}
-    return lambda name: lines.get(name, HostOptions())
-
-
 def machines(count: int, *, num_params: int) -> list[PeerSpec]:
-    """Return peers whose speeds are spread evenly on a logarithmic scale, the fastest first.
+    """Return so many peers of `unequal` speeds, the fastest first.
 
     Args:
-      count: of peers; at least 2. num_params: of the model; lines are as much thinner as it is smaller.
+      num_params: of the model; lines are as much thinner as it is smaller.
     """
     specs = []
-    for index, rate in enumerate(np.geomspace(FASTEST_PER_S, FASTEST_PER_S / _SPREAD, count).tolist()):
+    for index, spec in enumerate(unequal(count, slowest_s=10 / FASTEST_PER_S)):
         bps = (_WORKSTATION_BPS if index % _SERVER_EVERY else _SERVER_BPS) * _thinner(num_params)
         # Powers of two, so that the gradient is compiled for few sizes.
-        micro_batch = 2 ** int(np.log2(max(1.0, min(rate, _LARGEST_MICRO_BATCH))))
-        line = HostOptions(up_bps=bps, down_bps=bps)
-        specs.append(PeerSpec(name=f"peer{index}", sample_s=1 / rate, micro_batch=micro_batch, line=line))
+        micro_batch = 2 ** int(math.log2(max(1.0, min(1 / spec.sample_s, _LARGEST_MICRO_BATCH))))
+        specs.append(replace(spec, micro_batch=micro_batch, line=HostOptions(up_bps=bps, down_bps=bps)))
     return specs
 
 
@@ -133,7 +114,7 @@ def train_together(
         body,
         target=task.target,
         seed=seed,
-        lines=_lines_of(specs),
+        lines=lines_of(specs),
         problem=problem,
         all_reduce=_all_reduce_config(task.num_params),
         keep=keep,
@@ -167,55 +148,18 @@ def baseline_step_s(specs: Sequence[PeerSpec], *, target: int, num_params: int) 
     gradients of parts of a batch makes the same steps.
     """
     seconds = [spec.sample_s for spec in specs]
-    server = max(range(len(specs)), key=lambda index: specs[index].line.down_bps)
+    server = max(specs, key=lambda spec: spec.line.down_bps)
+    with_server = [replace(spec, client=spec is not server) for spec in specs]
     return {
         "one_machine": target * min(seconds),
         "all_reduce": target / len(specs) * max(seconds) + averaging_s(specs, num_params),
-        "parameter_server": target / sum(1 / each for each in seconds) + averaging_s(specs, num_params, server=server),
+        "parameter_server": target / sum(1 / each for each in seconds) + averaging_s(with_server, num_params),
     }
 
 
-def averaging_s(
-    specs: Sequence[PeerSpec], num_params: int, *, server: int | None = None, by_speed: bool = False
-) -> float:
-    """Return the virtual seconds that the library's all-reduce takes these machines.
-
-    Args:
-      num_params: of the gradient; the number of samples travels with it.
-      server: the only one that reduces; None: all do.
-      by_speed: whether machines reduce by the speeds of their lines; if not, all alike.
-
-    Raises:
-      RuntimeError: somebody did not get all of the average.
-    """
-    size = num_params + 1
-
-    async def main() -> float:
-        async with AsyncExitStack() as stack:
-            simulated = simulate(latency=Constant(LATENCY_S), hosts=_lines_of(specs))
-            network = await stack.enter_async_context(simulated)
-            reduces, members = [], []
-            for index, spec in enumerate(specs):
-                peer_id, role = PeerId(index.to_bytes(32, "big")), Role.NODE if server in (None, index) else Role.CLIENT
-                listen = Address(spec.name, 1) if role is Role.NODE else None
-                opening = open_rpc_peer(network.transport(spec.name, peer_id), peer_id=peer_id, listen=listen)
-                rpc = await stack.enter_async_context(opening)
-                reduces.append(AllReduce(rpc, prefix="averaging", config=_all_reduce_config(num_params)))
-                speeds = spec.speeds if by_speed else Speeds()
-                members.append(
-                    Member(peer_id=peer_id, address=rpc.address, role=role, wanted_slot=index, speeds=speeds)
-                )
-            group = Group(group_id=bytes(GROUP_ID_BYTES), members=tuple(members), side=len(members))
-
-            async def average(index: int) -> None:
-                result = await reduces[index].run(group, np.full(size, index, np.float32), size=size)
-                if not result.complete:
-                    raise RuntimeError(f"member {index} has not all of the average: {result.received:.3f}")
-
-            began = trio.current_time()
-            async with trio.open_nursery() as nursery:
-                for index in range(len(members)):
-                    nursery.start_soon(average, index)
-            return trio.current_time() - began
-
-    return run(main)
+def averaging_s(specs: Sequence[PeerSpec], num_params: int, *, by_speed: bool = False) -> float:
+    """Return the virtual seconds that the library's all-reduce takes these machines, as of `all_reduce_times`."""
+    config, latency = _all_reduce_config(num_params), Constant(LATENCY_S)
+    size = num_params + 1  # the number of samples travels with a gradient
+    (seconds,), _ = all_reduce_times(specs, size, by_speed=by_speed, config=config, latency=latency)
+    return seconds

@@ -1,7 +1,7 @@
 """Plays the scenes, trains the ALBERTs, and says what they came to."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
+from experiments.collaborative.albert import albert_task
 from experiments.collaborative.albert_swarm import averaging_s, baseline_step_s, machines, train_together
-from experiments.collaborative.albert_task import AlbertTask, albert_task
 from experiments.collaborative.real import play_real
-from experiments.collaborative.scenes import batch_figures, churn_figures, play_batches, play_churn, play_equal
+from experiments.collaborative.scenes import CHURN, batch_figures, churn_figures, play_equal, play_swarm, unequal
 from experiments.collaborative.settings import CollaborativeSettings
 from experiments.collaborative.world import compare_with_one_machine
 from experiments.intervals import t_interval
@@ -68,10 +68,11 @@ def measure(run: Run[CollaborativeSettings]) -> None:
             difference = math.nan if found.unexplained or found.chains_apart else found.difference
             run.log("figures", part=part, equal_to_one_machine=difference, next_step_s=max(played.recovered_s))
         elif part == "batches":
-            played = play_batches(virtual_s=_VIRTUAL_S, seed=settings.seed)
+            specs = unequal(8, slowest_s=0.5)
+            played = play_swarm(specs, target=1024, virtual_s=_VIRTUAL_S, seed=settings.seed)
             run.log("figures", part=part, **batch_figures(played))
         elif part == "churn":
-            played = play_churn(virtual_s=_VIRTUAL_S, failure_every_s=_FAILURE_EVERY_S, seed=settings.seed)
+            played = play_swarm(**CHURN, virtual_s=_VIRTUAL_S, failure_every_s=_FAILURE_EVERY_S, seed=settings.seed)
             within = batch_figures(played)["batch_within_5_percent"]
             run.log("figures", part=part, **churn_figures(played), churn_within_5_percent=within)
         elif part == "albert":
@@ -91,33 +92,28 @@ def _measure_albert(run: Run[CollaborativeSettings]) -> None:
         run.log("albert_alone", seed=seed, losses=losses)
     for peers, seed in swarms:
         run.say(f"albert: {peers} peers, seed {seed}")
-        _measure_swarm(run, tasks[seed], peers, seed, replays=(peers, seed) == swarms[0])
+        task, is_first = tasks[seed], (peers, seed) == swarms[0]
+        steps = _STEPS if peers < _LARGE_SWARM else _STEPS_OF_LARGE
+        specs = machines(peers, num_params=task.num_params)
+        points, played, problem = train_together(task, specs, steps=steps + _MORE_STEPS, keep=is_first, seed=seed)
+        if is_first:
+            found = compare_with_one_machine(problem, played.lives, min(_REPLAYED, len(points) - 1))
+            difference = math.nan if found.unexplained else found.difference
+            run.log("figures", part="albert", albert_same_samples=difference)
+        run.log(
+            "albert_swarm",
+            peers=peers,
+            seed=seed,
+            steps=steps,
+            seconds=[seconds for seconds, _ in points],
+            losses=[loss for _, loss in points],
+            step_s=baseline_step_s(specs, target=task.target, num_params=task.num_params),
+            chains_apart=played.chains_apart,
+        )
     num_params = tasks[run.settings.seed].num_params
     specs = machines(24, num_params=num_params)
     gain = averaging_s(specs, num_params) / averaging_s(specs, num_params, by_speed=True)
     run.log("figures", part="albert", albert_shares_gain=gain)
-
-
-def _measure_swarm(run: Run[CollaborativeSettings], task: AlbertTask, peers: int, seed: int, *, replays: bool) -> None:
-    steps = _STEPS if peers < _LARGE_SWARM else _STEPS_OF_LARGE
-    specs = machines(peers, num_params=task.num_params)
-    points, played, problem = train_together(task, specs, steps=steps + _MORE_STEPS, keep=replays, seed=seed)
-    same_samples = 0.0
-    if replays:
-        found = compare_with_one_machine(problem, played.lives, min(_REPLAYED, len(points) - 1))
-        same_samples = math.nan if found.unexplained else found.difference
-    run.log(
-        "albert_swarm",
-        peers=peers,
-        seed=seed,
-        steps=steps,
-        seconds=[seconds for seconds, _ in points],
-        losses=[loss for _, loss in points],
-        step_s=baseline_step_s(specs, target=task.target, num_params=task.num_params),
-        failures=len(played.failures),
-        chains_apart=played.chains_apart,
-        same_samples=same_samples,
-    )
 
 
 def seconds_to(loss: float, seconds: Sequence[float], losses: Sequence[float]) -> float:
@@ -137,32 +133,24 @@ def albert_figures(run: Run[CollaborativeSettings]) -> dict[str, float]:
     if not swarms:
         return {}
     alone = {record["seed"]: record["losses"] for record in run.records("albert_alone")}
+    names = {"one_machine": "speedup", "all_reduce": "over_all_reduce", "parameter_server": "over_parameter_server"}
     figures: dict[str, float] = {}
     gaps: list[float] = []
     for swarm in swarms:
-        own, others = swarm["losses"], alone[swarm["seed"]]
+        own, peers, others = swarm["losses"], swarm["peers"], alone[swarm["seed"]][: swarm["steps"]]
         if swarm["seed"] == run.settings.seed:
-            figures |= _figures_of(swarm, others[: swarm["steps"]])
-        if swarm["peers"] == min(each["peers"] for each in swarms):
+            took_s = seconds_to(others[-1], swarm["seconds"], own)
+            num_steps = seconds_to(others[-1], range(1, len(others) + 1), others)
+            for baseline, name in names.items():
+                figures[f"albert_{name}_{peers}"] = num_steps * swarm["step_s"][baseline] / took_s
+        if peers == swarms[0]["peers"]:
             gaps.append(max(abs(loss - other) for loss, other in zip(own, others, strict=False)))
     interval = t_interval(gaps)
     figures["albert_same_loss"] = interval.mean
     if interval.ends is not None:
         figures["albert_same_loss_min"], figures["albert_same_loss_max"] = interval.ends
-    figures["albert_same_samples"] = max(swarm["same_samples"] for swarm in swarms)
     figures["albert_chains_apart"] = sum(swarm["chains_apart"] for swarm in swarms)
     return figures
-
-
-def _figures_of(swarm: Mapping[str, Any], losses: Sequence[float]) -> dict[str, float]:
-    """Return the figures of one swarm, from the losses of one machine after each of its steps."""
-    took_s = seconds_to(losses[-1], swarm["seconds"], swarm["losses"])
-    num_steps = seconds_to(losses[-1], range(1, len(losses) + 1), losses)
-    names = {"one_machine": "speedup", "all_reduce": "over_all_reduce", "parameter_server": "over_parameter_server"}
-    return {
-        f"albert_{name}_{swarm['peers']}": num_steps * swarm["step_s"][baseline] / took_s
-        for baseline, name in names.items()
-    }
 
 
 def summarise(run: Run[CollaborativeSettings]) -> Result | None:

@@ -1,9 +1,10 @@
 """The part `real`: processes over TLS on this machine train together, while each kind of them is killed once.
 
-This module is the processes' program too (`experiments.processes`). Each writes its `Life` to a file before others can
-have a micro-batch of it: a kill leaves nothing unknown.
+This module is the processes' program too (`experiments.processes`). Each trainer writes its `Life` to a file before
+others can have a micro-batch of it: a kill leaves nothing unknown.
 """
 
+import math
 import os
 import pickle
 import random
@@ -39,45 +40,39 @@ async def take_part(*, name: str, machine: str, folder: str, join: Sequence[str]
 
     Args:
       name: of this process. machine: one of `_SAMPLE_S`.
-      folder: has the file `secret` of the swarm; the process's life is kept in the file of its name.
+      folder: has the file `secret` of the swarm; a trainer's life is kept in the file of its name.
       join: contact of another process; empty for the first.
     """
     listen = None if machine == "client" else "127.0.0.1:0"
-    life = Life(name, PeerSpec(name=machine, sample_s=_SAMPLE_S[machine]), 0.0)
     async with (
         open_peer(join, PeerConfig(listen=listen, security=Tls(secret=Path(folder, "secret")))) as place,
         trio.open_nursery() as nursery,
     ):
         say(pid=os.getpid(), contact=None if listen is None else place.contact)
-        nursery.start_soon(
-            _assist if machine == _AUXILIARY else _train, place, life, partial(_save, life, Path(folder))
-        )
+        if machine == _AUXILIARY:
+            rng, config = random.Random(name), _CONFIG.rounds()
+            nursery.start_soon(
+                partial(assist_collaboration, place.rpc, place.dht, prefix="run", rng=rng, config=config)
+            )
+        else:
+            life = Life(name, PeerSpec(name=machine, sample_s=_SAMPLE_S[machine]), 0.0)
+            nursery.start_soon(_train, place, life, Path(folder))
         async for _ in orders():
             pass
         nursery.cancel_scope.cancel()
 
 
-async def _train(place: SwarmPeer, life: Life, save: Callable[[], None]) -> None:
+async def _train(place: SwarmPeer, life: Life, folder: Path) -> None:
+    def save() -> None:
+        written = folder / f"{life.name}.new"
+        written.write_bytes(pickle.dumps(replace(life, peer=None)))
+        written.replace(folder / life.name)
+
     problem = regression()
     async with open_collaboration(
         place, problem.params, together=problem.together, name="run", config=_CONFIG, on_step=life.made
     ) as peer:
         await train(peer, life, problem, on_batch=save)
-
-
-async def _assist(place: SwarmPeer, life: Life, save: Callable[[], None]) -> None:
-    def count(done: object) -> None:
-        life.computed += 1
-        save()
-
-    rng, config = random.Random(life.name), _CONFIG.rounds()
-    await assist_collaboration(place.rpc, place.dht, prefix="run", rng=rng, config=config, on_step=count)
-
-
-def _save(life: Life, folder: Path) -> None:
-    written = folder / f"{life.name}.new"
-    written.write_bytes(pickle.dumps(replace(life, peer=None)))
-    written.replace(folder / life.name)
 
 
 class _Swarm:
@@ -103,34 +98,34 @@ class _Swarm:
         self._pids[name] = process.hello["pid"]
         self._join = self._join or [process.hello["contact"]]
 
-    def kill(self, machine: str) -> None:
-        """kill -9 the process of this machine."""
-        name = next(each for each in self._pids if each.startswith(machine))
+    def kill(self, machine: str) -> float:
+        """kill -9 the process of this machine; return the seconds until another one has made the next step."""
+        number, name = self.step() + 1, next(each for each in self._pids if each.startswith(machine))
         os.kill(self._pids.pop(name), signal.SIGKILL)
         self._killed_at[name] = time.monotonic()
+        self.wait_for_step(number)
+        return time.monotonic() - self._killed_at[name]
 
     def lives(self) -> list[Life]:
-        """Return what all processes have written."""
-        names = [name for name in (*self._pids, *self._killed_at) if (self._folder / name).exists()]
-        lives: list[Life] = [pickle.loads((self._folder / name).read_bytes()) for name in names]
+        """Return what the trainers have written."""
+        lives: list[Life] = [pickle.loads(path.read_bytes()) for path in sorted(self._folder.glob("*.[0-9]"))]
         return [replace(life, ended=self._killed_at.get(life.name)) for life in lives]
 
     def step(self) -> int:
         """Return the furthest step that any process has written."""
         return max((number for life in self.lives() for number in life.stepped), default=0)
 
-    def wait_for_step(self, number: int) -> float:
-        """Wait until some process has made the step; return the seconds that it took.
+    def wait_for_step(self, number: int) -> None:
+        """Wait until some process has made the step.
 
         Raises:
           TimeoutError: nobody has in time.
         """
-        began = time.monotonic()
+        until = time.monotonic() + _STEP_TIMEOUT_S
         while self.step() < number:
-            if time.monotonic() - began > _STEP_TIMEOUT_S:
+            if time.monotonic() > until:
                 raise TimeoutError(f"step {number} was not made within {_STEP_TIMEOUT_S:g} s")
             time.sleep(0.05)
-        return time.monotonic() - began
 
 
 def play_real(folder: Path, *, minutes: float, told: Callable[[str], None]) -> dict[str, float]:
@@ -141,8 +136,8 @@ def play_real(folder: Path, *, minutes: float, told: Callable[[str], None]) -> d
       told: told of each kill.
 
     Returns: `equal_over_tls`, the largest relative difference of parameters to those of one machine, up to the last
-      step that all living processes have; `real_next_step_s`, the longest time from a kill to the next step;
-      `real_steps`, and `real_steps_assisted` of them, in which the auxiliary machine took part.
+      step that all living trainers have; `real_next_step_s`, the longest time from a kill to the next step;
+      `real_steps`.
     """
     took_s: list[float] = []
     with ExitStack() as stack:
@@ -153,22 +148,18 @@ def play_real(folder: Path, *, minutes: float, told: Callable[[str], None]) -> d
         began = time.monotonic()
         for quarter, machine in enumerate(("trainer1", "client", _AUXILIARY), 1):
             time.sleep(max(0.0, began + quarter / 4 * 60 * minutes - time.monotonic()))
-            step = swarm.step()
-            swarm.kill(machine)
-            took_s.append(swarm.wait_for_step(step + 1))
-            told(f"killed {machine} after step {step}; the next step came {took_s[-1]:.1f} s later")
+            took_s.append(swarm.kill(machine))
+            told(f"killed {machine}; the next step came {took_s[-1]:.1f} s later")
             swarm.start(machine)
         time.sleep(max(0.0, began + 60 * minutes - time.monotonic()))
         swarm.wait_for_step(swarm.step() + 2)
         lives = swarm.lives()
-    trainers = [life for life in lives if life.spec.name != _AUXILIARY]
-    last = min(max(life.params) for life in trainers if life.ended is None and life.params)
-    found = compare_with_one_machine(regression(), trainers, last)
+    last = min(max(life.params) for life in lives if life.ended is None and life.params)
+    found = compare_with_one_machine(regression(), lives, last)
     return {
-        "equal_over_tls": float("nan") if found.unexplained or found.chains_apart else found.difference,
+        "equal_over_tls": math.nan if found.unexplained or found.chains_apart else found.difference,
         "real_next_step_s": max(took_s),
         "real_steps": last,
-        "real_steps_assisted": sum(life.computed for life in lives if life.spec.name == _AUXILIARY),
     }
 
 

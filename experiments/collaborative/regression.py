@@ -44,11 +44,9 @@ def batch_gradient(params: PyTree, micro_batches: Sequence[tuple[str, int, int]]
 
 def regression() -> Problem:
     """Return the problem, trained by Adam with a schedule, in which a wrong count of steps would show."""
-    optimizer = optax.adam(optax.linear_schedule(0.05, 0.01, 20))
     return Problem(
         params={"w": jnp.linspace(-1.0, 1.0, 12).reshape(3, 4), "b": jnp.zeros(4)},
         gradient=gradient,
         batch_gradient=batch_gradient,
-        together=collaborative(optimizer),
-        optimizer=optimizer,
+        together=collaborative(optax.adam(optax.linear_schedule(0.05, 0.01, 20))),
     )

@@ -1,7 +1,8 @@
 """Scenes of this experiment, in virtual time: machines of a world that join, train and fail."""
 
+import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,10 @@ def unequal(count: int, *, slowest_s: float, clients: Sequence[int] = ()) -> lis
     ]
 
 
+CHURN: Mapping[str, Any] = {"specs": unequal(16, slowest_s=0.5, clients=(7, 15)), "target": 2048}
+"""Sixteen machines, two of which cannot be called, as arguments of `play_swarm`."""
+
+
 async def fail(
     world: World, *, every_s: float, chance: random.Random, down_s: float = _DOWN_S, only_silently: bool = False
 ) -> None:
@@ -108,7 +113,7 @@ async def fail(
     them are down.
 
     Args:
-      every_s: mean time between two failures; infinite: none.
+      every_s: mean time between two failures.
       down_s: how long one is away.
       only_silently: True if connections of the dead always hang, as if unplugged; if not, half of them break.
     """
@@ -128,6 +133,28 @@ async def fail(
             nursery.start_soon(come_back, name)
 
 
+async def kill_in_averaging(
+    world: World, played: Played, name: str, *, after_s: float, anew: bool = True, silent: bool = False
+) -> None:
+    """Kill a machine in the middle of an averaging, and note how long the next step takes from there.
+
+    Args:
+      after_s: from the beginning of the averaging to the kill.
+      anew: False if an averaging that is under way already will do.
+      silent: True if its connections hang, as those of a machine that is unplugged, and do not break.
+    """
+    (victim,) = (life.peer for life in world.living if life.spec.name == name)
+    assert victim is not None
+    for wanted in (False, True) if anew else (True,):
+        while victim.standing.is_averaging != wanted:  # noqa: ASYNC110 (virtual time)
+            await trio.sleep(0.005)
+    await trio.sleep(after_s)
+    step, killed_at = world.step, trio.current_time()
+    world.kill(name, silent=silent)
+    await world.wait_for_step(step + 1)
+    played.recovered_s.append(trio.current_time() - killed_at)
+
+
 def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
     """Four of five machines of unequal speed begin; the fifth joins; one is killed in the middle of an averaging."""
     specs = unequal(5, slowest_s=0.25)
@@ -138,15 +165,7 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
         await world.wait_for_step(steps // 4)
         world.start(specs[4])
         await world.wait_for_step(steps // 2)
-        victim = next(life.peer for life in world.lives if life.spec is specs[1])
-        assert victim is not None
-        while not victim.standing.is_averaging:  # noqa: ASYNC110 (virtual time)
-            await trio.sleep(0.005)
-        await trio.sleep(LATENCY_S / 2)
-        step, killed_at = world.step, trio.current_time()
-        world.kill(specs[1].name)
-        await world.wait_for_step(step + 1)
-        played.recovered_s.append(trio.current_time() - killed_at)
+        await kill_in_averaging(world, played, specs[1].name, after_s=LATENCY_S / 2, anew=False)
         await world.wait_for_step(steps)
         await trio.sleep(2)
 
@@ -154,24 +173,14 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
     return compare_with_one_machine(regression(), played.lives, steps), played
 
 
-def play_batches(*, virtual_s: float, seed: int) -> Played:
-    """Eight machines with a spread of speeds of 1 to 10; nothing happens."""
-
-    async def body(world: World, played: Played) -> None:
-        for spec in unequal(8, slowest_s=0.5):
-            world.start(spec)
-        await trio.sleep(virtual_s)
-
-    return play(body, target=1024, seed=seed)
-
-
-def play_churn(*, virtual_s: float, failure_every_s: float, seed: int, **how: Any) -> Played:
-    """Sixteen machines, two of which cannot be called; one fails now and then, half of the times silently.
+def play_swarm(
+    specs: Sequence[PeerSpec], *, virtual_s: float, failure_every_s: float = math.inf, seed: int, **how: Any
+) -> Played:
+    """Let machines train for so long; one fails now and then, half of the times silently.
 
     Args:
-      virtual_s: how long they train.
       failure_every_s: mean time between two failures; infinite: none.
-      how: as of `play`: lines and what is trained, if others than those of this experiment.
+      how: as of `play`.
     """
 
     async def body(world: World, played: Played) -> None:
@@ -179,14 +188,15 @@ def play_churn(*, virtual_s: float, failure_every_s: float, seed: int, **how: An
             await trio.sleep(30)
             await fail(world, every_s=failure_every_s, chance=random.Random(seed))
 
-        for spec in unequal(16, slowest_s=0.5, clients=(7, 15)):
+        for spec in specs:
             world.start(spec)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(failures)
+            if failure_every_s < math.inf:
+                nursery.start_soon(failures)
             await trio.sleep(virtual_s)
             nursery.cancel_scope.cancel()
 
-    return play(body, target=2048, seed=seed, **how)
+    return play(body, seed=seed, **how)
 
 
 def batch_figures(played: Played) -> dict[str, Any]:

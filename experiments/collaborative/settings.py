@@ -5,8 +5,6 @@ from typing import Literal, get_args
 
 from experiments.bench import Settings
 
-NAME = "collaborative"
-
 Part = Literal["equal", "batches", "churn", "albert", "real"]
 
 

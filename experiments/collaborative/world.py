@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,8 +41,11 @@ class Problem:
     """(params, [(peer, number, count)]) -> mean gradient of all these micro-batches in one batch."""
     together: Collaborative
     """The optimiser of the swarm."""
-    optimizer: optax.GradientTransformation
-    """The one inside."""
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The one inside."""
+        return self.together.inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,12 @@ class PeerSpec:
         """Speeds that it reports of its line, bytes a second; None in a direction without limit."""
         up, down = (rate / 8 if rate < math.inf else None for rate in (self.line.up_bps, self.line.down_bps))
         return Speeds(up=up, down=down)
+
+
+def lines_of(specs: Sequence[PeerSpec]) -> Callable[[str], HostOptions]:
+    """Return the connections of these machines by host, for `simulate(hosts=...)`; others have no limit."""
+    lines = {spec.name: spec.line for spec in specs}
+    return lambda name: lines.get(name, HostOptions())
 
 
 @dataclass(slots=True, eq=False)
@@ -132,15 +142,10 @@ class World:
         last_step: int | None = None,
         on_step: Callable[["Life", GlobalStep], None] = lambda life, done: None,
     ) -> None:
-        self.network = network
-        self.problem = problem
-        self.config = config
+        self.network, self.problem, self.config = network, problem, config
         self.lives: list[Life] = []
         """Lives of all machines, in the order in which they began."""
-        self._seed = seed
-        self._keep = keep
-        self._last_step = last_step
-        self._tell = on_step
+        self._seed, self._keep, self._last_step, self._tell = seed, keep, last_step, on_step
         self._stepped = trio.Event()
 
     async def open(self) -> None:
@@ -189,28 +194,20 @@ class World:
         number = sum(life.spec.name == spec.name for life in self.lives)
         life = Life(f"{spec.name}.{number}", spec, trio.current_time())
         self.lives.append(life)
-        rng = random.Random(f"{self._seed}/{life.name}")
+        rng, listen = random.Random(f"{self._seed}/{life.name}"), None if spec.client else "auto"
+        how: dict[str, Any] = {
+            "together": self.problem.together,
+            "name": "run",
+            "config": replace(self.config, speeds=spec.speeds),
+            "device": InlineDevice(),
+            "on_step": partial(self._on_step, life),
+        }
         while True:
+            config = PeerConfig(network=self.network, host=spec.name, listen=listen, seed=rng.getrandbits(30))
             try:
                 async with (
-                    open_peer(
-                        [Address(ROOT, SIM_PORT)],
-                        PeerConfig(
-                            network=self.network,
-                            host=spec.name,
-                            listen=None if spec.client else "auto",
-                            seed=rng.getrandbits(30),
-                        ),
-                    ) as place,
-                    open_collaboration(
-                        replace(place, rng=rng),
-                        self.problem.params,
-                        together=self.problem.together,
-                        name="run",
-                        config=replace(self.config, speeds=spec.speeds),
-                        device=InlineDevice(),
-                        on_step=partial(self._on_step, life),
-                    ) as peer,
+                    open_peer([Address(ROOT, SIM_PORT)], config) as place,
+                    open_collaboration(replace(place, rng=rng), self.problem.params, **how) as peer,
                 ):
                     await train(peer, life, self.problem, last_step=self._last_step, keep=self._keep)
                     return

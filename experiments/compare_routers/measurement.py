@@ -1,7 +1,9 @@
 """A run for each router and seed, in a folder each, then table, figure and report of all."""
 
 import re
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -14,6 +16,7 @@ from experiments.compare_routers.settings import (
     QUICK_EVAL_TOKENS,
     QUICK_ROUTERS,
     QUICK_STEPS,
+    SEARCH_STEPS,
     WITH_LOSS,
     CompareRoutersSettings,
 )
@@ -21,10 +24,10 @@ from experiments.comparison import FIGURE_TEXT, comparison_headline, comparison_
 from experiments.results import Result
 from experiments.run_summary import summarise_run
 from experiments.transformer_xl.presets import sized_preset
-from experiments.transformer_xl.settings import TrainingSettings
+from experiments.transformer_xl.settings import MAX_SEEDS, TrainingSettings
 from experiments.transformer_xl.side_by_side import run_folder, train_all
 from experiments.transformer_xl.training import checked_router, open_corpus, open_folder
-from experiments.transformer_xl.trainings import Training
+from experiments.transformer_xl.trainings import SEARCHED, Training, best_factors, search_results
 
 
 def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
@@ -51,14 +54,29 @@ def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
 
 def trainings_of(run: Run[CompareRoutersSettings]) -> list[Training]:
     """The runs of the routers that the run folder names; none before it does."""
+    searched = best_factors(search_results(_search_trainings(run))) if run.settings.search else None
+    return _trainings(run, run.folder.path, run.settings.chosen_seeds, searched or {})
+
+
+def _trainings(run: Run[CompareRoutersSettings], out: Path, seeds: Sequence[int], factors: Any) -> list[Training]:
     settings, begun = run.settings, run.records("routers")
     shared = {field.name: getattr(settings, field.name) for field in fields(TrainingSettings)}
     if settings.quick:
         shared["steps"] = min(settings.steps or QUICK_STEPS, QUICK_STEPS)
         shared["eval_tokens"] = min(settings.eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
     routers = begun[-1]["routers"] if begun else {}
-    options = {"may_fail": True, "keeps_checkpoints": False}
-    return router_runs(shared, routers, run.folder.path, seeds=settings.chosen_seeds, **options)
+    return router_runs(shared, routers, out, seeds=seeds, factors=factors, may_fail=True, keeps_checkpoints=False)
+
+
+def _search_trainings(run: Run[CompareRoutersSettings]) -> dict[tuple[str, float], Training]:
+    """(router, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
+    found: dict[tuple[str, float], Training] = {}
+    for factor in SEARCHED:
+        out = run.folder.path / "search" / f"x{factor:g}"
+        for each in _trainings(run, out, [MAX_SEEDS], dict.fromkeys(run.records("routers")[-1]["routers"], factor)):
+            steps = min(each.settings.steps or SEARCH_STEPS, SEARCH_STEPS)
+            found[each.label, factor] = replace(each, settings=replace(each.settings, steps=steps))
+    return found
 
 
 def measure(run: Run[CompareRoutersSettings]) -> None:
@@ -69,6 +87,8 @@ def measure(run: Run[CompareRoutersSettings]) -> None:
     """
     corpus = open_corpus(run)
     run.log("routers", routers=load_routers(run.settings))
+    if run.settings.search:
+        train_all(run, corpus, list(_search_trainings(run).values()), num_jobs=run.settings.num_jobs)
     train_all(run, corpus, trainings_of(run), num_jobs=run.settings.num_jobs)
 
 
@@ -88,6 +108,7 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
     settings, corpora, trainings = run.settings, run.records("corpus"), trainings_of(run)
     if not trainings:
         return None
+    searched = search_results(_search_trainings(run)) if settings.search else {}
     rows = finished(trainings)
     failed = _failures(trainings, rows)
     merged = {label: list(seeds.values()) for label, seeds in rows.items()}
@@ -106,6 +127,7 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
         "failed": list(failed),
         "pairs_told_apart": sum(pair.is_told_apart for pair in pairs),
     }
+    headline |= {"step_size_factors": best_factors(searched)} if searched else {}
     routers = comparison_headline(merged) if merged else {}
     side_by_side = comparison_table(merged) if merged else None
     return Result(

@@ -1,17 +1,20 @@
-"""Routers that are told apart: all pairs at equal seeds, the order of the means, and both in sentences."""
+"""Routers that are told apart: all pairs at equal seeds, the order of the means, and both in sentences.
+
+So many pairs tempt chance: what is told apart is so by p-values that are corrected for their number (Holm).
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dmoe_jax.runs.report import ReportTable, format_value
-from experiments.intervals import Interval, paired_difference, t_interval
+from experiments.intervals import Interval, holm, paired_difference, t_interval
 
 Perplexities = Mapping[str, Mapping[int, float]]
 """Router -> seed -> final validation perplexity."""
 
-_BY_CHANCE = 0.05
-"""Share of the pairs of like routers that 95 % intervals tell apart all the same."""
+_LEVEL = 0.05
+"""Greatest probability that any pair of like routers is told apart."""
 
 
 class Pair(NamedTuple):
@@ -20,16 +23,18 @@ class Pair(NamedTuple):
     Attributes:
       lower, higher: by the order of their means.
       above: by how much the second is above the first, paired by seed.
+      p_value: of the difference, corrected for the number of pairs.
     """
 
     lower: str
     higher: str
     above: Interval
+    p_value: float
 
     @property
     def is_told_apart(self) -> bool:
-        """True if the 95 % interval of the difference leaves out 0."""
-        return self.above.is_below_zero or self.above.is_above_zero
+        """True if the corrected p-value is at most 0.05."""
+        return self.p_value <= _LEVEL
 
 
 def means(perplexities: Perplexities) -> dict[str, float]:
@@ -46,8 +51,10 @@ def means(perplexities: Perplexities) -> dict[str, float]:
 def all_pairs(perplexities: Perplexities) -> list[Pair]:
     """Every two routers that share a seed, in the order of their means."""
     pairs = itertools.combinations(means(perplexities), 2)
-    found = [(*pair, paired_difference(perplexities[pair[1]], perplexities[pair[0]])) for pair in pairs]
-    return [Pair(lower, higher, above) for lower, higher, above in found if above is not None]
+    all_ = [(*pair, paired_difference(perplexities[pair[1]], perplexities[pair[0]])) for pair in pairs]
+    found = [(lower, higher, above) for lower, higher, above in all_ if above is not None]
+    corrected = holm([above.p_value for _, _, above in found])
+    return [Pair(*pair, p_value) for pair, p_value in zip(found, corrected, strict=True)]
 
 
 def pairs_headline(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
@@ -59,6 +66,7 @@ def pairs_headline(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
             "difference": pair.above.mean,
             "interval": pair.above.ends,
             "seeds": pair.above.num_values,
+            "p_value": pair.p_value,
             "told_apart": pair.is_told_apart,
         }
         for pair in pairs
@@ -84,8 +92,8 @@ def ranking_table(perplexities: Perplexities, pairs: Sequence[Pair]) -> ReportTa
     head = ("", "router", "seeds", "validation perplexity", "above the first", "told apart from")
     note = (
         "In the order of the means over the seeds that all have. In brackets 95 % intervals; those of differences are "
-        "over pairs at equal seeds, which share text, delays and failures, and are the ones to go by: two routers are "
-        "told apart where that of their difference leaves out 0."
+        "over pairs at equal seeds, which share text, delays and failures. Two routers are told apart where the "
+        "p-value of their difference, corrected for the number of pairs (Holm), is at most 0.05."
     )
     return ReportTable(title="In order", head=head, rows=rows, note=note)
 
@@ -97,7 +105,7 @@ def with_interval(interval: Interval) -> str:
 
 
 def sentences(perplexities: Perplexities, pairs: Sequence[Pair]) -> list[str]:
-    """Return the result in two sentences: the order, and who is told apart, beside what chance alone would give."""
+    """Return the result in two sentences: the order, and how many pairs are told apart."""
     order = list(means(perplexities).items())
     if len(order) < 2:
         return []
@@ -112,6 +120,5 @@ def sentences(perplexities: Perplexities, pairs: Sequence[Pair]) -> list[str]:
     apart = sum(pair.is_told_apart for pair in pairs)
     return [
         ranked,
-        f"Of {len(counts)} pairs {apart} are told apart by {min(counts)} seeds, where about "
-        f"{_BY_CHANCE * len(counts):.2g} would be by chance if all routers were alike.",
+        f"{apart} of {len(counts)} pairs are told apart by {min(counts)} seeds, corrected for their number (Holm).",
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dmoe_jax.runs.figure import Metrics
@@ -20,6 +21,7 @@ def router_runs(
     out: Path,
     *,
     seeds: Sequence[int],
+    factors: Mapping[str, float] = MappingProxyType({}),
     **options: bool,
 ) -> list[Training]:
     """All runs: every router with one seed before the next seed, so that what was interrupted can be compared.
@@ -28,12 +30,14 @@ def router_runs(
       shared: settings of all runs.
       routers: name in figures, which names the folder too -> how the router is asked for.
       out: folder of the runs.
+      factors: of the step sizes of routers that have others than the preset's.
       options: of each `Training`.
     """
     runs = []
     for seed in seeds:
         for label, spec in routers.items():
             own = {"model": ("dmoe",), "seeds": 1, "router": spec, "seed": seed, "out": out / f"{label}-seed{seed}"}
+            own["step_size"] = shared.get("step_size", 1.0) * factors.get(label, 1.0)
             settings = TransformerXLSettings(**{**shared, **own})
             runs.append(Training(label=label, settings=settings, **options))
     return runs

@@ -13,6 +13,9 @@ QUICK_ROUTERS = ("product_key", "balanced", "switch", "uniform_random")
 knows nothing."""
 QUICK_STEPS, QUICK_EVAL_TOKENS = 32, 4096
 
+SEARCH_STEPS = 300
+"""Most updates of a run of the search for step sizes."""
+
 WITH_LOSS = "product_key+balance"
 """Router that is compared beside the registered ones: product keys with a balancing loss, as `balanced` has a bias."""
 
@@ -29,6 +32,9 @@ class CompareRoutersSettings(TrainingSettings):
     four."""
     seeds: tuple[int, ...] = ()
     """Seeds; each router is trained once with each. Default: 0 1 2; with --quick, 0 1."""
+    search: bool = False
+    """First train each router with 1/32, 1/16, ... 4 times the preset's step sizes for 300 updates or --steps, on a
+    seed that is not reported, and go on with the best of each by validation perplexity."""
     jobs: int | None = None
     """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
     there are two cores, else one."""

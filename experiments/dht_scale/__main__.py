@@ -1,13 +1,6 @@
 """`python -m experiments.dht_scale`; see README.md beside this file."""
 
-from functools import partial
-
 from experiments.bench import run_experiment
 from experiments.dht_scale.settings import DhtScaleSettings
 
-main = partial(
-    run_experiment, DhtScaleSettings, "experiments.dht_scale.measurement:EXPERIMENT", name="dht_scale", uses_jax=False
-)
-
-if __name__ == "__main__":
-    main()
+run_experiment(DhtScaleSettings, "experiments.dht_scale.measurement:EXPERIMENT", name="dht_scale", uses_jax=False)

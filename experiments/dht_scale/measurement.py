@@ -38,7 +38,6 @@ STUDIES = (
     Study("churn", "churn", "light", studies.churn, (100, 1024, 6.0), None),
     *(Study("churn", f"churn_{n}", "light", studies.churn, None, (100, 1024, 20.0), seed=n) for n in range(3)),
     Study("vanish", "vanish", "light", studies.vanish, (300, 200), (1000, 500)),
-    Study("unreachable", "unreachable", "light", studies.unreachable, (40, 12, 200), (40, 12, 500)),
     Study("clocks", "clocks", "light", studies.clocks, (60,), (150,)),
     Study("partition", "partition", "light", studies.partition, (100, 5.0), (300, 10.0)),
     Study("bootstraps", "bootstraps", "light", studies.bootstraps, (60,), (200,)),
@@ -62,7 +61,6 @@ BARS = (
     Bar(name="churn_dead_listed", bound=0.02),
     Bar(name="vanish_minute_ratio", bound=1.5),
     Bar(name="vanish_succeeded", bound=1.0, comparison=">="),
-    Bar(name="unreachable_entries", bound=0),
     Bar(name="clocks_found", bound=1.0, comparison=">="),
     Bar(name="clocks_gone_s", bound=60.0),
     Bar(name="partition_healed_s", bound=60.0),
@@ -75,7 +73,7 @@ BARS = (
 async def figures_of(study: Study, sizes: Sizes, seed: int) -> studies.Figures:
     """Run a study in a world of its own."""
     async with open_world(study.kind, seed=seed) as world:
-        return {"network": study.kind, **await study.main(world, *sizes)}
+        return {"network": study.kind, "nodes": sizes[0], **await study.main(world, *sizes)}
 
 
 def measure(run: Run[DhtScaleSettings]) -> None:

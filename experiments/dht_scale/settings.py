@@ -6,9 +6,8 @@ from typing import Literal, get_args
 from experiments.bench import Settings
 
 Part = Literal[
-    "cold", "trainer", "announcing", "churn", "vanish", "unreachable", "clocks", "partition", "bootstraps", "joins",
-    "memory",
-]  # fmt: skip
+    "cold", "trainer", "announcing", "churn", "vanish", "clocks", "partition", "bootstraps", "joins", "memory"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The studies: each lets something happen to a swarm in an empty world that it is given, and returns figures."""
 
 import gc
+import math
 import random
 import resource
 import statistics
@@ -15,7 +16,8 @@ from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.directory.members import listed_member
 from dmoe_net import DhtNode, Heal, HostDown, Partition
 from dmoe_net.dht.routing_table import key_id
-from experiments.dht_scale.world import World, announce_all, contact_of, dealt, keep_announced, one_each, square
+from experiments.dht_scale.world import World, contact_of, dealt, keep_announced, one_each, square
+from experiments.processes import memory_bytes
 
 Figures = dict[str, Any]
 
@@ -27,12 +29,11 @@ async def cold(world: World, nodes: int, trials: int) -> Figures:
     queries, is_whole = list[int](), True
     numbers = np.random.default_rng(world.seed)
     await world.grow(nodes)
-    announcers = await world.announcers(one_each(nodes), life_s=300.0)
-    announced_at = trio.current_time()
+    announced_at = -math.inf
     for trial in range(trials):
         for batch, seconds in took.items():
             if trio.current_time() > announced_at + 200.0:
-                await announce_all(announcers, one_each(nodes))
+                await world.announcers(one_each(nodes), life_s=300.0)
                 announced_at = trio.current_time()
             async with world.opened(f"reader{trial}-{batch}", listens=False) as dht:
                 before = dht.statistics().queries
@@ -42,10 +43,8 @@ async def cold(world: World, nodes: int, trials: int) -> Figures:
                     seconds.append(trio.current_time() - began)
                 queries.append(dht.statistics().queries - before)
     return {
-        "nodes": nodes,
         "mean_s": statistics.mean(took[1]),
         "standard_error_s": statistics.stdev(took[1]) / len(took[1]) ** 0.5,
-        "p95_s": _percentile(took[1], 0.95),
         "batch64_mean_s": statistics.mean(took[64]),
         "queries": statistics.mean(queries),
         "recall": float(is_whole),
@@ -60,10 +59,6 @@ async def _chosen(
     return bool((chosen >= 0).all())
 
 
-def _percentile(values: list[float], part: float) -> float:
-    return sorted(values)[int(part * len(values))]
-
-
 async def trainer(world: World, nodes: int, experts: int, layers: int, seconds: int) -> Figures:
     """Measure the directory's cost to a trainer with a step a second, 32 samples and four experts in each layer."""
     side = square(experts // layers)
@@ -72,8 +67,7 @@ async def trainer(world: World, nodes: int, experts: int, layers: int, seconds: 
     world.light.counts_bytes = True
     await world.grow(nodes)
     blocks = dealt(uids, nodes)
-    for announcer, own in zip(await world.announcers(blocks), blocks, strict=True):
-        world.nursery.start_soon(keep_announced, announcer, own, world.rng.uniform(0, 10))
+    world.keep_announced(await world.announcers(blocks), blocks, world.nursery)
     async with world.opened("trainer", listens=False) as dht, open_expert_directory(dht) as directory:
         began = trio.current_time()
         async with trio.open_nursery() as prefetching:
@@ -89,15 +83,12 @@ async def trainer(world: World, nodes: int, experts: int, layers: int, seconds: 
             if number == 0:
                 before = world.traffic("trainer")
             await trio.sleep_until(began + 1.0)
-        calls, sent, received = ((world.traffic("trainer") - before) / seconds).tolist()
+        calls, received = ((world.traffic("trainer") - before) / seconds).tolist()
     return {
-        "nodes": nodes,
         "experts": len(uids),
         "prefetch_s": prefetch_s,
-        "first_step_s": waits[0],
         "calls_per_s": calls,
         "down_bytes_per_s": received,
-        "up_bytes_per_s": sent,
         "steps_that_wait": sum(wait > 0 for wait in waits[1:]) / seconds,
     }
 
@@ -108,22 +99,16 @@ async def announcing(world: World, nodes: int) -> Figures:
     seconds = 60.0
     spread = [all_uids(layer_prefix(layer), square(nodes))[layer] for layer in range(16)]
     hosts = await world.grow(nodes)
-    announcers = await world.announcers(one_each(nodes))
-    for index, (announcer, own) in enumerate(zip(announcers, one_each(nodes), strict=True)):
-        experts = spread if index == 1 else own
-        world.nursery.start_soon(keep_announced, announcer, experts, world.rng.uniform(0, 10))
-        dht = world.nodes[hosts[index]]
+    announced = one_each(nodes)
+    announcers = await world.announcers(announced)
+    world.keep_announced(announcers, [announced[0], spread, *announced[2:]], world.nursery)
+    for dht in list(world.nodes.values()):
         await world.stack.enter_async_context(listed_member(dht, "dmoe", contact_of(dht), lambda: {"role": "node"}))
     await trio.sleep(60.0)
     before = [world.traffic(host)[0] for host in hosts]
     await trio.sleep(seconds)
     rates = [float(world.traffic(host)[0] - then) / seconds for host, then in zip(hosts, before, strict=True)]
-    return {
-        "nodes": nodes,
-        "one_calls_per_s": statistics.mean([rates[0], *rates[2:]]),
-        "one_p99_calls_per_s": _percentile(rates[2:], 0.99),
-        "sixteen_calls_per_s": rates[1],
-    }
+    return {"one_calls_per_s": statistics.mean([rates[0], *rates[2:]]), "sixteen_calls_per_s": rates[1]}
 
 
 async def churn(world: World, hosts: int, experts: int, minutes: float) -> Figures:
@@ -146,9 +131,7 @@ async def churn(world: World, hosts: int, experts: int, minutes: float) -> Figur
                     announcer = Announcer(dht, contact_of(dht), life_s=30.0)
                     for uid in blocks[number]:
                         alive_since[uid.coordinates], serving[uid.coordinates] = trio.current_time(), host
-                    while True:
-                        await announcer.announce(blocks[number])
-                        await trio.sleep(10.0)
+                    await keep_announced(announcer, blocks[number], 0.0)
             world.light.apply(HostDown(host, silent=True))
             for uid in blocks[number]:
                 if serving.get(uid.coordinates) == host:
@@ -156,7 +139,7 @@ async def churn(world: World, hosts: int, experts: int, minutes: float) -> Figur
             replaced += 1
             life += 1
 
-    reader = await world.stay("reader")
+    reader = await world.stack.enter_async_context(world.opened("reader"))
     for number in range(hosts):
         world.nursery.start_soon(live, number, 0)
         await trio.sleep(0.05)
@@ -177,17 +160,15 @@ async def churn(world: World, hosts: int, experts: int, minutes: float) -> Figur
             dead_share.append(len(dead) / max(1, len(listed)))
             await trio.sleep(3.0)
     return {
-        "hosts": hosts,
         "experts": experts,
         "replaced": replaced,
-        "recall_mean": statistics.mean(found_share),
         "recall_worst": min(found_share),
         "dead_listed": statistics.mean(dead_share),
     }
 
 
-async def _gets(world: World, nodes: list[DhtNode], count: int) -> tuple[float, float, float]:
-    """Mean and 99th percentile of the time of gets from nodes drawn at random, and the share that found something."""
+async def _gets(world: World, nodes: list[DhtNode], count: int) -> tuple[float, float]:
+    """Mean time of gets from nodes drawn at random, and the share that found something."""
     took, found = list[float](), 0
     for _ in range(count):
         node, key = world.rng.choice(nodes), f"key{world.rng.randrange(100)}"
@@ -195,67 +176,34 @@ async def _gets(world: World, nodes: list[DhtNode], count: int) -> tuple[float, 
         began = trio.current_time()
         found += bool(await node.get(key))
         took.append(trio.current_time() - began)
-    return statistics.mean(took), _percentile(took, 0.99), found / count
-
-
-async def _hold_keys(world: World, nodes: list[DhtNode]) -> None:
-    """Let nodes keep a hundred records alive."""
-
-    async def keep(number: int) -> None:
-        while True:
-            await nodes[number % len(nodes)].store(f"key{number}", number, life_s=60.0)
-            await trio.sleep(20.0)
-
-    for number in range(100):
-        world.nursery.start_soon(keep, number)
-    await trio.sleep(5.0)
+    return statistics.mean(took), found / count
 
 
 async def vanish(world: World, nodes: int, gets: int) -> Figures:
     """Time of gets before 30 % of the nodes go silent, at once after it, and a minute later."""
-    figures: Figures = {"nodes": nodes}
-    hosts = await world.grow(nodes)
+    hosts, figures = await world.grow(nodes), Figures()
     dead = set(world.rng.sample(hosts, round(0.3 * nodes)))
     living = [world.nodes[host] for host in hosts if host not in dead]
-    await _hold_keys(world, living)
-    await trio.sleep(60.0)
-    figures["before_mean_s"], figures["before_p99_s"], _ = await _gets(world, living, gets)
+
+    async def hold(number: int) -> None:
+        """Keep a record alive."""
+        while True:
+            await living[number % len(living)].store(f"key{number}", number, life_s=60.0)
+            await trio.sleep(20.0)
+
+    for number in range(100):
+        world.nursery.start_soon(hold, number)
+    await trio.sleep(65.0)
+    figures["before_mean_s"], _ = await _gets(world, living, gets)
     for host in dead:
         world.light.apply(HostDown(host, silent=True))
     began, succeeded = trio.current_time(), list[float]()
     for name, after_s in (("at_once", 0.0), ("minute", 60.0), ("three_minutes", 180.0)):
         await trio.sleep_until(began + after_s)
-        figures[f"{name}_mean_s"], figures[f"{name}_p99_s"], share = await _gets(world, living, gets)
+        figures[f"{name}_mean_s"], share = await _gets(world, living, gets)
         succeeded.append(share)
-    gone = {world.nodes[host].peer_id for host in dead}
-    known = [contact.peer_id for node in living for contact in node.contacts()]
-    figures["dead_in_tables"] = sum(peer_id in gone for peer_id in known) / len(known)
     figures["succeeded"] = min(succeeded)
     figures["minute_ratio"] = figures["minute_mean_s"] / figures["before_mean_s"]
-    return figures
-
-
-async def unreachable(world: World, nodes: int, hidden: int, gets: int) -> Figures:
-    """Entries of tables that name nodes which nobody can dial, a minute after these came, and the time of gets with
-    and without them."""
-    figures: Figures = {"nodes": nodes, "hidden": hidden}
-    world.light.may_dial = lambda source, destination: not destination.startswith("hidden")
-    await world.grow(nodes)
-    seen = list(world.nodes.values())
-    await _hold_keys(world, seen)
-    figures["without_mean_s"], _, _ = await _gets(world, seen, gets)
-    strangers = []
-    for number in range(hidden):
-        entrances = [contact_of(node) for node in world.rng.sample(seen, 3)]
-        strangers.append(await world.stay(f"hidden{number}", initial=entrances))
-    began = trio.current_time()
-    while trio.current_time() < began + 60.0:
-        for stranger in strangers:
-            await stranger.get(f"key{world.rng.randrange(100)}")
-        await trio.sleep(5.0)
-    ids = {stranger.peer_id for stranger in strangers}
-    figures["entries"] = sum(contact.peer_id in ids for node in seen for contact in node.contacts())
-    figures["with_mean_s"], _, figures["succeeded"] = await _gets(world, seen, gets)
     return figures
 
 
@@ -265,38 +213,23 @@ async def clocks(world: World, nodes: int) -> Figures:
     grid = square(nodes)
     draws = random.Random(f"{world.seed}/clocks")
     hosts = await world.grow(nodes, ahead_s=lambda: draws.uniform(-300, 300))
-    announcers, all_alive = await world.announcers(one_each(nodes)), trio.CancelScope()
-
-    async def keep_all_announced() -> None:
-        with all_alive:
-            async with trio.open_nursery() as nursery:
-                for announcer, own in zip(announcers, one_each(nodes), strict=True):
-                    nursery.start_soon(keep_announced, announcer, own, world.rng.uniform(0, 10))
-
-    world.nursery.start_soon(keep_all_announced)
-    await trio.sleep(60.0)
-    off = [abs(node.clock.now() - trio.current_time() - 1e9) for node in world.nodes.values()]
-    found = []
-    for number in range(5):
-        reader = world.opened(f"reader{number}", listens=False, ahead_s=draws.uniform(-300, 300))
-        async with reader as dht, open_expert_directory(dht) as directory:
-            found.append(len(await directory.living("layer0", grid)) / nodes)
+    announcers, found = await world.announcers(one_each(nodes)), list[float]()
+    async with trio.open_nursery() as announcing:
+        world.keep_announced(announcers, one_each(nodes), announcing)
+        await trio.sleep(60.0)
+        for number in range(5):
+            reader = world.opened(f"reader{number}", listens=False, ahead_s=draws.uniform(-300, 300))
+            async with reader as dht, open_expert_directory(dht) as directory:
+                found.append(len(await directory.living("layer0", grid)) / nodes)
+        announcing.cancel_scope.cancel()  # nobody announces any more
     async with open_expert_directory(world.nodes[hosts[-1]]) as directory:
-        all_alive.cancel()  # nobody announces any more
         for host in hosts[: nodes // 2]:
             world.light.apply(HostDown(host, silent=True))
         began = trio.current_time()
         with trio.move_on_after(600.0):
             while await directory.living("layer0", grid):  # noqa: ASYNC110 (nobody could set an event)
                 await trio.sleep(1.0)
-        gone_s = trio.current_time() - began
-    return {
-        "nodes": nodes,
-        "found": min(found),
-        "gone_s": gone_s,
-        "clock_spread_s": max(off) - min(off),
-        "clock_median_s": statistics.median(off),
-    }
+        return {"found": min(found), "gone_s": trio.current_time() - began}
 
 
 async def partition(world: World, nodes: int, minutes: float) -> Figures:
@@ -328,7 +261,7 @@ async def partition(world: World, nodes: int, minutes: float) -> Figures:
             healed_s = trio.current_time() - began
             break
         await trio.sleep(5.0)
-    return {"nodes": nodes, "found": share, "healed_s": healed_s}
+    return {"found": share, "healed_s": healed_s}
 
 
 async def bootstraps(world: World, nodes: int) -> Figures:
@@ -340,8 +273,8 @@ async def bootstraps(world: World, nodes: int) -> Figures:
         world.light.apply(HostDown(host))
     await trio.sleep(300.0)
     began = trio.current_time()
-    first = await world.stay("fresh0", initial=(), remembered=remembered)
-    newcomer = await world.stay("newcomer", initial=[contact_of(first)])
+    first = await world.stack.enter_async_context(world.opened("fresh0", initial=(), remembered=remembered))
+    newcomer = await world.stack.enter_async_context(world.opened("newcomer", initial=[contact_of(first)]))
     old = world.nodes[hosts[-1]]
     one_s = float("inf")
     while trio.current_time() < began + 600.0:
@@ -351,14 +284,12 @@ async def bootstraps(world: World, nodes: int) -> Figures:
             one_s = trio.current_time() - began
             break
         await trio.sleep(5.0)
-    return {"nodes": nodes, "one_swarm_s": one_s}
+    return {"one_swarm_s": one_s}
 
 
 async def joins(world: World, nodes: int, selections: int) -> Figures:
     """CPU seconds and memory of so many joins and selections."""
-    gc.collect()
     began = time.process_time()
-    grid = square(nodes)
     await world.grow(nodes)
     joined_s = time.process_time() - began
     await world.announcers(one_each(nodes), life_s=300.0)
@@ -366,31 +297,27 @@ async def joins(world: World, nodes: int, selections: int) -> Figures:
 
     async def select(number: int) -> None:
         async with world.opened(f"reader{number}", listens=False) as dht, open_expert_directory(dht) as directory:
-            await _chosen(directory, "layer0", grid, 1, numbers)
+            await _chosen(directory, "layer0", square(nodes), 1, numbers)
 
     for start in range(0, selections, 20):
         async with trio.open_nursery() as nursery:
             for number in range(start, min(selections, start + 20)):
                 nursery.start_soon(select, number)
-    return {
-        "nodes": nodes,
-        "selections": selections,
-        "joins_cpu_s": joined_s,
-        "cpu_s": time.process_time() - began,
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"joins_cpu_s": joined_s, "cpu_s": time.process_time() - began, "peak_rss_mb": peak_mb}
 
 
 async def memory(world: World, nodes: int) -> Figures:
     """Memory of a node, after it has joined and after its first refresh."""
 
-    def rss_kb() -> float:
+    def held_kb() -> float:
         gc.collect()
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize() / 1024
+        held = memory_bytes()
+        assert held is not None  # on Linux there is a figure
+        return held[0] / 1024
 
-    before = rss_kb()
+    before = held_kb()
     await world.grow(nodes)
-    joined = (rss_kb() - before) / nodes
+    joined = (held_kb() - before) / nodes
     await trio.sleep(1300.0)
-    return {"nodes": nodes, "joined_kb": joined, "refreshed_kb": (rss_kb() - before) / nodes}
+    return {"joined_kb": joined, "refreshed_kb": (held_kb() - before) / nodes}

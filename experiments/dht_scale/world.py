@@ -19,9 +19,6 @@ from dmoe_net.transport.sim.links import Exponential
 
 Kind = Literal["full", "light"]
 
-_ROUND_TRIP_S = 0.1
-"""Mean round trip between two hosts; each way is exponentially distributed, as in the paper."""
-
 _AT_ONCE = 20  # nodes that join at the same time
 
 
@@ -90,12 +87,6 @@ class World:
             finally:
                 self.nodes.pop(host, None)
 
-    async def stay(
-        self, host: str, *, initial: Sequence[Contact] | None = None, remembered: Sequence[Contact] = ()
-    ) -> DhtNode:
-        """Open a node as `opened` does, which leaves at the end of all."""
-        return await self.stack.enter_async_context(self.opened(host, initial=initial, remembered=remembered))
-
     async def grow(self, count: int, *, ahead_s: Callable[[], float] = lambda: 0.0) -> list[str]:
         """Let nodes `node0`, `node1`, ... join, some at a time, until there are so many; return their hosts."""
 
@@ -114,20 +105,30 @@ class World:
     async def announcers(self, uids: Sequence[Sequence[ExpertUid]], *, life_s: float = 30.0) -> list[Announcer]:
         """An announcer for each node, in the order of hosts' numbers, that has announced its experts."""
         announcers = [Announcer(node, contact_of(node), life_s=life_s) for node in self.nodes.values()]
-        await announce_all(announcers, uids)
+        pairs = list(zip(announcers, uids, strict=True))
+        for start in range(0, len(pairs), 50):  # fifty nodes at a time
+            async with trio.open_nursery() as nursery:
+                for announcer, own in pairs[start : start + 50]:
+                    nursery.start_soon(announcer.announce, own)
         return announcers
 
+    def keep_announced(
+        self, announcers: Sequence[Announcer], uids: Sequence[Sequence[ExpertUid]], nursery: trio.Nursery
+    ) -> None:
+        """Have experts announced every ten seconds, each announcer from a moment of its own on."""
+        for announcer, own in zip(announcers, uids, strict=True):
+            nursery.start_soon(keep_announced, announcer, own, self.rng.uniform(0, 10))
+
     def traffic(self, host: str) -> np.ndarray:
-        """Calls that a host has placed on the light network; bytes that it sent and received, if they are counted."""
-        caller = self.callers[host]
-        return np.array([caller.num_placed, caller.sent_bytes, caller.received_bytes])
+        """Calls that a host has placed on the light network, and bytes that it received, if they are counted."""
+        return np.array([self.callers[host].num_placed, self.callers[host].received_bytes])
 
 
 @asynccontextmanager
 async def open_world(kind: Kind, *, seed: int) -> AsyncIterator[World]:
     """An empty network."""
     async with AsyncExitStack() as stack:
-        latency = Exponential(_ROUND_TRIP_S / 2)
+        latency = Exponential(0.05)  # each way; a round trip takes 100 ms in the mean, as in the paper
         network: SimNetwork | CallNetwork = (
             CallNetwork(seed=seed, latency=latency)
             if kind == "light"
@@ -136,15 +137,6 @@ async def open_world(kind: Kind, *, seed: int) -> AsyncIterator[World]:
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         yield World(network, seed, stack, nursery, random.Random(f"{seed}/world"))
-
-
-async def announce_all(announcers: Sequence[Announcer], uids: Sequence[Sequence[ExpertUid]]) -> None:
-    """Announce experts, those of fifty nodes at a time."""
-    pairs = list(zip(announcers, uids, strict=True))
-    for start in range(0, len(pairs), 50):
-        async with trio.open_nursery() as nursery:
-            for announcer, own in pairs[start : start + 50]:
-                nursery.start_soon(announcer.announce, own)
 
 
 async def keep_announced(announcer: Announcer, uids: Sequence[ExpertUid], offset_s: float) -> None:

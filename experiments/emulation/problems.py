@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 
-from dmoe_jax import Model
+from dmoe_jax import Model, Outcome, expert_from_functions, score
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.data import Images, SegmentStream, evaluation_segments, load_corpus, load_mnist
 from dmoe_jax.emulator import Data, Emulator, take_batches
+from dmoe_jax.experts.feedforward import FeedforwardBlock
 from dmoe_jax.models import MLP, MLPConfig, TransformerXL, mlp
 from dmoe_jax.optim import make_optimizer, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.routing import Router, product_key, steer_biases
@@ -19,8 +23,14 @@ from experiments.transformer_xl.presets import PRESETS, model_config
 
 MNIST_MEAN, MNIST_SPREAD = 0.1307, 0.3081
 """Mean and standard deviation of the training images' pixels between 0 and 1, as everybody subtracts and divides."""
-BATCH_SIZE = 4
-"""Images of a step, as in the paper."""
+BATCH_SIZE, NUM_CLASSES = 4, 10
+"""Images of a step, as in the paper; digits."""
+
+_NOTHING = expert_from_functions(
+    lambda key: jnp.zeros(()), lambda zero, x: x + zero, np.zeros((1, NUM_CLASSES), np.float32), name="nothing"
+)
+"""Expert that returns its input."""
+_ROUTER = product_key((1,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,18 +115,60 @@ def mnist(
       num_evaluated: of the test images, the first so many.
       dtype: "float64" where the answer must not depend on rounding, see `MLPConfig`.
     """
-    sizes = {"input_dim": 784, "num_classes": 10, "k_best": 4}
+    sizes = {"input_dim": 784, "num_classes": NUM_CLASSES, "k_best": 4}
     config = MLPConfig(**sizes, d_model=d_model, num_layers=num_layers, grid_size=grid_size, dtype=dtype)
     router = router or product_key(grid_size)
     return Problem(
         name="MNIST",
         make_model=lambda swarm, **options: MLP.on(swarm, config, router, **options),
         batch_size=BATCH_SIZE,
-        streams=lambda num_trainers, seed: [
-            image_stream(seed=seed, trainer=trainer, dtype=dtype) for trainer in range(num_trainers)
-        ],
-        evaluation=(evaluation_images(num_evaluated, dtype=dtype),),
+        streams=lambda num_trainers, seed: [_image_stream(seed, trainer, dtype) for trainer in range(num_trainers)],
+        evaluation=(_batch(_mnist().test, np.arange(num_evaluated), dtype),),
         optimizers=Optimizers(amsgrad(remedy), amsgrad(remedy)),
+    )
+
+
+class DenseMLP(Model[mlp.Batch, tuple[()]]):
+    """The dense classifier that the paper's mixtures are compared with (section 4.2): every layer of `models.MLP` with
+    one wide block for its mixture.
+
+    All of it is trunk, and nothing else is stale: a step takes as long as two calls of an expert that does nothing.
+    """
+
+    name = "dense MLP"
+
+    def __init__(self, swarm: Any, d_model: int, **options: Any) -> None:
+        blocks = [FeedforwardBlock(d_model, 4) for _ in range(4)]
+        self.blocks = nn.Sequential([nn.Dense(d_model), *blocks, nn.LayerNorm(), nn.Dense(NUM_CLASSES)])
+        self._mixture = swarm.mixture("wait0", _NOTHING, _ROUTER, k_best=1, **options)
+
+    def init(self, key: jax.Array) -> PyTree:
+        return {"blocks": self.blocks.init(key, jnp.zeros((1, 784))), "gate": _ROUTER.init(key, NUM_CLASSES)}
+
+    async def forward(self, run: Any, params: Any, batch: mlp.Batch, state: tuple[()], keys: Any) -> Outcome:
+        logits = run(self.blocks.apply, params["blocks"], batch.x)
+        logits, _ = await self._mixture(run, run(_scores, params["gate"], logits), logits)
+        loss, accuracy = run(_loss_head, logits, batch.labels)
+        return Outcome(loss=loss, items=len(batch.labels), metrics={"accuracy": accuracy})
+
+
+def _scores(gate: PyTree, logits: jax.Array) -> Any:
+    return score(_ROUTER, gate, logits)
+
+
+def _loss_head(logits: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), (logits.argmax(-1) == labels).mean()
+
+
+def dense_mnist(*, d_model: int, remedy: Remedy, num_evaluated: int) -> Problem:
+    """The classifier with dense blocks, twice as wide as a mixture's experts: so each costs what four of them cost."""
+    problem = mnist(remedy=remedy, num_evaluated=num_evaluated)
+    return replace(
+        problem,
+        name="dense MNIST",
+        make_model=lambda swarm, **options: DenseMLP(swarm, d_model, **options),
+        optimizers=problem.optimizers._replace(expert=None),
     )
 
 
@@ -176,17 +228,12 @@ def amsgrad(remedy: Remedy) -> optax.GradientTransformation:
     return steer_biases(optax.flatten(chain))
 
 
-def image_stream(*, seed: int, trainer: int, dtype: str = "float32") -> Iterator[mlp.Batch]:
+def _image_stream(seed: int, trainer: int, dtype: str) -> Iterator[mlp.Batch]:
     """Training images drawn at random, without end; of this trainer."""
     images = _mnist().train
     rng = np.random.default_rng([seed, trainer])
     while True:
         yield _batch(images, rng.integers(0, len(images.labels), BATCH_SIZE), dtype)
-
-
-def evaluation_images(count: int, *, dtype: str = "float32") -> mlp.Batch:
-    """The first `count` test images."""
-    return _batch(_mnist().test, np.arange(count), dtype)
 
 
 _mnist = functools.cache(load_mnist)

@@ -12,7 +12,7 @@ updated. `OrderRecorder.order` makes an `EventOrder` of it, from which the emula
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, cast
@@ -25,9 +25,7 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder, num_st
 from dmoe_jax.mixture.expert_calls import BACKWARD as BACKWARD_CALL
 from dmoe_jax.mixture.expert_calls import FORWARD as FORWARD_CALL
 from dmoe_jax.trainer import StepRecord
-from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
-from dmoe_net.wire.tensors import Outgoing
 
 Part = Mapping[str, Any]
 """A part of a request: the call of one expert."""
@@ -71,18 +69,18 @@ class OrderRecorder:
         """Note that a trainer calls experts."""
         self._step_of.update((part["id"], (trainer, self._steps[trainer])) for part in parts)
 
-    def note_computed(self, kind: int, parts: Sequence[Part]) -> None:
-        """Note that experts have computed calls."""
-        for part in parts:
+    def note_computed(self, kind: int, parts: Sequence[Part], answer: Reply) -> None:
+        """Note that experts have computed those calls of a request that this answer is for."""
+        for part in _computed(parts, answer):
             uid, (trainer, step) = part["uid"], self._step_of[part["id"]]
             if step == self._steps[trainer]:
                 self._noted.append((kind, trainer, uid, part["id"]))
             elif kind == BACKWARD:  # a forward call that nobody waits for any more changes nothing
                 self._too_late.append(f"expert {uid} learnt of trainer {trainer}'s step {step} after its end")
 
-    def note_answered(self, parts: Sequence[Part]) -> None:
-        """Note that a trainer has answers."""
-        self._answered.update(part["id"] for part in parts)
+    def note_answered(self, parts: Sequence[Part], answer: Reply) -> None:
+        """Note that a trainer has this answer."""
+        self._answered.update(part["id"] for part in _computed(parts, answer))
 
     def order(self, *, num_trainers: int, num_pairs: int) -> EventOrder:
         """All that was noted until now, up to the last update of the trunk.
@@ -127,17 +125,13 @@ class _RecordedCaller:
     def __init__(self, recorder: OrderRecorder, caller: Caller, trainer: int | None) -> None:
         self._recorder, self._caller, self._trainer = recorder, caller, trainer
         self._turns: dict[str, trio.Lock] = {}
-        self.peer_id, self.address = caller.peer_id, caller.address
-        self.bulk, self.health = caller.bulk, caller.health
-        self.moved_bytes, self.remove_handler = caller.moved_bytes, caller.remove_handler
-        self.is_reached, self.reach = caller.is_reached, caller.reach
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._caller, name)
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """As `Caller.add_handler`."""
-        kind = _METHODS.get(method)
-        if kind is None:
-            self._caller.add_handler(method, handler, max_concurrent=max_concurrent)
-            return
+        kind = _METHODS.get(method, FORWARD)
 
         async def recorded(request: Request) -> Reply:
             parts = request.body["parts"]
@@ -145,42 +139,33 @@ class _RecordedCaller:
             def send_partial(answer: Reply) -> bool:
                 is_sent = request.send_partial is not None and request.send_partial(answer)
                 if is_sent:
-                    self._recorder.note_computed(kind, _computed(parts, answer))
+                    self._recorder.note_computed(kind, parts, answer)
                 return is_sent
 
             async with AsyncExitStack() as stack:
                 for uid in sorted({part["uid"] for part in parts}):  # in one order, so that no two wait for each other
                     await stack.enter_async_context(self._turns.setdefault(uid, trio.Lock()))
                 reply = await handler(replace(request, send_partial=send_partial))
-                self._recorder.note_computed(kind, _computed(parts, reply))
+                self._recorder.note_computed(kind, parts, reply)
             return reply
 
-        self._caller.add_handler(method, recorded, max_concurrent=max_concurrent)
+        self._caller.add_handler(method, recorded if method in _METHODS else handler, max_concurrent=max_concurrent)
 
-    async def call(
-        self,
-        target: Contact | Address | PeerId,
-        method: str,
-        body: Body,
-        tensors: Sequence[Outgoing] = (),
-        *,
-        on_partial: Callable[[Reply], None] | None = None,
-        **options: Any,
-    ) -> Reply:
+    async def call(self, target: Any, method: str, body: Body, tensors: Any = (), **options: Any) -> Reply:
         """As `Caller.call`."""
         if method not in _METHODS or self._trainer is None:
-            return await self._caller.call(target, method, body, tensors, on_partial=on_partial, **options)
+            return await self._caller.call(target, method, body, tensors, **options)
         parts = body["parts"]
+        on_partial: Any = options.pop("on_partial", None)
         self._recorder.note_placed(self._trainer, parts)
 
         def take(answer: Reply) -> None:
-            self._recorder.note_answered(_computed(parts, answer))
-            if on_partial is not None:
-                on_partial(answer)
+            self._recorder.note_answered(parts, answer)
+            on_partial(answer)
 
         heard = None if on_partial is None else take
         reply = await self._caller.call(target, method, body, tensors, on_partial=heard, **options)
-        self._recorder.note_answered(_computed(parts, reply))
+        self._recorder.note_answered(parts, reply)
         return reply
 
 

@@ -21,8 +21,7 @@ from dmoe_jax.emulator import Emulator, EventOrder, SwarmState, draw_order, expo
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import STAGE
 from experiments.bench import Run
-from experiments.emulation.dense import dense_mnist
-from experiments.emulation.problems import DEFAULT, Problem, Remedy, keys_of, mnist, transformer_xl
+from experiments.emulation.problems import DEFAULT, Problem, Remedy, dense_mnist, keys_of, mnist, transformer_xl
 from experiments.emulation.swarm import train_swarm
 from experiments.processes import HelperProcess, open_helpers
 
@@ -109,13 +108,13 @@ def train_missing(run: Run[Any], trials: Sequence[Trial], *, num_jobs: int) -> N
 
     jobs = min(num_jobs, len(waiting))
     settings = [{"number": number, "jobs": jobs} for number in range(jobs)]
-    with open_helpers("experiments.emulation.worker", settings, environment=_HUGE_PAGES) as helpers:
-        pool = ThreadPoolExecutor(max(jobs, 1))
-        try:
-            for working in as_completed([pool.submit(work, helper) for helper in helpers]):
-                working.result()
-        finally:  # threads that wait for a helper end with it
-            pool.shutdown(wait=False, cancel_futures=True)
+    # The helpers end first, whatever happens, and with them the threads that wait for their answers.
+    with (
+        ThreadPoolExecutor(max(jobs, 1)) as pool,
+        open_helpers("experiments.emulation.worker", settings, environment=_HUGE_PAGES) as helpers,
+    ):
+        for working in as_completed([pool.submit(work, helper) for helper in helpers]):
+            working.result()
 
 
 def trained(run: Run[Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:

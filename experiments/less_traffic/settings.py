@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from experiments.bench import UnseededSettings
-from experiments.moshpit_sgd.settings import ModelName
 
 MethodName = Literal[
     "every_step",
@@ -27,8 +26,6 @@ class LessTrafficSettings(UnseededSettings):
 
     quick: bool = False
     """One seed, 300 steps, and three of the methods."""
-    model: ModelName = "mnist"
-    """Model that is trained. The methods' step sizes were found for `mnist`; for the other, search."""
     methods: tuple[MethodName, ...] | None = None
     """Methods that are compared. Default: all; with --quick every_step, diloco and sparse_diloco."""
     steps: int | None = None
@@ -36,7 +33,7 @@ class LessTrafficSettings(UnseededSettings):
     seeds: int | None = None
     """Runs of each method, with seeds from 0. Default: 3; with --quick 1."""
     search: bool = False
-    """Try several step sizes on seed 0 instead, and say which are best."""
+    """Train with 1/32 to 4 times each method's step size, on a seed that is not reported, and print the best."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

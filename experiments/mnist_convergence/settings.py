@@ -17,6 +17,10 @@ class MnistSettings(TrialSettings):
     """Updates of the trunk."""
     experts: tuple[Literal[64, 256, 4096], ...] = (64, 256, 4096)
     """Mixtures by their experts in all four layers. Trainings of 4,096 take 11 GB each, one at a time."""
+    search: bool = False
+    """First train the dense model and 256 experts of the authors' program at 1000 ms with 1/32 to 4 times the step
+    sizes, on two seeds that are not reported, and go on with the best of each; with --extras also both with our default
+    optimisers. Without it: with those that this has found."""
     extras: bool = False
     """Also what is not in the paper, of 256 experts and the dense model: trained keys without stale experts, and our
     default optimisers, which know of staleness."""

@@ -12,7 +12,7 @@ is no router.
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -41,19 +41,19 @@ from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.moe_overhead.settings import OverheadSettings
 from experiments.results import Bar, Result
+from experiments.rounds import SLICE, Ratio, measure_rounds, round_figures
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS
-from experiments.transformer_xl.settings import TrainingSettings
 from experiments.transformer_xl.setup import Setup
-from experiments.transformer_xl.training import checked_router
 
-BARS = (
-    Bar(name="moe_overhead", bound=1.2),
-    Bar(name="local_grid_cost", bound=1.3),
-    Bar(name="token_memory", bound=2.0),
+RATIOS = (
+    Ratio("moe_overhead", "step_s", "moe", "dense", "<=", 1.2),
+    Ratio("local_grid_cost", "step_s", "many_experts", "few_experts", "<=", 1.3),
 )
 """The step of a mixture over that of a dense layer of equal FLOPs; the step of a layer with 64 experts over that of one
-with 16, of equal rows; the memory of 2,048 rows over that of 512."""
+with 16, of equal rows."""
+MEMORY_BAR = Bar(name="token_memory", bound=2.0)
+"""The memory of 2,048 rows over that of 512."""
 
 D_MODEL = 64
 """Width of the layer. An expert has 100 thousand parameters, and a row goes to four."""
@@ -66,59 +66,54 @@ TOKENS = (512, 2048)
 
 
 def measure(run: Run[OverheadSettings]) -> None:
-    """Time the models and the layers, and log each round: the median seconds of a step of each, and their ratios."""
-    settings = run.settings
-    rounds, steps = (3, 5) if settings.quick else (settings.rounds, 10)
+    """Time the models and the layers, round after round: the median seconds of a step of each."""
+    seed, setup = run.settings.seed, overhead_setup(run.settings.seed)
     few_bytes, many_bytes = map(peak_bytes, TOKENS)
-    run.log("memory", ratio=many_bytes / few_bytes)
+    run.log("sizes", memory_ratio=many_bytes / few_bytes, tokens_per_step=setup.rows * setup.config.seq_len)
     run.say("compiling")
-    setup = overhead_setup(settings)
-    models = _mixture(setup), wide_training(setup)
-    layers = [grid_training(grid_size, settings.seed) for grid_size in reversed(GRIDS)]
-    for step in 2 * (*models, *layers):  # the first compiles
-        step()
-    tokens = setup.rows * setup.config.seq_len
-    for number in range(1, rounds + 1):
-        moe_s, dense_s = _in_turns(models, steps)
-        many_s, few_s = _in_turns(layers, 10 * steps)  # they take a millisecond
-        ratios = {"ratio": moe_s / dense_s, "grid_ratio": many_s / few_s}
-        run.log("round", step=number, moe_s=moe_s, dense_s=dense_s, tokens_per_step=tokens, **ratios)
-        run.say(
-            f"round {number}/{rounds}: {1e3 * moe_s:.1f} ms with mixtures, {1e3 * dense_s:.1f} ms with dense layers, "
-            f"ratio {moe_s / dense_s:.2f}; more experts over fewer: {many_s / few_s:.2f}"
-        )
+    engine, (few, many) = LocalEngine(setup), GRIDS
+
+    def step() -> None:
+        train_without_waiting(engine.advance(1, lambda record: None, lambda trainer, error: None))
+        jax.block_until_ready(engine.state())
+
+    models = {"moe": step, "dense": wide_training(setup)}
+    layers = {"many_experts": grid_training(many, seed), "few_experts": grid_training(few, seed)}
+    rounds, steps = (3, 5) if run.settings.quick else (9, 10)
+    # Steps of a layer take a millisecond.
+    turns = [partial(_in_turns, models, steps), partial(_in_turns, layers, 10 * steps)]
+    measure_rounds(run, turns, RATIOS, rounds=rounds)
 
 
-def _in_turns(ways: Sequence[Callable[[], None]], steps: int) -> list[float]:
+def _in_turns(ways: dict[str, Callable[[], None]], steps: int) -> dict[str, dict[str, float]]:
     """Median seconds of a step of each way. They take turns at every step, and in turns who goes first."""
-    seconds: list[list[float]] = [[] for _ in ways]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(steps):
-        for way, own in list(zip(ways, seconds, strict=True))[:: 1 if turn % 2 else -1]:
+        for name in list(ways) if turn % 2 else reversed(ways):
             started = time.perf_counter()
-            way()
-            own.append(time.perf_counter() - started)
-    return [median(own) for own in seconds]
+            ways[name]()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: {"step_s": median(own)} for name, own in seconds.items()}
 
 
-def overhead_setup(settings: OverheadSettings) -> Setup:
-    """The preset's mixture without dropout, over words drawn by Zipf's law.
+def overhead_setup(seed: int) -> Setup:
+    """The tiny preset's mixture without dropout, over words drawn by Zipf's law.
 
     So the adaptive softmax has about the work that it has on real text.
     """
-    preset = PRESETS["dmoe", settings.size]
+    preset = PRESETS["dmoe", "tiny"]
     rates = ("dropout", "attention_dropout", "position_dropout", "embedding_dropout", "input_dropout", "output_dropout")
     config = preset.config.replace(**dict.fromkeys(rates, 0.0))
     weights = 1 / (np.arange(VOCAB_SIZE) + 2.7)
-    count = 20 * (settings.batch_size or preset.batch_size) * config.seq_len + 1
-    words = np.random.default_rng(settings.seed).choice(VOCAB_SIZE, count, p=weights / weights.sum()).astype(np.int32)
+    count = 20 * preset.batch_size * config.seq_len + 1
+    words = np.random.default_rng(seed).choice(VOCAB_SIZE, count, p=weights / weights.sum()).astype(np.int32)
     vocabulary = Vocabulary(tuple(map(str, range(VOCAB_SIZE))))
     return Setup(
         preset=replace(preset, config=config, unigram_biases=False),
         corpus=Corpus(name="zipf", description="", train=words, valid=words, test=words, vocabulary=vocabulary),
         steps=10_000,  # for the schedules of the optimisers alone
-        seed=settings.seed,
-        router=checked_router(settings.router, config),
-        settings=TrainingSettings(where="local", batch_size=settings.batch_size, bf16=settings.bf16),
+        seed=seed,
+        router=product_key(config.grid_size),
     )
 
 
@@ -132,32 +127,17 @@ def _stepper(train: Callable[..., Any], state: Any, batches: Iterator[Any]) -> C
     return step
 
 
-def _mixture(setup: Setup) -> Callable[[], None]:
-    """Makes the next step of the model with mixtures."""
-    engine = LocalEngine(setup)
-
-    def step() -> None:
-        train_without_waiting(engine.advance(1, lambda record: None, lambda trainer, error: None))
-        jax.block_until_ready(engine.state())
-
-    return step
-
-
 def summarise(run: Run[OverheadSettings]) -> Result | None:
     """Take medians over the rounds; None where none is finished."""
-    rounds, memory = run.records("round"), run.records("memory")
-    if not rounds:
+    figures = round_figures(run.records(SLICE), RATIOS, ("step_s",))
+    if figures is None:
         return None
-    medians = {name: median(each[name] for each in rounds) for name in ("ratio", "grid_ratio", "moe_s", "dense_s")}
-    figures: dict[str, Any] = {
-        "moe_overhead": medians["ratio"],
-        "local_grid_cost": medians["grid_ratio"],
-        "token_memory": memory[-1]["ratio"],
-        "moe_tokens_per_s": rounds[0]["tokens_per_step"] / medians["moe_s"],
-        "dense_tokens_per_s": rounds[0]["tokens_per_step"] / medians["dense_s"],
-        "rounds": len(rounds),
-    }
-    return Result(title="What a mixture costs on one device", figures=figures, bars=BARS)
+    sizes = run.records("sizes")[-1]
+    figures["token_memory"] = sizes["memory_ratio"]
+    for name in ("moe", "dense"):
+        figures[f"{name}_tokens_per_s"] = sizes["tokens_per_step"] / figures[f"{name}_step_s"]
+    bars = [*(ratio.bar for ratio in RATIOS), MEMORY_BAR]
+    return Result(title="What a mixture costs on one device", figures=figures, bars=bars)
 
 
 class WideLayer(nn.Module):
@@ -284,8 +264,4 @@ def peak_bytes(num_tokens: int) -> int:
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
 
 
-EXPERIMENT = Experiment[OverheadSettings](
-    measure=measure,
-    summarise=summarise,
-    check=lambda settings: checked_router(settings.router, PRESETS["dmoe", settings.size].config),
-)
+EXPERIMENT = Experiment(measure=measure, summarise=summarise)

@@ -5,12 +5,8 @@ from functools import partial
 from experiments.bench import run_experiment
 from experiments.moshpit_averaging.settings import AveragingSettings
 
-main = partial(
-    run_experiment,
-    AveragingSettings,
-    "experiments.moshpit_averaging.measurement:EXPERIMENT",
-    name="moshpit_averaging",
-)
+NAME = "moshpit_averaging"
+main = partial(run_experiment, AveragingSettings, f"experiments.{NAME}.measurement:EXPERIMENT", name=NAME)
 
 if __name__ == "__main__":
     main()

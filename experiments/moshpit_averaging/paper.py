@@ -6,17 +6,16 @@ from typing import Literal
 
 from dmoe_net import MoshpitGrid
 
-MethodName = Literal["all_reduce", "gossip", "push_sum", "push_sum_weighted", "random_groups", "moshpit"]
+MethodName = Literal["all_reduce", "gossip", "push_sum", "random_groups", "moshpit"]
 
 TITLES: Mapping[MethodName, str] = {
     "all_reduce": "All-Reduce",
     "gossip": "Gossip",
     "push_sum": "PushSum",
-    "push_sum_weighted": "True PushSum",
     "random_groups": "Random groups",
     "moshpit": "Moshpit",
 }
-"""Names of the methods for readers, in the order of the table. The fourth is not in the paper; see README.md."""
+"""Names of the methods for readers, in the order of the table."""
 
 TARGETS = ("1e-9", "1e-4")
 """Variances over the peers at which averaging counts as done."""

@@ -2,13 +2,11 @@
 
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, get_args
 
 import trio
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -17,10 +15,8 @@ from dmoe_jax.data import DataError
 from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
 from experiments.moshpit_sgd import tasks
-from experiments.moshpit_sgd.learning import PeerLearner
-from experiments.moshpit_sgd.methods import make_method
 from experiments.moshpit_sgd.settings import MethodName, ModelName, MoshpitSgdSettings
-from experiments.moshpit_sgd.swarm import Swarm
+from experiments.moshpit_sgd.swarm import PeerLearner, Swarm, make_method
 from experiments.panels import series_style
 from experiments.results import Result
 
@@ -39,8 +35,6 @@ _IN_A_ROW = 3
 
 Record = Mapping[str, Any]
 """A line of metrics.jsonl: an evaluation, or the result of one method."""
-
-Swarms = dict[tuple[str, int], dict[str, list[Record]]]
 
 
 def measure(run: Run[MoshpitSgdSettings]) -> None:
@@ -64,7 +58,6 @@ def _train(
     async def race(progress: Progress) -> float | None:
         """Virtual seconds to the target; None if it is not reached."""
         losses: list[float] = []
-        reached_s = None
         bar = progress.add_task(f"{model}, {num_peers} peers, {method}", total=_EVALUATIONS_S[-1])
         async with trio.open_nursery() as nursery:
             swarm = Swarm(clock, learner, nursery, **size)
@@ -78,18 +71,16 @@ def _train(
                     losses.append(float(own.mean()))
                     run.log("evaluation", **what, virtual_s=virtual_s, loss=losses[-1])
                 if len(losses) >= _IN_A_ROW and fmean(losses[-_IN_A_ROW:]) <= task.target:
-                    reached_s = virtual_s
-                    break
+                    nursery.cancel_scope.cancel()
+                    return virtual_s
             nursery.cancel_scope.cancel()
-        return reached_s
+        return None
 
-    started = time.perf_counter()
     with Progress(console=run.console, transient=True) as progress:
         reached_s = dmoe_net.run(race, progress)
-    wall_s = time.perf_counter() - started
-    run.log("result", **what, target=task.target, reached_s=reached_s, wall_s=wall_s)
+    run.log("result", **what, target=task.target, reached_s=reached_s)
     outcome = "not reached" if reached_s is None else f"reached after {reached_s:.0f} virtual seconds"
-    run.say(f"{model}, {num_peers} peers, {method}: {task.target} {outcome} ({wall_s:.0f} s)")
+    run.say(f"{model}, {num_peers} peers, {method}: {task.target} {outcome}")
 
 
 def summarise(run: Run[MoshpitSgdSettings]) -> Result | None:
@@ -107,60 +98,43 @@ def summarise(run: Run[MoshpitSgdSettings]) -> Result | None:
 
 def figures_of(results: Sequence[Record]) -> tuple[dict[str, float | None], list[str]]:
     """Compute times to the target and their ratios to Moshpit's, by model and number of peers; and the missed bars."""
+    reached = {(each["model"], each["peers"], each["method"]): each["reached_s"] for each in results}
     figures: dict[str, float | None] = {}
     missed = []
-    for (model, peers), methods in by_swarm(results).items():
-        reached: dict[str, float | None] = {method: records[-1]["reached_s"] for method, records in methods.items()}
-        figures |= {f"{model}_{peers}_{method}_s": reached_s for method, reached_s in reached.items()}
-        if "moshpit" not in reached:
-            continue
-        moshpit_s = reached["moshpit"]
-        for method in ("all_reduce", "pushsum"):
-            if method in reached:
-                name, other_s = f"{model}_{peers}_{method}_over_moshpit", reached[method]
-                figures[name] = None if other_s is None or moshpit_s is None else other_s / moshpit_s
-                # Whoever never got there took for ever.
-                if method == "all_reduce" and (moshpit_s is None or moshpit_s >= (other_s or math.inf)):
-                    missed.append(name)
+    for (model, peers, method), other_s in reached.items():
+        figures[f"{model}_{peers}_{method}_s"] = other_s
+        if method != "moshpit" and (model, peers, "moshpit") in reached:
+            name, moshpit_s = f"{model}_{peers}_{method}_over_moshpit", reached[model, peers, "moshpit"]
+            figures[name] = None if other_s is None or moshpit_s is None else other_s / moshpit_s
+            # Whoever never got there took for ever.
+            if method == "all_reduce" and (moshpit_s is None or moshpit_s >= (other_s or math.inf)):
+                missed.append(name)
     return figures, missed
 
 
-def by_swarm(records: Sequence[Record]) -> Swarms:
-    """Sort records by (model, peers) and then by method."""
-    swarms: Swarms = {}
-    for record in records:
-        swarms.setdefault((record["model"], record["peers"]), {}).setdefault(record["method"], []).append(record)
-    return swarms
-
-
-def draw(run: Run[MoshpitSgdSettings], _: Result) -> Figure:
+def draw(run: Run[MoshpitSgdSettings], result: Result) -> Figure:
     """Draw validation loss over virtual time: a panel for each model and number of peers, a line for each method."""
-    evaluations, results = by_swarm(run.records("evaluation")), by_swarm(run.records("result"))
     models, sizes = run.settings.models, run.settings.swarms
     figure = Figure(figsize=(1.5 + 5 * len(sizes), 0.6 + 3.2 * len(models)), layout="constrained")
     panels = figure.subplots(len(models), len(sizes), squeeze=False).flat
     for axes, (model, peers) in zip(panels, itertools.product(models, sizes), strict=True):
         dress(axes, f"{model}, {peers} peers: validation loss (nats)", "virtual time (s)")
-        if (lines := evaluations.get((model, peers))) is not None:
-            _draw_panel(axes, lines, results.get((model, peers), {}))
+        own = [each for each in run.records("evaluation") if (each["model"], each["peers"]) == (model, peers)]
+        if not own:
+            continue
+        for place, (method, title) in enumerate(TITLES.items()):
+            if points := [(each["virtual_s"], each["loss"]) for each in own if each["method"] == method]:
+                reached_s = result.figures.get(f"{model}_{peers}_{method}_s")
+                label = title if reached_s is None else f"{title}, {reached_s:.0f} s"
+                axes.plot(*zip(*points, strict=True), color=series_style(place)[0], linewidth=1.4, label=label)
+        for target in {each["target"] for each in run.records("result") if each["model"] == model}:
+            axes.axhline(target, color=GREY, linestyle="--", linewidth=1)
+            # From the target to where training has begun in earnest: the first evaluations would flatten the rest.
+            start = sorted(each["loss"] for each in own)[int(0.95 * len(own))]
+            axes.set_ylim(target - 0.1 * (start - target), start)
+        axes.set_xlim(left=0)
+        axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def _draw_panel(axes: Axes, lines: Mapping[str, Sequence[Record]], results: Mapping[str, Sequence[Record]]) -> None:
-    for place, (method, records) in enumerate(lines.items()):
-        reached_s = results[method][-1]["reached_s"] if method in results else None
-        label = TITLES[method] if reached_s is None else f"{TITLES[method]}, {reached_s:.0f} s"
-        points = [(record["virtual_s"], record["loss"]) for record in records]
-        axes.plot(*zip(*points, strict=True), color=series_style(place)[0], linewidth=1.4, label=label)
-    if results:
-        target = next(iter(results.values()))[-1]["target"]
-        axes.axhline(target, color=GREY, linestyle="--", linewidth=1)
-        # From the target to where training has begun in earnest: the first evaluations would flatten the rest.
-        losses = sorted(record["loss"] for line in lines.values() for record in line)
-        start = losses[int(0.95 * len(losses))]
-        axes.set_ylim(target - 0.1 * (start - target), start)
-    axes.set_xlim(left=0)
-    axes.legend(fontsize=8, frameon=False)
 
 
 EXPERIMENT = Experiment(

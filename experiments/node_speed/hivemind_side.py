@@ -74,27 +74,8 @@ def call(pipe: Connection, place: tuple[Any, Any], case: dict[str, Any], seed: i
             pipe.send(samples)
 
 
-def start_server(case: dict[str, Any], dht: DHT) -> Server:
-    """Serve the case's experts, each hivemind's `ffn` with Adam, and wait until they are served."""
-    backends, schema = {}, BatchTensorDescriptor(case["d_model"])
-    for name in (f"expert.{index}" for index in range(case["experts"])):
-        module = torch.jit.script(name_to_block["ffn"](case["d_model"]))
-        backends[name] = ModuleBackend(
-            name=name,
-            module=module,
-            optimizer=torch.optim.Adam(module.parameters()),
-            args_schema=(schema,),
-            outputs_schema=schema,
-            max_batch_size=case["max_batch_rows"],
-        )
-    server = Server(dht=dht, module_backends=backends, num_connection_handlers=_HANDLERS, device="cpu")
-    server.start()
-    server.ready.wait()
-    return server
-
-
 def main(case: dict[str, Any], *, seed: int, sockets: str) -> None:
-    """Serve, and have the callers call whenever that is ordered.
+    """Serve the experts, each hivemind's `ffn` with Adam, and have the callers call whenever that is ordered.
 
     Args:
       case: the fields of a `Case`.
@@ -107,8 +88,22 @@ def main(case: dict[str, Any], *, seed: int, sockets: str) -> None:
     P2P._UNIX_SOCKET_PREFIX = f"/unix{Path(sockets).absolute()}/"
     dht = DHT(start=True, **_LOOPBACK)
     place = dht.get_visible_maddrs(), dht.peer_id
-    # The server is kept: its processes end with it.
-    server, pipes = start_server(case, dht), []
+    backends, schema = {}, BatchTensorDescriptor(case["d_model"])
+    for name in (f"expert.{index}" for index in range(case["experts"])):
+        module = torch.jit.script(name_to_block["ffn"](case["d_model"]))
+        backends[name] = ModuleBackend(
+            name=name,
+            module=module,
+            optimizer=torch.optim.Adam(module.parameters()),
+            args_schema=(schema,),
+            outputs_schema=schema,
+            max_batch_size=case["max_batch_rows"],
+        )
+    # It is kept: its processes end with it.
+    server = Server(dht=dht, module_backends=backends, num_connection_handlers=_HANDLERS, device="cpu")
+    server.start()
+    server.ready.wait()
+    pipes = []
     for number in range(case["callers"]):
         ours, theirs = mp.Pipe()
         mp.Process(target=call, args=(theirs, place, case, seed + number), daemon=True).start()

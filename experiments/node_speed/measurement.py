@@ -9,8 +9,8 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,9 +90,9 @@ class NodeAndCallers:
           HelperFailed: a process has ended.
         """
         counts: list[dict[str, Any]] = []
-        samples = take_slice(self.callers, slice_s, at_ends=lambda: counts.append(self.node.ask(do="count")))
+        found = take_slice(self.callers, slice_s, at_ends=lambda: counts.append(self.node.ask(do="count")))
         rows, batches = (counts[1][name] - counts[0][name] for name in ("rows", "batches"))
-        return {"samples_per_s": samples / slice_s, **({"mean_batch": rows / batches} if batches else {})}
+        return found | ({"mean_batch": rows / batches} if batches else {})
 
     def bare(self, rows: float, for_s: float) -> Quantities:
         """Time bare calls of the node's programs, while nobody calls it.
@@ -109,8 +109,8 @@ class NodeAndCallers:
 
 def take_slice(
     helpers: Sequence[HelperProcess], slice_s: float, *, at_ends: Callable[[], object] = lambda: None
-) -> int:
-    """Order a slice, wait for it, and return the samples that ended in it.
+) -> Quantities:
+    """Order a slice, wait for it, and return `samples_per_s`, of those that ended in it.
 
     Args:
       helpers: processes that take the order {"begin", "end"} and say how many "samples" they had.
@@ -124,7 +124,7 @@ def take_slice(
     for moment in (begin, end):
         time.sleep(max(0.0, moment - time.perf_counter()))
         at_ends()
-    return sum(helper.hear()["samples"] for helper in helpers)
+    return {"samples_per_s": sum(helper.hear()["samples"] for helper in helpers) / slice_s}
 
 
 @contextmanager
@@ -143,8 +143,8 @@ def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
 
 
 @contextmanager
-def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[Callable[[float], Quantities]]:
-    """Start hivemind's server and callers, by an interpreter that has hivemind; yields what has them take a slice.
+def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[HelperProcess]:
+    """Start hivemind's server and callers, by an interpreter that has hivemind; for `take_slice`.
 
     Raises:
       HelperFailed: it did not start.
@@ -152,12 +152,7 @@ def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[Callable[[f
     with tempfile.TemporaryDirectory(prefix="hv") as sockets:  # a short name: those of sockets may have 107 characters
         settings = {"case": asdict(case), "seed": seed, "sockets": sockets}
         with open_helpers("experiments.node_speed.hivemind_side", [settings], python=python) as (side,):
-
-            def serve(slice_s: float) -> Quantities:
-                slice_s *= _HIVEMIND_SLICES
-                return {"samples_per_s": take_slice([side], slice_s) / slice_s}
-
-            yield serve
+            yield side
 
 
 def hivemind_python(settings: SpeedSettings) -> str | None:
@@ -182,46 +177,45 @@ def measure(run: Run[SpeedSettings]) -> None:
         if python is None:
             run.say("no interpreter with hivemind is known (--hivemind): the figures beside it stay empty")
         for case in CASES:
-            run.say(f"{case.name}: starting")
-            if case is SINGLE_ROWS:
-                _measure_single_rows(run, case)
-            elif case.name in DEVICE_RATIOS or python is not None:
+            if case.name in DEVICE_RATIOS or python is not None:
                 _measure_case(run, case, python)
     if "memory" in settings.parts:
+        load_s = 10.0 if settings.quick else 600.0
         for case in MIXED_LOADS:
-            _measure_memory(run, case)
+            run.say(f"{case.name}: {load_s:g} s of mixed batch sizes")
+            with open_node(case, settings.seed) as node:
+                compiled = node.node.ask(do="count")["compilations"]
+                node.serve(load_s)
+                after = node.node.ask(do="count")
+            compilations = after["compilations"] - compiled
+            run.log(MEMORY, name=case.name, ratio=after["memory_ratio"], compilations=compilations)
     if "demonstration" in settings.parts:
         for route in ROUTERS:
             measure_route(run, route)
 
 
 def _measure_case(run: Run[SpeedSettings], case: Case, python: str | None) -> None:
-    """Rounds of the node and bare calls with as many rows as a request, if there is such a ratio; then of the node and
-    hivemind, if it is at hand."""
-    seed, slice_s = run.settings.seed, run.settings.slice_s
-    with open_node(case, seed) as node:
-
-        def take_turns(ratio: Ratio, theirs: Callable[[float], Quantities]) -> None:
-            sides = [lambda: {ratio.ours: node.serve(slice_s)}, lambda: {ratio.baseline: theirs(slice_s)}]
-            measure_rounds(run, sides, [ratio], rounds=run.settings.chosen_rounds)
-
-        if case.name in DEVICE_RATIOS:
-            take_turns(DEVICE_RATIOS[case.name], partial(node.bare, case.rows))
-        if python is not None:
-            with open_hivemind(case, seed, python=python) as serve:
-                take_turns(HIVEMIND_RATIOS[case.name], serve)
-
-
-def _measure_single_rows(run: Run[SpeedSettings], case: Case) -> None:
-    """Rounds with requests of one row: bare calls have the mean batch of the same round; and a node that joins none."""
-    seed, slice_s = run.settings.seed, run.settings.slice_s
-    with open_node(case, seed) as node, open_node(replace(case, max_batch_rows=1), seed) as unbatched:
-        sides: list[Measurement] = [
-            partial(node_around_bare, node, slice_s),
-            lambda: {BATCHING_GAIN.baseline: unbatched.serve(slice_s)},
-        ]
-        ratios = [DEVICE_RATIOS[case.name], BATCHING_GAIN]
-        measure_rounds(run, sides, ratios, rounds=run.settings.chosen_rounds)
+    """Rounds of the node and bare calls, if there is such a ratio, with single rows also of a node that joins no
+    requests; then of the node and hivemind, if it is at hand."""
+    settings, seed = run.settings, run.settings.seed
+    slice_s = 1.0 if settings.quick else 3.0
+    take_turns = partial(measure_rounds, run, rounds=settings.rounds or (3 if settings.quick else 9))
+    device, beside = DEVICE_RATIOS.get(case.name), HIVEMIND_RATIOS.get(case.name)
+    run.say(f"{case.name}: starting")
+    with ExitStack() as stack:
+        node = stack.enter_context(open_node(case, seed))
+        if case is SINGLE_ROWS:
+            unbatched = stack.enter_context(open_node(replace(case, max_batch_rows=1), seed))
+            sides: list[Measurement] = [partial(node_around_bare, node, slice_s)]
+            sides.append(lambda: {BATCHING_GAIN.baseline: unbatched.serve(slice_s)})
+            take_turns(sides, [DEVICE_RATIOS[case.name], BATCHING_GAIN])
+        elif device is not None:
+            bare = partial(node.bare, case.rows, slice_s)
+            take_turns([lambda: {device.ours: node.serve(slice_s)}, lambda: {device.baseline: bare()}], [device])
+        if beside is not None and python is not None:
+            hivemind = stack.enter_context(open_hivemind(case, seed, python=python))
+            asked = partial(take_slice, [hivemind], _HIVEMIND_SLICES * slice_s)
+            take_turns([lambda: {beside.ours: node.serve(slice_s)}, lambda: {beside.baseline: asked()}], [beside])
 
 
 def node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantities]:
@@ -237,24 +231,13 @@ def node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantiti
     return {name: whole, f"{name}_bare": bare}
 
 
-def _measure_memory(run: Run[SpeedSettings], case: Case) -> None:
-    """Serve a load of mixed batch sizes; log memory and compilations."""
-    settings = run.settings
-    run.say(f"{case.name}: {settings.load_s:g} s of mixed batch sizes")
-    with open_node(case, settings.seed) as node:
-        before = node.node.ask(do="count")["compilations"]
-        node.serve(settings.load_s)
-        after = node.node.ask(do="count")
-        run.log(MEMORY, name=case.name, ratio=after["memory_ratio"], compilations=after["compilations"] - before)
-
-
 def measure_route(run: Run[SpeedSettings], route: str) -> None:
     """Rounds of the jitted program, and of swarms with one trainer and with four.
 
     Raises:
       HelperFailed: a process has ended.
     """
-    steps, seed = run.settings.demo_steps, run.settings.seed
+    steps, seed = 120 if run.settings.quick else 400, run.settings.seed
     run.say(f"demonstration, where each {route} chooses: starting")
     common = {"route": route, "router": ROUTERS[route], "seed": seed}
     with open_helpers("experiments.node_speed.one_jit", [common]) as (helper,):
@@ -281,14 +264,9 @@ def swarm_slice(route: str, trainers: int, *, steps: int, seed: int) -> Mapping[
         status, _, failure = run_child(["dmoe_jax.cli", "up", *as_flags(flags), *words])
         if status:
             raise HelperFailed(f"dmoe up did not train to its end: {failure}")
-        return {f"{route}_swarm_{trainers}": {"steps_per_s": steps_per_s(read_metrics(out / "metrics.jsonl"))}}
-
-
-def steps_per_s(metrics: Iterable[Mapping[str, Any]]) -> float:
-    """Steps a second of the second half of a run's steps."""
-    times = sorted(record["time_s"] for record in metrics if record["kind"] == "train")
+        times = sorted(record["time_s"] for record in read_metrics(out / "metrics.jsonl") if record["kind"] == "train")
     half = times[len(times) // 2 :]
-    return float((len(half) - 1) / (half[-1] - half[0]))
+    return {f"{route}_swarm_{trainers}": {"steps_per_s": (len(half) - 1) / (half[-1] - half[0])}}
 
 
 def summarise(run: Run[SpeedSettings]) -> Result | None:
@@ -297,18 +275,17 @@ def summarise(run: Run[SpeedSettings]) -> Result | None:
     if not slices and not memory:
         return None
     has_hivemind = any(record["name"].endswith("_hivemind") for record in slices)
-    figures: dict[str, Any] = {ratio.name: None for ratio in HIVEMIND_RATIOS.values()} if "calls" in parts else {}
     ratios: list[Ratio] = []
-    bars: list[Bar] = []
     if "calls" in parts:
-        ratios += [*DEVICE_RATIOS.values(), BATCHING_GAIN, *(HIVEMIND_RATIOS.values() if has_hivemind else ())]
+        ratios += [*DEVICE_RATIOS.values(), BATCHING_GAIN, *HIVEMIND_RATIOS.values()]
     if "demonstration" in parts:
         ratios += STEP_RATIOS
+    figures: dict[str, Any] = {}
     for ratio in ratios:
         figures[ratio.name] = None
         figures |= round_figures(slices, [ratio], ("samples_per_s", "mean_batch", "steps_per_s")) or {}
-        bars.append(ratio.bar)
     figures.pop("rounds", None)  # the demonstration has others
+    bars = [ratio.bar for ratio in ratios if has_hivemind or ratio not in HIVEMIND_RATIOS.values()]
     if "memory" in parts:
         bars += [MEMORY_BAR, COMPILATIONS_BAR]
         known = [each["ratio"] for each in memory if each["ratio"] is not None]

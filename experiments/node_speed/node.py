@@ -88,11 +88,6 @@ def bare_calls(case: Case, seed: int) -> Callable[[int, float], float]:
     return loop
 
 
-def memory_ratio(beyond_bytes: int, state_bytes: int) -> float:
-    """A node's memory beyond what its imports took, over 1.3 times its parameters and optimiser states and 150 MB."""
-    return beyond_bytes / (1.3 * state_bytes + 150e6)
-
-
 async def serve(*, case: dict[str, Any], seed: int) -> None:
     """Serve a case until standard input closes.
 
@@ -115,13 +110,14 @@ async def serve(*, case: dict[str, Any], seed: int) -> None:
             optimizer=ADAM,
             config=NodeConfig(max_batch_rows=own.max_batch_rows, warm_up_rows=own.max_batch_rows),
         )
-        state_bytes = sum(backend.nbytes for backend in served.backends.values())
+        # Memory that the node may take beyond its imports: 1.3 times its parameters and optimiser states, and 150 MB.
+        most_bytes = 1.3 * sum(backend.nbytes for backend in served.backends.values()) + 150e6
         say(contact=swarm.contact)
         bare: Callable[[int, float], float] | None = None  # until it is asked for: its memory would count
         async for order in orders():
             if order["do"] == "count":
                 status, now = served.node.status(), memory_bytes()
-                ratio = None if now is None or imported is None else memory_ratio(now[0] - imported[0], state_bytes)
+                ratio = None if now is None or imported is None else (now[0] - imported[0]) / most_bytes
                 counters = {"rows": status["rows"], "batches": status["batches"], "compilations": len(compiled)}
                 say(**counters, memory_ratio=ratio)
             else:

@@ -71,23 +71,3 @@ class SpeedSettings(Settings):
         self.require_at_least(1, "rounds")
         if not self.parts:
             raise ValueError("--parts needs one at least")
-
-    @property
-    def chosen_rounds(self) -> int:
-        """The rounds that are meant, of the node and bare calls or hivemind."""
-        return self.rounds or (3 if self.quick else 9)
-
-    @property
-    def slice_s(self) -> float:
-        """Duration of each measurement of a round, seconds."""
-        return 1.0 if self.quick else 3.0
-
-    @property
-    def load_s(self) -> float:
-        """Duration of the load of mixed batch sizes, seconds."""
-        return 10.0 if self.quick else 600.0
-
-    @property
-    def demo_steps(self) -> int:
-        """Updates of each swarm of the demonstration; the second half counts."""
-        return 120 if self.quick else 400

@@ -13,7 +13,7 @@ from dmoe_jax.runs.report import format_value, markdown_table
 from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, flat
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, look_up
 from experiments.paper.settings import EXPERIMENTS, PaperSettings, is_timing
-from experiments.results import MISSED_BARS
+from experiments.results import MISSED_BARS, OPEN_BARS
 
 TIMING = "timing.md"
 
@@ -24,7 +24,7 @@ class Child(NamedTuple):
     name: str
     outcome: str
     headline: Mapping[str, Any]  # empty if it did not come to its end
-    bars: Sequence[Mapping[str, Any]]  # "name", "bar" as text, and "met", of each figure that has one
+    bars: Sequence[Mapping[str, Any]]  # "name", "bar" as text, and "verdict"
     failure: str  # why it failed; else empty
     wall_s: float  # over all commands since it was last begun anew
 
@@ -65,9 +65,10 @@ def _opening(children: Sequence[Child], settings: PaperSettings) -> Iterator[str
     yield markdown_table(("tag", "meaning"), [(f"[{tag}]", meaning) for tag, meaning in TAGS.items()])
     rows = []
     for name, outcome, headline, *_ in children:
-        missed = ", ".join(headline.get(MISSED_BARS, ())) or "none" if outcome == "finished" else "–"
-        rows.append((f"[{name}](#{name})", EXPERIMENTS[name].figure, outcome, missed))
-    yield markdown_table(("experiment", "figure", "outcome", "missed bars"), rows)
+        judged = [", ".join(headline.get(key, ())) or "none" for key in (MISSED_BARS, OPEN_BARS)]
+        row = [f"[{name}](#{name})", EXPERIMENTS[name].figure, outcome]
+        rows.append([*row, *(judged if outcome == "finished" else ("–", "–"))])
+    yield markdown_table(("experiment", "figure", "outcome", "missed bars", "bars not decided"), rows)
 
 
 def _section(child: Child, *, has_picture: bool) -> Iterator[str]:
@@ -117,9 +118,9 @@ def _ours(headline: Mapping[str, Any], key: str) -> str | None:
 
 
 def _bars(child: Child) -> Iterator[str]:
-    rows = [(f"`{bar['name']}`", _ours(child.headline, bar["name"]), bar["bar"], bar["met"]) for bar in child.bars]
+    rows = [(f"`{bar['name']}`", _ours(child.headline, bar["name"]), bar["bar"], bar["verdict"]) for bar in child.bars]
     if rows:
-        yield markdown_table(("bar", "ours", "must be", "met"), rows)
+        yield markdown_table(("bar", "ours", "must be", "verdict"), rows)
     if MISSED_BARS not in child.headline:
         yield "This experiment has no bars."
         return
@@ -133,7 +134,7 @@ def _bars(child: Child) -> Iterator[str]:
 
 def _other_figures(child: Child) -> Iterator[str]:
     shown = {figure.key.replace("/", ".") for figure in PAPER_FIGURES.get(child.name, ())}
-    shown |= {f"{key}_{end}" for key in shown for end in ("interval", "min", "max")} | {MISSED_BARS}
+    shown |= {f"{key}_{end}" for key in shown for end in ("interval", "min", "max")} | {MISSED_BARS, OPEN_BARS}
     figures = _figures(child.headline).items()
     rows = [(f"`{name}`", value) for name, value in figures if name not in shown and not is_timing(name)]
     if rows:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from dmoe_jax.machine.cores import usable_cores
 from experiments.bench import ResumableSettings, Settings
 
 Part = Literal["slow-node", "balance"]
@@ -79,12 +78,10 @@ class RoutingSettings(ResumableSettings, Settings):
     """Words of training in each run; the swarm has half as many and the long case twenty times as many."""
     data: str = "auto"
     """Corpus of what balance costs; see experiments.transformer_xl."""
-    jobs: int | None = None
-    """Runs trained at once, each in a process with its share of the cores. Default: two where there are two cores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "seeds", "words", "jobs")
+        self.require_at_least(1, "seeds", "words")
         if unknown := [case for case in self.case if case not in CASES]:
             raise ValueError(f"--case must be of {', '.join(CASES)}; got {unknown[0]}")
 
@@ -97,8 +94,3 @@ class RoutingSettings(ResumableSettings, Settings):
     def chosen_words(self) -> int:
         """Words of training in each run, before a case's own factor."""
         return min(self.words, 131_072) if self.quick else self.words
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of runs that are trained at once."""
-        return self.jobs or min(2, usable_cores())

@@ -1,14 +1,7 @@
 """`python -m experiments.sim_scale`; see README.md beside this file."""
 
-from functools import partial
-
 from experiments.bench import run_experiment
 from experiments.sim_scale.settings import ScaleSettings
 
 # JAX is left as it is: what is measured is a simulation beside the same calls without the settings of a command.
-main = partial(
-    run_experiment, ScaleSettings, "experiments.sim_scale.measurement:EXPERIMENT", name="sim_scale", uses_jax=False
-)
-
-if __name__ == "__main__":
-    main()
+run_experiment(ScaleSettings, "experiments.sim_scale.measurement:EXPERIMENT", name="sim_scale", uses_jax=False)

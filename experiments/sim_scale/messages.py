@@ -11,8 +11,6 @@ from dmoe_net.transport.sim import LogNormal, SimNetwork, run, simulate
 NEIGHBOURS = 8
 """Peers that each of them calls, drawn at random."""
 
-_METHOD = "gossip"
-
 
 def measure_messages(*, peers: int, messages: int, seed: int) -> dict[str, float]:
     """Let every peer call its neighbours in turn, one call after the other, until all messages are exchanged.
@@ -43,7 +41,7 @@ async def _exchange(num_peers: int, calls_each: int, seed: int) -> dict[str, flo
     async def live(host: str, network: SimNetwork) -> None:
         peer_id = PeerId.draw(random.Random(f"{seed}/{host}"))
         async with open_rpc_peer(network.transport(host, peer_id), peer_id=peer_id, listen=Address(host, 1)) as peer:
-            peer.add_handler(_METHOD, serve)
+            peer.add_handler("gossip", serve)
             peers.append(peer)
             if len(peers) == num_peers:
                 all_live.set()
@@ -52,7 +50,7 @@ async def _exchange(num_peers: int, calls_each: int, seed: int) -> dict[str, flo
     async def talk(peer: RpcPeer, targets: list[Contact]) -> None:
         for number in range(calls_each):
             body = {"number": number, "text": "x" * 150}
-            reply = await peer.call(targets[number % len(targets)], _METHOD, body, timeout_s=600.0)
+            reply = await peer.call(targets[number % len(targets)], "gossip", body, timeout_s=600.0)
             assert reply.body == {"number": number}
 
     async with simulate(seed=seed, latency=LogNormal(median_s=0.05, sigma=0.5)) as network:

@@ -31,8 +31,6 @@ from dmoe_net import Address, Constant, Fault, FaultPlan, SimNetwork, run, simul
 from experiments.simulated_swarm import start_simulated_nodes
 
 _NUM_NODES, _BATCH_SIZE = 8, 4
-_DELAY_S = 1.0
-"""Mean of the exponentially distributed delay of each expert call, seconds."""
 _MODEL = TransformerXLConfig(
     vocab_size=2000,
     num_layers=4,
@@ -115,10 +113,11 @@ async def _train(num_trainers: int, seed: int, during_step: AbstractContextManag
     router, device = product_key(_MODEL.grid_size), InlineDevice()
     trunk = SharedTrunk(transformer_xl.init_trunk(jax.random.key(seed), _MODEL, router), _OPTIMIZER, device)
     text = np.random.default_rng(seed).integers(0, _MODEL.vocab_size, max(200_000, 200 * num_trainers))
-    backends = make_experts(_MODEL, seed=seed)
+    rows, columns = _MODEL.grid_size
+    patterns = [f"{layer_prefix(layer)}.[0:{rows}].[0:{columns}]" for layer in range(_MODEL.num_layers)]
+    backends = make_backends(dict.fromkeys(patterns, _MODEL.expert()), _OPTIMIZER, seed=seed)
     next(iter(backends.values())).warm_up(_NODE_CONFIG.max_batch_rows)
-    late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=_DELAY_S, methods=("expert.",), seed=seed)
-    layers = [layer_prefix(layer) for layer in range(_MODEL.num_layers)]
+    late = FaultPlan(rates={Fault.LATE: 1.0}, late_mean_s=1.0, methods=("expert.",), seed=seed)
     statistics, losses, trainers = CallStatistics(), list[float](), list[Trainer[Any, Any]]()
     all_ready = trio.Event()
 
@@ -129,14 +128,11 @@ async def _train(num_trainers: int, seed: int, during_step: AbstractContextManag
             stream = SegmentStream(
                 text, batch_size=_BATCH_SIZE, seq_len=_MODEL.seq_len, shard=index, num_shards=num_trainers, seed=seed
             )
-            for layer in layers:
-                await swarm.directory.prefetch(layer, _MODEL.grid_size)
-            mixtures = [
-                # Each expert has a delay of its own, as in the paper.
-                swarm.mixture(layer, _MODEL.expert(), router, k_best=2, grace_s=math.inf, timeout_s=600.0, max_parts=1)
-                for layer in layers
-            ]
-            trainers.append(Trainer(index, TransformerXL(_MODEL, router, mixtures), trunk, stream))
+            for layer in range(_MODEL.num_layers):
+                await swarm.directory.prefetch(layer_prefix(layer), _MODEL.grid_size)
+            # Each expert has a delay of its own, as in the paper.
+            model = TransformerXL.on(swarm, _MODEL, router, grace_s=math.inf, timeout_s=600.0, max_parts=1)
+            trainers.append(Trainer(index, model, trunk, stream))
             if len(trainers) == num_trainers:
                 all_ready.set()
             await trio.sleep_forever()
@@ -163,10 +159,3 @@ async def _train(num_trainers: int, seed: int, during_step: AbstractContextManag
             "calls": statistics.ok - calls_before,
             "loss": float(np.mean(losses)),
         }
-
-
-def make_experts(config: TransformerXLConfig, *, seed: int) -> dict[str, ExpertBackend]:
-    """Make every expert of every layer, by uid, with the parameters that the seed decides."""
-    rows, columns = config.grid_size
-    patterns = [f"{layer_prefix(layer)}.[0:{rows}].[0:{columns}]" for layer in range(config.num_layers)]
-    return make_backends(dict.fromkeys(patterns, config.expert()), _OPTIMIZER, seed=seed)

@@ -1,4 +1,7 @@
-"""Rows with ever more of what asynchrony brings, and with remedies; all over all seeds, in the emulator."""
+"""Rows with ever more of what asynchrony brings, and with remedies; all over all seeds, in the emulator.
+
+The bars are of rows that have each its best step sizes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,18 +15,29 @@ from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import PLAIN as NO_REMEDY
 from experiments.emulation.problems import Remedy
+from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.emulation.trials import Trial, seeds_of, train_missing, trained
 from experiments.intervals import paired_difference, t_interval
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
 from experiments.staleness.settings import StalenessSettings
+from experiments.step_sizes import Side, best_factors, scaled, scaled_label, search, search_table
 
 ONE, ONE_DEFAULT, PLAIN = "one trainer", "one trainer, default", "stale trunk and experts"
 DEFAULT = "default: scaled by (1 + s)^-1/2, stale gradients without first moment"
 MANY, MANY_DEFAULT, MANY_ONE = "256 trainers", "256 trainers, default", "one trainer, as many updates"
 SWARM, SWARM_DEFAULT = "simulated swarm", "simulated swarm, default"
-TIMES_4 = ", step sizes times 4"
-"""For Transformer-XL: what the preset of asynchronous trainers has, since the default divides every stale update."""
+NO_MOMENT = "no first moment at all"
+
+SEARCHED = (ONE, PLAIN, NO_MOMENT, DEFAULT)
+"""Rows whose step sizes are searched."""
+
+BEST: Mapping[Side, float] = {
+    ("mnist", PLAIN): 1 / 8,
+    ("mnist", NO_MOMENT): 1 / 4,
+    ("transformer-xl", DEFAULT): 4.0,
+}
+"""Best of the step sizes that `--search` tried; 1 for other rows."""
 
 NAMES = {"mnist": "MNIST", "transformer-xl": "Transformer-XL on WikiText-2"}
 
@@ -31,21 +45,25 @@ BARS = (
     Bar(name="mnist_default_lost_share", bound=0.5),
     Bar(name="mnist_one_trainer_difference", bound=0.0),
 )
-"""The default loses at most half of what plain asynchrony loses against one trainer, and changes nothing for one."""
-_SWARM_BAR = Bar(name="mnist_swarm_lost_share", bound=0.5)
+"""With each its best step sizes, the default loses at most half of what plain asynchrony loses against one trainer; and
+with the same step sizes it changes nothing for one."""
 
 Losses = Mapping[str, Mapping[int, float]]
 """Row -> seed -> mean training loss over the last eighth of the updates, nats."""
 
 
-def all_trials(settings: StalenessSettings) -> list[Trial]:
+def all_trials(settings: StalenessSettings, best: Mapping[Side, float] = BEST) -> list[Trial]:
     """Return the trials that the settings ask for; the seeds of a row stand together.
+
+    Args:
+      best: factors of the step sizes of rows that were searched.
 
     Raises:
       ValueError: no row has a text in its name that the settings ask for.
     """
-    problems = ("mnist",) if settings.quick else settings.problem
-    rows = [row for problem in problems for row in _rows(problem, settings)]
+    rows = [row for problem in _problems(settings) for row in rows_of(problem, settings)]
+    tuned = [scaled(row, best.get((row.problem, row.label), 1.0)) for row in rows if row.label in SEARCHED]
+    rows = list({(row.problem, row.label): row for row in [*rows, *tuned]}.values())
     labels = list(dict.fromkeys(row.label for row in rows))
     chosen = set(() if settings.only else labels)
     for text in settings.only:
@@ -57,7 +75,21 @@ def all_trials(settings: StalenessSettings) -> list[Trial]:
     return seeds_of([row for row in rows if row.label in chosen], first=settings.seed, count=count)
 
 
-def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
+def _problems(settings: StalenessSettings) -> Sequence[str]:
+    return ("mnist",) if settings.quick else settings.problem
+
+
+def _sides(settings: StalenessSettings, problem: str) -> list[Trial]:
+    return [row for row in rows_of(problem, settings) if row.label in SEARCHED]
+
+
+def _best(run: Run[StalenessSettings]) -> dict[Side, float]:
+    sides = [side for problem in _problems(run.settings) for side in _sides(run.settings, problem)]
+    return best_factors(run, sides, BEST, figure="loss", least=True)
+
+
+def rows_of(problem: str, settings: StalenessSettings) -> list[Trial]:
+    """Return the rows of a problem, each with the step sizes of one trainer."""
     default, updates, is_mnist = Remedy(), settings.updates, problem == "mnist"
     sizes: dict[str, Any] = {"d_model": 32, "grid_size": (8, 8), "num_evaluated": 2000}
     if not is_mnist:  # half as many words a step as in figure 6, since most of a step is the optimiser's
@@ -67,6 +99,7 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
         ONE: one,
         ONE_DEFAULT: {**one, "remedy": default},
         PLAIN: {},
+        NO_MOMENT: {"remedy": replace(NO_REMEDY, momentum=0.0)},
         DEFAULT: {"remedy": default},
     }
     if not settings.quick:
@@ -79,21 +112,10 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
             MANY_ONE: {**many, **one},
         }
         if is_mnist:
-            rows |= {
-                "both scaled by (1 + s)^-1/2": {"remedy": Remedy(yields=False)},
-                "no first moment at all": {"remedy": replace(NO_REMEDY, momentum=0.0)},
-                "step sizes divided by 4, no first moment at all": {
-                    "remedy": replace(NO_REMEDY, momentum=0.0, step_size=0.25)
-                },
-            }
+            rows["both scaled by (1 + s)^-1/2"] = {"remedy": Remedy(yields=False)}
         else:
-            larger, larger_default = {"remedy": replace(NO_REMEDY, step_size=4.0)}, {"remedy": Remedy(step_size=4.0)}
-            rows |= {
-                ONE + TIMES_4: {**one, **larger},
-                PLAIN + TIMES_4: larger,
-                "default" + TIMES_4: larger_default,
-                MANY_DEFAULT + TIMES_4: {**many, **larger_default},
-            }
+            factor = BEST[problem, DEFAULT]
+            rows[scaled_label(MANY_DEFAULT, factor)] = {**many, "remedy": Remedy(step_size=factor)}
     if settings.swarm and is_mnist:
         rows |= {SWARM: {"in_swarm": True}, SWARM_DEFAULT: {"in_swarm": True, "remedy": default}}
     plain: dict[str, Any] = {"num_trainers": 64, "num_updates": updates, "remedy": NO_REMEDY}
@@ -104,17 +126,22 @@ def _rows(problem: str, settings: StalenessSettings) -> list[Trial]:
 
 
 def measure(run: Run[StalenessSettings]) -> None:
-    """Train what has no record yet, and log each."""
-    train_missing(run, all_trials(run.settings), num_jobs=run.settings.jobs)
+    """Train what has no record yet, and log each; before that, search if that is asked."""
+    settings = run.settings
+    if settings.search:
+        for problem in _problems(settings):
+            search(run, _sides(settings, problem), num_jobs=settings.jobs)
+    train_missing(run, all_trials(settings, _best(run)), num_jobs=settings.jobs)
 
 
-def last_losses(run: Run[StalenessSettings]) -> dict[str, Losses]:
+def last_losses(run: Run[StalenessSettings]) -> Mapping[str, Losses]:
     """Problem -> the losses at the end of every training."""
     losses: dict[str, dict[str, dict[int, float]]] = {}
     for (problem, label), seeds in trained(run).items():
-        own = {seed: record["points"][-1]["loss"] for seed, record in seeds.items()}
-        losses.setdefault(problem, {})[label] = own
-    return dict(losses)
+        own = {seed: record["points"][-1]["loss"] for seed, record in seeds.items() if seed < FIRST_SEARCH_SEED}
+        if own:
+            losses.setdefault(problem, {})[label] = own
+    return losses
 
 
 def lost_shares(losses: Losses, label: str, plain: str = PLAIN, one: str = ONE) -> list[float]:
@@ -131,34 +158,45 @@ def summarise(run: Run[StalenessSettings]) -> Result | None:
         return None
     figures: dict[str, Any] = {"updates": settings.updates}
     for problem, losses in found.items():
-        name = problem.replace("-", "_")
-        for part, label, plain, one in (
-            ("default", DEFAULT, PLAIN, ONE),
+        name, best = problem.replace("-", "_"), _best(run)
+        one, plain, without, default = (scaled_label(row, best.get((problem, row), 1.0)) for row in SEARCHED)
+        for part, label, worst, base in (
+            ("default", default, plain, one),
+            ("no_moment", without, plain, one),
+            ("untuned_default", DEFAULT, PLAIN, ONE),
             ("swarm", SWARM_DEFAULT, SWARM, ONE),
             ("many", MANY_DEFAULT, MANY, MANY_ONE),
         ):
-            if shares := lost_shares(losses, label, plain, one):
+            if shares := lost_shares(losses, label, worst, base):
                 figures[f"{name}_{part}_lost_share"] = (share := t_interval(shares)).mean
                 figures[f"{name}_{part}_lost_share_interval"] = share.ends
+        for part, other in (("plain", plain), ("no_moment", without)):
+            if more := paired_difference(losses.get(default, {}), losses.get(other, {})):
+                figures[f"{name}_default_minus_{part}"] = more.mean
+                figures[f"{name}_default_minus_{part}_interval"] = more.ends
         ones = [losses.get(label, {}) for label in (ONE, ONE_DEFAULT)]
         if both := ones[0].keys() & ones[1].keys():
             figures[f"{name}_one_trainer_difference"] = max(abs(ones[0][seed] - ones[1][seed]) for seed in both)
-    bars = [*(BARS if "mnist" in found else ()), *([_SWARM_BAR] if settings.swarm else [])]
+    bars = BARS if "mnist" in found else ()
+    tables = [_table(run, problem, losses) for problem, losses in found.items()]
+    tables += [table for problem in found if (table := search_table(run, _sides(settings, problem), "loss"))]
     return Result(
         title="What asynchrony costs a mixture of experts, and what wins it back",
         summary="Training loss over the last eighth of the run, 64 trainers unless the row says otherwise. The last "
-        "column is what a row loses against one trainer, over what plain asynchrony loses.",
+        "column is what a row loses against one trainer, over what plain asynchrony loses; figures without `untuned`, "
+        "`swarm` and `many` in their names are of rows that have each the best of 1/32 to 4 times the step sizes.",
         figures=figures,
         # Chosen rows are judged by what they can answer.
         bars=[bar for bar in bars if not settings.only or bar.name in figures],
-        tables=[_table(run, problem, losses) for problem, losses in found.items()],
+        tables=tables,
     )
 
 
 def _table(run: Run[StalenessSettings], problem: str, losses: Losses) -> ReportTable:
     rows: list[Sequence[object]] = []
     for label, own in losses.items():
-        points = [record["points"][-1] for record in trained(run)[problem, label].values()]
+        records = trained(run)[problem, label]
+        points = [records[seed]["points"][-1] for seed in own]
         accuracies = [point["accuracy"] for point in points if "accuracy" in point]
         # As many updates as one trainer with as many.
         plain, one = (MANY, MANY_ONE) if label.startswith(MANY) else (PLAIN, ONE)

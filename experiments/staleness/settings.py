@@ -18,6 +18,10 @@ class StalenessSettings(TrialSettings):
     """Updates of the MNIST model's trunk. The Transformer-XL takes twice as many."""
     only: tuple[str, ...] = ()
     """Only rows of these names, or that have one of these texts in their names, such as 256. Default: all."""
+    search: bool = False
+    """First train one trainer, plain asynchrony, plain without first moment, and the default with 1/32 to 4 times their
+    step sizes, on two seeds that are not reported, and go on with the best of each. Without it: with those that this
+    has found."""
     swarm: bool = False
     """Also train the simulated swarm itself, without and with the default remedy: MNIST, some minutes a seed."""
 

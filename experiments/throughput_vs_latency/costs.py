@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from statistics import mean, median
 from typing import Any, TypeVar
 
@@ -24,43 +23,30 @@ OPTIMIZER = optax.adam(1e-6)
 
 Taken = dict[tuple[str, int], list[float]]
 """Seconds of batches, by the function's name and by rows."""
+Costs = dict[tuple[str, int], float]
+"""Seconds of a batch, by "forward" or "backward" and by the rows that it is padded to."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostTable:
-    """Seconds that a node's device takes, as `dmoe_jax.machine.device.InlineDevice` asks for it.
+def cost_of(costs: Costs, name: str, rows: int) -> float:
+    """The cost of a batch: of the smallest size that holds it, since the node pads to it. Other work is free.
 
-    Attributes:
-      seconds: by "forward" and "backward", and then by the rows that a batch is padded to.
+    Raises:
+      ValueError: no size holds so many rows.
     """
+    sizes = [size for kind, size in costs if kind == name]
+    if sizes and rows > max(sizes):
+        raise ValueError(f"the cost of {rows} rows {name} is not known: at most {max(sizes)} are")
+    return costs[name, min(size for size in sizes if size >= rows)] if sizes else 0.0
 
-    seconds: Mapping[str, Mapping[int, float]]
 
-    def __call__(self, name: str, rows: int) -> float:
-        """The cost of a batch: of the smallest size that holds it, since the node pads to it. Other work is free.
+def under_load(costs: Costs, taken: Taken) -> Costs:
+    """The means of what batches took; a size that did not occur is as much slower than alone as the others are."""
+    means = {key: mean(taken[key]) for key in costs if key in taken}
 
-        Raises:
-          ValueError: no size holds so many rows.
-        """
-        if name not in self.seconds:
-            return 0.0
-        sizes = [size for size in self.seconds[name] if size >= rows]
-        if not sizes:
-            raise ValueError(f"the cost of {rows} rows {name} is not known: at most {max(self.seconds[name])} are")
-        return self.seconds[name][min(sizes)]
+    def slower(name: str) -> float:
+        return mean([means[key] / costs[key] for key in means if key[0] == name] or [1.0])
 
-    def least_row_s(self, name: str) -> float:
-        """Seconds for each row at the size where rows are cheapest."""
-        return min(seconds / rows for rows, seconds in self.seconds[name].items())
-
-    def under_load(self, taken: Taken) -> "CostTable":
-        """The means of what batches took; a size that did not occur is as much slower than here as the others are."""
-        found = {}
-        for name, sizes in self.seconds.items():
-            means = {rows: mean(taken[name, rows]) for rows in sizes if (name, rows) in taken}
-            slower = mean(seconds / sizes[rows] for rows, seconds in means.items()) if means else 1.0
-            found[name] = {rows: means.get(rows, slower * seconds) for rows, seconds in sizes.items()}
-        return CostTable(found)
+    return {key: means[key] if key in means else slower(key[0]) * seconds for key, seconds in costs.items()}
 
 
 class TimedDevice(ThreadDevice):
@@ -96,7 +82,7 @@ def random_inputs(expert: Expert, rows: int) -> list[np.ndarray]:
     ]
 
 
-def measure_costs(block: Block, *, times: int) -> CostTable:
+def measure_costs(block: Block, *, times: int) -> Costs:
     """Time forward and backward calls of a node's own backend, from NumPy arrays to NumPy arrays.
 
     Sizes and kinds take turns, so that other work on the machine slows all of them alike.
@@ -120,4 +106,4 @@ def measure_costs(block: Block, *, times: int) -> CostTable:
             backend.backward(inputs, output)
             found.setdefault(("forward", rows), []).append(between - started)
             found.setdefault(("backward", rows), []).append(time.perf_counter() - between)
-    return CostTable({kind: {rows: median(found[kind, rows]) for rows in sizes} for kind in ("forward", "backward")})
+    return {key: median(seconds) for key, seconds in found.items()}

@@ -10,12 +10,13 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.runs.report import ReportTable
+from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from dmoe_net import NetError
 from experiments.bench import Experiment, Run
 from experiments.results import Bar, Result
-from experiments.throughput_vs_latency.costs import CostTable, measure_costs
-from experiments.throughput_vs_latency.settings import SIZES, Block, LatencySettings, Load
+from experiments.throughput_vs_latency.costs import Costs, measure_costs, under_load
+from experiments.throughput_vs_latency.settings import BLOCKS, Block, LatencySettings, Load
 from experiments.throughput_vs_latency.stack import measure_real, measure_round_trip, measure_virtual
 
 KEPT = Bar(name="kept", bound=0.9, comparison=">=")
@@ -32,20 +33,22 @@ _FIGURE_NAMES = {"feedforward": "ratio_ffn", "transformer_xl": "ratio_transforme
 def measure(run: Run[LatencySettings]) -> None:
     """Measure what `--where` asks for, one kind of block after the other."""
     settings = run.settings
-    # The event loop has the other cores to itself: costs of all cores would be those of an idle loop.
+    # The event loop has the other cores to itself: costs of all cores would be those of an idle loop. Before the cache
+    # is chosen, which has a folder for each number of threads.
     set_xla_threads(1)
-    for block, small in zip(SIZES[settings.size][1], SIZES["laptop"][1], strict=True):
+    set_up_jax()
+    for block in BLOCKS:
         if settings.where != "real":
             _measure_curves(run, block)
         if settings.where != "virtual" and not (settings.quick and block.kind != "feedforward"):
-            _measure_agreement(run, small)
+            _measure_agreement(run, block)
 
 
 def _measure_curves(run: Run[LatencySettings], block: Block) -> None:
     settings = run.settings
     run.say(f"{block.kind}: the cost of a block on this device")
     costs = measure_costs(block, times=5 if settings.quick else 11)
-    run.log("costs", block=block.kind, seconds=costs.seconds)
+    run.log("costs", block=block.kind, seconds={f"{name}_{rows}": seconds for (name, rows), seconds in costs.items()})
     for seed in settings.seeds:
         run.say(f"{block.kind}: throughput over delay in virtual time, seed {seed}")
         for cloud, loads in enumerate(settings.loads()):
@@ -74,7 +77,7 @@ def _measure_agreement(run: Run[LatencySettings], block: Block) -> None:
         }
         for load in loads:
             real_per_s, taken = measure_real(load, block, seed=seed)
-            costs, trip_s = alone.under_load(taken), round_trips[load.passes]
+            costs, trip_s = under_load(alone, taken), round_trips[load.passes]
             (virtual_per_s,) = measure_virtual([load], block, costs, seed=seed, real_trip_s=trip_s)
             both = {"real_per_s": real_per_s, "virtual_over_real": virtual_per_s / real_per_s}
             run.log("agreement", **_key(block, load), seed=seed, **both)
@@ -91,9 +94,10 @@ def lag_ceiling(load: Load, batch_rows: int) -> float | None:
     return load.trainers * batch_rows / (load.calls_per_batch * delay_s) if delay_s else None
 
 
-def compute_ceiling(load: Load, costs: CostTable) -> float:
+def compute_ceiling(load: Load, costs: Costs) -> float:
     """Rows per second if every server's device were always busy with batches of the cheapest size."""
-    row_s = costs.least_row_s("forward") + (costs.least_row_s("backward") if load.passes == "training" else 0.0)
+    names = ("forward",) if load.passes == "forward" else ("forward", "backward")
+    row_s = sum(min(seconds / rows for (kind, rows), seconds in costs.items() if kind == name) for name in names)
     return load.servers / (load.layers * row_s)
 
 
@@ -133,11 +137,8 @@ def ratios(points: Sequence[Mapping[str, Any]]) -> list[float]:
 def summarise(run: Run[LatencySettings]) -> Result | None:
     """Set the curves beside their ceilings; None before the first point."""
     settings, points = run.settings, run.records("point")
-    agreeing = []
-    for key, own in grouped(run.records("agreement"), "block", "passes", "method", "delay_s").items():
-        found = [each["virtual_over_real"] for each in own]
-        agreeing.append((*key, median(each["real_per_s"] for each in own), median(found), min(found), max(found)))
-    if not (points or agreeing):
+    twins = grouped(run.records("agreement"), "block", "passes", "method", "delay_s")
+    if not (points or twins):
         return None
     figures: dict[str, object] = {}
     if settings.where != "real":
@@ -146,17 +147,19 @@ def summarise(run: Run[LatencySettings]) -> Result | None:
         figures |= {f"kept_{block}_{passes}": share for (block, passes), share in shares.items()}
         for (block, passes), own in grouped([each for each in points if each["cloud"]], "block", "passes").items():
             name = _FIGURE_NAMES[block] + ("" if passes == "forward" else "_training")
-            if found := ratios(own):
-                figures |= {name: mean(found), f"{name}_min": min(found), f"{name}_max": max(found)}
+            if seeds := ratios(own):
+                figures |= {name: mean(seeds), f"{name}_min": min(seeds), f"{name}_max": max(seeds)}
     if settings.where != "virtual":
-        figures["agreement"] = max((abs(row[5] - 1) for row in agreeing), default=None)
-    head = ("block", "passes", "method", "delay, s", "real", "virtual / real", "least", "most")
+        found = [[each["virtual_over_real"] for each in own] for own in twins.values()]
+        figures["agreement"] = max((abs(median(each) - 1) for each in found), default=None)
+        figures["virtual_over_real_least"] = min(map(min, found), default=None)
+        figures["virtual_over_real_most"] = max(map(max, found), default=None)
     return Result(
         title="Throughput over latency",
-        figures=figures | {"trainers": settings.trainers, "repeats": len(settings.seeds)},
+        figures=figures | {"repeats": len(settings.seeds)},
         bars=[*([KEPT] if settings.where != "real" else []), *([AGREEMENT] if settings.where != "virtual" else [])],
         summary="Rows per second through the stack: vectors of feed-forward blocks, sequences of Transformer blocks.",
-        tables=[_table(points), ReportTable(title="Virtual time beside real computing", head=head, rows=agreeing)],
+        tables=[_table(points)],
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of this experiment's command line, and the loads that are measured at each size."""
+"""Settings of this experiment's command line, and the loads that are measured."""
 
 import math
 import random
@@ -28,24 +28,12 @@ class Block(NamedTuple):
     config: Mapping[str, int]
 
 
-SIZES = {
-    "laptop": (
-        16,
-        (
-            Block("feedforward", 256, {"d_model": 256}),
-            Block("transformer_xl", 4, {"d_model": 256, "num_heads": 4, "d_ff": 512, "seq_len": 64, "mem_len": 1}),
-        ),
-    ),
-    # The paper's: 224 blocks on four GPUs, encoder layers with PyTorch's feed-forward width of 2048.
-    "paper": (
-        224,
-        (
-            Block("feedforward", 2048, {"d_model": 1024}),
-            Block("transformer_xl", 4, {"d_model": 1024, "num_heads": 16, "d_ff": 2048, "seq_len": 512, "mem_len": 1}),
-        ),
-    ),
-}
-"""Blocks of the stack, and each kind of them."""
+LAYERS = 16
+BLOCKS = (
+    Block("feedforward", 256, {"d_model": 256}),
+    Block("transformer_xl", 4, {"d_model": 256, "num_heads": 4, "d_ff": 512, "seq_len": 64, "mem_len": 1}),
+)
+"""Layers of the stack, and the kinds of block that one consists of."""
 
 
 class Delay(NamedTuple):
@@ -69,13 +57,14 @@ class Delay(NamedTuple):
         return rng.lognormvariate(math.log(self.mean_s) - variance / 2, variance**0.5)
 
 
-MAX_DELAY_S = 0.2
 CLOUD = Delay(0.0925, 0.0324)
 """Round trips between the paper's three regions, mean and standard deviation in seconds."""
 SERVERS, CLOUD_SERVERS = 4, 3
 """Expert nodes, each with a device of its own: beside the delays of the sweep, and in the three regions."""
 JOINED = 2
 """Trainers' batches that a server may join into one."""
+TRAINERS = 64
+"""Asynchronous trainers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,30 +107,21 @@ class LatencySettings(Settings):
     """Measure the throughput of asynchronous trainers and of naive model parallelism over the mean delay of a call."""
 
     quick: bool = False
-    """Four delays and not ten, two repeats, fewer calls; on real computing only feed-forward blocks, forward."""
-    size: Literal["laptop", "paper"] = "laptop"
-    """Size of the blocks and the stack. The paper's blocks want a GPU to measure their cost on."""
+    """Four delays and not ten, two seeds and not three, fewer calls; on real computing one seed and only feed-forward
+    blocks, forward."""
     where: Literal["both", "virtual", "real"] = "both"
     """The whole grid in virtual time, a small one on real computing beside the same in virtual time, or both."""
-    trainers: int = 64
-    """Asynchronous trainers."""
-    repeats: int = 3
-    """Seeds, beginning with --seed."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_at_least(1, "trainers", "repeats")
 
     @property
     def seeds(self) -> range:
         """Seeds that are meant."""
-        return range(self.seed, self.seed + (min(self.repeats, 2) if self.quick else self.repeats))
+        return range(self.seed, self.seed + (2 if self.quick else 3))
 
     def loads(self) -> list[list[Load]]:
         """The loads of one seed in virtual time with one kind of block: those of the curves; the three regions."""
         count, calls, alone = (4, 6, 128) if self.quick else (10, 12, 256)
-        delays = [Delay(MAX_DELAY_S * number / (count - 1)) for number in range(count)]
-        load = Load(layers=SIZES[self.size][0], servers=SERVERS, trainers=self.trainers, calls=calls * self.trainers)
+        delays = [Delay(0.2 * number / (count - 1)) for number in range(count)]
+        load = Load(layers=LAYERS, servers=SERVERS, trainers=TRAINERS, calls=calls * TRAINERS)
         cloud = replace(load, servers=CLOUD_SERVERS)
         return [_grid(load, delays, PASSES, alone=alone), _grid(cloud, [CLOUD], PASSES, alone=alone)]
 

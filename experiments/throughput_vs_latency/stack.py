@@ -40,16 +40,11 @@ from dmoe_net import (
     run,
     simulate,
 )
-from experiments.throughput_vs_latency.costs import OPTIMIZER, CostTable, Taken, TimedDevice, random_inputs
+from experiments.throughput_vs_latency.costs import OPTIMIZER, Costs, Taken, TimedDevice, cost_of, random_inputs
 from experiments.throughput_vs_latency.settings import JOINED, Block, Delay, Load
 
-_ROUTER = product_key((1,))
-_TIMEOUT_S = 600.0
-"""No call takes so long: a batch waits for every layer."""
 _ECHO_DELAY_S = 0.02
 """Delay of calls whose travelling is timed, seconds."""
-_BREAK_S = 0.5
-"""After a load, for the batches that run when trainers stop."""
 
 _NUMBER = TensorSpec(name="number", shape=(1,), dtype="float32", differentiable=True)
 STAND_IN = Expert("stand_in", lambda key: {}, lambda params, number: number, (_NUMBER,), _NUMBER)
@@ -75,7 +70,7 @@ class Delays(FaultInjector):
 
 
 def measure_virtual(
-    loads: Sequence[Load], block: Block, costs: CostTable, *, seed: int, real_trip_s: float | None = None
+    loads: Sequence[Load], block: Block, costs: Costs, *, seed: int, real_trip_s: float | None = None
 ) -> list[float]:
     """Rows a second that go through the whole stack in virtual time, on devices that take as long as `costs` says.
 
@@ -87,7 +82,9 @@ def measure_virtual(
 
     async def measure() -> list[float]:
         async with simulate(seed=seed, latency=Constant((real_trip_s or 0.0) / 2), tick_s=0.0) as network:
-            devices = [InlineDevice(costs) for _ in range(loads[0].servers if real_trip_s is None else 1)]
+            devices = [
+                InlineDevice(partial(cost_of, costs)) for _ in range(loads[0].servers if real_trip_s is None else 1)
+            ]
             return await _measure(loads, STAND_IN, None, block.rows, devices, network, seed=seed)
 
     return run(measure, seed=seed)
@@ -150,31 +147,44 @@ async def _measure(
         record_lifetime_s=300.0,
     )
     delays, batch, rates = Delays(FaultPlan()), random_inputs(expert, rows), []
+    opened = partial(open_delayed, network=network, seed=seed)
     async with AsyncExitStack() as stack:
         join: tuple[str, ...] = ()
         for index in range(servers):
-            device = devices[index % len(devices)]
-            swarm = await stack.enter_async_context(_open(join, f"server{index}", network, device, delays, seed=seed))
+            opening = opened(join, f"server{index}", device=devices[index % len(devices)], delays=delays)
+            swarm = await stack.enter_async_context(opening)
             own = {f"block{layer}.[0:1]": expert for layer in range(index, num_layers, servers)}
             await swarm.serve(own, optimizer=optimizer, config=node)
             join = join or (swarm.contact,)
         # Trainers compute nothing here.
-        swarm = await stack.enter_async_context(_open(join, "trainers", network, InlineDevice(), None, seed=seed))
-        layers = [await _layer(swarm, f"block{number}", expert, rows) for number in range(num_layers)]
+        swarm = await stack.enter_async_context(opened(join, "trainers", device=InlineDevice()))
+        # A layer has a single expert, so that all batches make the same choice; and a batch waits for every layer.
+        mixture = partial(swarm.mixture, k_best=1, grace_s=math.inf, timeout_s=600.0, on_shortfall="raise")
+        router, layers = product_key((1,)), list[_Layer]()
+        scores = Scores((cast(Any, np.zeros((rows, 1), np.float32)),))  # `choose` takes arrays on the host
+        for number in range(num_layers):
+            layer = mixture(f"block{number}", expert, router)
+            layers.append((layer, await layer.choose(scores)))
         for load in loads:
             delays.become(load.delay, seed)
             rates.append(await _throughput(layers, batch, load))
             if swarm.statistics.failed:
                 raise RuntimeError(f"layer calls failed: {swarm.statistics.failures}")
-            await trio.sleep(_BREAK_S)
+            await trio.sleep(0.5)  # for the batches that run when trainers stop
         return rates
 
 
 @asynccontextmanager
-async def _open(
-    join: Sequence[str], host: str, network: SimNetwork | None, device: Device, delays: Delays | None, *, seed: int
+async def open_delayed(
+    join: Sequence[str],
+    host: str,
+    *,
+    network: SimNetwork | None = None,
+    device: Device | None = None,
+    delays: Delays | None = None,
+    seed: int,
 ) -> AsyncIterator[Swarm]:
-    """Open a server, or without delays the trainers' client."""
+    """Open a server on a simulated network or, without one, on loopback by TCP; without delays the trainers' client."""
     identity = Identity.from_seed(random.Random(f"{seed}/{host}").randbytes(32))
     transport = TcpTransport() if network is None else network.transport(host, identity.peer_id)
     here = None
@@ -184,15 +194,6 @@ async def _open(
         seams = Seams(caller=rpc, identity=identity)
         async with open_swarm(join, network=network, host=host, device=device, seed=seed, testing=seams) as swarm:
             yield swarm
-
-
-async def _layer(swarm: Swarm, prefix: str, expert: Expert, rows: int) -> _Layer:
-    """One layer. It has a single expert, so that all batches make the same choice."""
-    mixture = swarm.mixture(
-        prefix, expert, _ROUTER, k_best=1, grace_s=math.inf, timeout_s=_TIMEOUT_S, on_shortfall="raise"
-    )
-    logits = cast(Any, np.zeros((rows, 1), np.float32))  # `choose` takes arrays on the host
-    return mixture, await mixture.choose(Scores((logits,)))
 
 
 async def _throughput(layers: Sequence[_Layer], batch: Sequence[np.ndarray], load: Load) -> float:

@@ -12,7 +12,7 @@ from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, Runs, comparison_table, draw_comparison
 from experiments.intervals import paired_difference, t_interval
-from experiments.results import Result
+from experiments.results import Bar, Result
 from experiments.transformer_xl import trainings
 from experiments.transformer_xl.flops import equal_flops, forward_flops
 from experiments.transformer_xl.presets import chosen_preset, model_config, sized_preset
@@ -43,9 +43,9 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         config = model_config(sized_preset(settings, model), len(corpus.vocabulary), settings)
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     if settings.search:
-        tried = list(trainings.search_trainings(settings, out).values())
-        train_all(run, corpus, tried, num_jobs=settings.num_jobs)
-        factors = trainings.best_factors(trainings.search_results(settings, out)) or {}
+        tried = trainings.search_trainings(settings, out)
+        train_all(run, corpus, list(tried.values()), num_jobs=settings.num_jobs)
+        factors = trainings.best_factors(trainings.search_results(tried)) or {}
         run.say("best of the search: " + ", ".join(f"{label} x{factor:g}" for label, factor in factors.items()))
     compared = trainings.compared_trainings(settings, out, factors)
     train_all(run, corpus, compared, num_jobs=settings.num_jobs)
@@ -58,7 +58,7 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
         return None
     finished, runs = _read(run)
     models = {label: mean_headline(list(seeds.values())) for label, seeds in finished.items()}
-    searched = trainings.search_results(settings, out) if settings.search else {}
+    searched = trainings.search_results(trainings.search_trainings(settings, out)) if settings.search else {}
     headline: dict[str, Any] = {"size": settings.size, "where": settings.place, "corpus": corpora[-1]["name"]}
     headline |= {"router": settings.router, "route": settings.route} if "dmoe" in settings.models else {}
     headline["runs"] = len(trainings.compared_trainings(settings, out))
@@ -102,10 +102,12 @@ def verdicts(finished: Finished) -> dict[str, Any]:
     for other in finished:
         difference = None if other == "dmoe" else paired_difference(ours, _perplexities(finished, other))
         if difference is not None:
-            decided = "met" if difference.is_below_zero else "missed" if difference.is_above_zero else "not decided"
             found[f"dmoe_minus_{other}"] = difference.mean
             found[f"dmoe_minus_{other}_interval"] = difference.ends
-            found[f"dmoe_below_{other}"] = decided
+            bar = Bar(name=f"dmoe_minus_{other}", bound=0.0)
+            found[f"dmoe_below_{other}"] = (
+                bar.verdict(difference.mean, difference.ends) if difference.ends else "not decided"
+            )
     return found
 
 

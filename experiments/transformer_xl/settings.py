@@ -124,7 +124,7 @@ class TransformerXLSettings(TrainingSettings, Settings):
     """Seeds of each model: --seed and those that follow it. Default: 3 for several models over a whole run of slow
     trainers, else one."""
     search: bool = False
-    """First train each model with 1/4, 1/2, 1, 2 and 4 times the preset's step sizes for 2,000 updates or --steps, on a
+    """First train each model with 1/32, 1/16, ... 4 times the preset's step sizes for 2,000 updates or --steps, on a
     seed that is not reported, and go on with the best of each by validation perplexity."""
     ingredients: bool = False
     """Also train dmoe without staleness, without failures, and without both, on the same text at the same number of

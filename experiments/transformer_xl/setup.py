@@ -19,7 +19,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.trunk import Memory, StepKeys, empty_memory, step_keys
 from dmoe_jax.optim import Recipe
 from dmoe_jax.routing import Router
-from dmoe_jax.training.engine import OnBatch
+from dmoe_jax.trainer import OnLost, OnStep
+from dmoe_jax.training.engine import OnBatch, Totals
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.presets import ON_THIS_DEVICE, Preset, model_config
 from experiments.transformer_xl.settings import Place, TrainingSettings
@@ -127,6 +128,14 @@ class SetupEngine(abc.ABC):
     def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
         """(trunk, stacked experts of each layer)."""
 
+    @abc.abstractmethod
+    async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
+        """As of `Engine`."""
+
+    @abc.abstractmethod
+    def totals(self) -> Totals:
+        """As of `Engine`."""
+
     def state(self) -> PyTree:
         """As of `Engine`; so are the others."""
         return self._state
@@ -144,8 +153,8 @@ class SetupEngine(abc.ABC):
     def _take(self, step: int, state: Any) -> None:
         self.step, self._state = step, state
 
-    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
-        """Compute the loss on this machine, with every expert alive.
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch, params: Any = None) -> Evaluation:
+        """Compute the loss on this machine, with every expert alive, of these parameters or, by default, the last.
 
         The text is read in segments, memory is carried from one to the next, and every target counts once. A part of
         the text is the beginning of every row, so that it stands for the whole.
@@ -155,7 +164,8 @@ class SetupEngine(abc.ABC):
         """
         setup = self.setup
         config, rows = setup.config, _EVAL_ROWS
-        token_nll, params, ids = _token_nll(config, setup.router), self.params(), getattr(setup.corpus, split)
+        token_nll, ids = _token_nll(config, setup.router), getattr(setup.corpus, split)
+        params = self.params() if params is None else params
         memory = empty_memory(config, rows)
         total, counted = 0.0, []
         wanted = ids.size - 1 if max_items is None else min(max_items, ids.size - 1)
@@ -170,6 +180,57 @@ class SetupEngine(abc.ABC):
         if not np.isfinite(total):
             raise FloatingPointError(f"the loss over {targets.size} words is {total / targets.size}")
         return Evaluation(loss=total / targets.size, items=int(targets.size), targets=targets)
+
+
+class BestValidation:
+    """An engine whose test figures are those of the parameters with the least validation loss so far, as the authors'.
+
+    Those parameters are part of its state. A validation over another part of the text than the first does not count.
+    """
+
+    def __init__(self, engine: SetupEngine) -> None:
+        self._engine, self.name, self.layers = engine, engine.name, engine.layers
+        self.advance = engine.advance
+        self._best: dict[str, Any] = {"step": 0, "loss": None, "items": None}
+        self._params = host_copy(engine.params())
+
+    @property
+    def step(self) -> int:
+        """As of `Engine`; so are the others."""
+        return self._engine.step
+
+    def params(self) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """(trunk, stacked experts of each layer), the last ones."""
+        return self._engine.params()
+
+    def state(self) -> PyTree:
+        own = self._engine.state()
+        # Beside the engine's own, whose names `dmoe inspect` reads in a checkpoint.
+        return {**(own if isinstance(own, Mapping) else own._asdict()), "best": self._params}
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        return self.step, host_copy(self.state())
+
+    def facts(self) -> dict[str, Any]:
+        return {"engine": self._engine.facts(), "best": self._best}
+
+    def load(self, step: int, state: PyTree, facts: Mapping[str, Any]) -> None:
+        own = {name: value for name, value in state.items() if name != "best"}
+        self._engine.load(step, type(self._engine.state())(**own), facts["engine"])
+        self._params, self._best = host_copy(state["best"]), dict(facts["best"])
+
+    def totals(self) -> Totals:
+        totals = self._engine.totals()
+        return replace(totals, figures={**totals.figures, "best_validation_step": self._best["step"]})
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        params = self._params if split == "test" and self._best["loss"] is not None else self.params()
+        found = await self._engine.evaluate(split, max_items=max_items, on_batch=on_batch, params=params)
+        first, least = (self._best[name] for name in ("items", "loss"))
+        if split == "valid" and (least is None or (found.items == first and found.loss < least)):
+            self._best = {"step": self.step, "loss": found.loss, "items": found.items}
+            self._params = host_copy(params)
+        return found
 
 
 @functools.cache

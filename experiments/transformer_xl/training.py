@@ -32,7 +32,7 @@ from experiments.transformer_xl.asynchronous import EmulatedDmoe, SimulatedEngin
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import Preset, chosen_preset, model_config
 from experiments.transformer_xl.settings import QUICK_PAUSES, TrainingSettings, TransformerXLSettings
-from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.setup import BestValidation, Setup
 from experiments.transformer_xl.trainings import Training
 
 FAILURES = (FloatingPointError, RouterError, NetError)
@@ -165,7 +165,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
             return
         progress = TrainingProgress(plan.steps)
         progress.say(f"{setup.title}: {plan.steps} updates, {setup.where}")
-        engine = make_engine(setup)
+        engine = BestValidation(make_engine(setup))
     if setup.router is not None:
         facts["router"] = setup.router.name
     facts["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.params()))

@@ -19,7 +19,7 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 """Label -> settings that differ from those of `dmoe`, which has both. Where one trainer is at work at once nothing is
 stale, and a delay would only be waited for."""
 
-SEARCHED = (0.25, 0.5, 1.0, 2.0, 4.0)
+SEARCHED = tuple(2.0**power for power in range(-5, 3))
 """Factors of the preset's step sizes that the search tries, for every label."""
 
 SEARCH_STEPS = 2000
@@ -89,11 +89,12 @@ def _training(settings: TransformerXLSettings, label: str, folder: Path, *, fact
     return Training(label=label, settings=replace(settings, **{**alone, **own, **changes}))
 
 
-def search_results(settings: TransformerXLSettings, out: Path) -> Searched:
-    """The results of the search's runs in the experiment's folder."""
-    found: dict[str, dict[float, float | None]] = {label: {} for label in labels(settings)}
-    for (label, factor), training in search_trainings(settings, out).items():
+def search_results(trainings: Mapping[tuple[str, float], Training]) -> Searched:
+    """The results of a search, from the folders of its runs."""
+    found: dict[str, dict[float, float | None]] = {}
+    for (label, factor), training in trainings.items():
         assert training.settings.out is not None
+        found.setdefault(label, {})
         folder = RunFolder(training.settings.out)
         if (headline := finished_headline(folder)) is not None:
             value = headline.get("validation_perplexity")

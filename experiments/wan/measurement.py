@@ -15,20 +15,18 @@ from matplotlib.figure import Figure
 from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, KILLED, dress
 from experiments.bench import Experiment, Run
-from experiments.intervals import t_interval
+from experiments.collaborative.all_reduces import WrongResult
 from experiments.panels import series_style
-from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
-from experiments.wan import failures, lines, loop, tokens
+from experiments.wan import parts
 from experiments.wan.settings import PartName, WanSettings
 
 MEASURES: Mapping[PartName, Callable[[Run[WanSettings]], None]] = {
-    "allreduce": lines.measure_all_reduces,
-    "state": lines.measure_downloads,
-    "churn": failures.measure_churn,
-    "kill": failures.measure_kills,
-    "tokens": tokens.measure,
-    "loop": loop.measure,
+    "allreduce": parts.measure_all_reduces,
+    "state": parts.measure_downloads,
+    "churn": parts.measure_churn,
+    "kill": parts.measure_kills,
+    "tokens": parts.measure_tokens,
 }
 _at_least = partial(Bar, comparison=">=")
 BARS: Mapping[str, Sequence[Bar]] = {
@@ -42,7 +40,6 @@ PANELS = {
     "churn": ("Goodput under churn (bar: at 4)", "failures a minute among 16", "samples in steps, share of computed"),
     "kill": ("Killed while averaging: until the next step", "round trip (ms)", "virtual seconds"),
     "tokens": ("Traffic", "parameters of the model", "bytes a token, all lines together"),
-    "loop": ("Training while it averages", "seconds between averages", "steps/s, over those without"),
 }
 """Titles, and names of the axes, of the parts that have a panel."""
 
@@ -57,7 +54,7 @@ def measure(run: Run[WanSettings]) -> None:
 def summarise(run: Run[WanSettings]) -> Result | None:
     """Compute the figures from what there is, with a table of each part's records; None before the first record.
 
-    A figure is the mean of its values, with the least and the greatest; of `loop` with its 95 % interval.
+    A figure is the mean of its values, with the least and the greatest.
     """
     figures: dict[str, Any] = {}
     tables: list[ReportTable] = []
@@ -70,8 +67,7 @@ def summarise(run: Run[WanSettings]) -> Result | None:
         for name, values in by_name.items():
             figures[name] = mean(values)
             if len(values) > 1:
-                ends = t_interval(values)[1:3] if part == "loop" else (min(values), max(values))
-                figures[f"{name}_min"], figures[f"{name}_max"] = ends
+                figures[f"{name}_min"], figures[f"{name}_max"] = min(values), max(values)
         head = [field for field in records[0] if field != "kind"]
         rows = [[record[field] for field in head] for record in records]
         tables.append(ReportTable(title=part, head=[field.replace("_", " ") for field in head], rows=rows))
@@ -119,6 +115,5 @@ EXPERIMENT = Experiment(
     summarise=summarise,
     draw=draw,
     figure_text="A panel for each part: shares of the line, goodput under churn, times after a kill, bytes a token",
-    expected=(lines.WrongResult,),
-    causes=(HelperFailed,),
+    expected=(WrongResult,),
 )

@@ -109,11 +109,7 @@ async def open_rig(
     async with (
         open_dht_node(host, identity=identity, clock=clock, rng=random.Random(3)) as host_dht,
         open_expert_node(
-            host,
-            host_dht,
-            backends,
-            device=device or InlineDevice(cost or CostModel()),
-            config=config or NodeConfig(),
+            host, host_dht, backends, device=device or InlineDevice(cost or CostModel()), config=config or NodeConfig()
         ) as node,
     ):
         yield Rig(node, backends, trainer)

@@ -1,18 +1,24 @@
 """Models and a text small enough for tests of whole runs."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.layer_config import LayerConfig, Recipe
+from experiments.moshpit_sgd.tasks import Task
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import Model
 
 VOCAB_SIZE = 60
+POINT = np.linspace(-1, 1, 100).astype(np.float32)
 IN_LAYERS = {"dropout": 0.1, "attention_dropout": 0.1, "position_dropout": 0.1}
 IN_TRUNK = {"embedding_dropout": 0.1, "input_dropout": 0.1, "output_dropout": 0.1}
 UNBOUNDED = Recipe(learning_rate=1e-2, warmup_steps=0, weight_decay=0.0, grad_clip=math.inf)
@@ -51,4 +57,26 @@ def small_preset(model: Model, *, layer: dict[str, Any] | None = None, **sizes: 
         batch_size=3,
         recipe=replace(preset.recipe, learning_rate=1e-2),
         expert_recipe=replace(preset.expert_recipe, learning_rate=1e-2),
+    )
+
+
+def quadratic() -> Task:
+    """Half the squared distance to `POINT`, seen with noise by each peer: the gradient is the way to it."""
+
+    def batches(peer: int, num_peers: int, seed: int) -> Iterator[Any]:
+        rng = np.random.default_rng([seed, peer, num_peers])
+        while True:
+            yield (POINT + 0.1 * rng.normal(size=POINT.size)).astype(np.float32)
+
+    def loss(params: Any, batch: Any, carry: Any) -> Any:
+        return 0.5 * jnp.sum((params["w"] - batch) ** 2), carry
+
+    return Task(
+        init=lambda key: {"w": jax.random.normal(key, POINT.shape)},
+        carry=(),
+        loss=loss,
+        batches=batches,
+        evaluate=lambda params: 0.5 * jnp.mean((params["w"] - POINT) ** 2),
+        optimizer=optax.sgd(0.1),
+        target=0.05,
     )

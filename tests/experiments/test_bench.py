@@ -79,10 +79,11 @@ def measuring(then: Callable[[], Any]) -> Experiment[DiceSettings]:
 
 
 def test_run_leaves_all_files_and_ends_with_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2, 3, 4 have the mean 3, which meets the bar; a figure that is not a number is null in JSON."""
+    """2, 3, 4 have the mean 3, and the bar lies between them; a figure that is not a number is null in JSON."""
     headline = run_dice("--out", str(tmp_path / "run"), "--seed", "2", "--json")
     printed = capsys.readouterr()
-    expected = {"mean": 3.0, "mean_min": 2, "mean_max": 4, "nothing": None, "missed_bars": []}
+    expected: dict[str, Any] = {"mean": 3.0, "mean_min": 2, "mean_max": 4, "nothing": None, "missed_bars": []}
+    expected["bars_not_decided"] = ["mean"]
     assert json.loads(printed.out) == headline == expected
     assert "3 (2 to 4)" in printed.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
@@ -93,7 +94,7 @@ def test_run_leaves_all_files_and_ends_with_one_json_line(tmp_path: Path, capsys
     }
     report = (tmp_path / "run" / "report.md").read_text()
     assert "| mean | 3 (2 to 4) |" in report
-    assert "| mean | 3 | <= 3.5 | yes |" in report
+    assert "| mean | 3 | <= 3.5 | not decided |" in report
     assert "![Pips of each throw](figure.png)" in report
 
 
@@ -202,13 +203,26 @@ def test_bug_is_raised_as_it_is(tmp_path: Path, error: Exception) -> None:
 def test_bar_is_met_from_its_side() -> None:
     """Exactly the bar meets it, whichever side is the good one; what is not known does not."""
     most, least = Bar(name="p99", bound=20.0), Bar(name="rate", bound=0.5, comparison=">=")
-    assert most.is_met_by(20.0)
-    assert not most.is_met_by(20.1)
-    assert least.is_met_by(0.5)
-    assert not least.is_met_by(0.49)
-    assert not most.is_met_by(None)
-    assert not least.is_met_by(float("nan"))
+    for bar, value, verdict in (
+        (most, 20.0, "met"),
+        (most, 20.1, "missed"),
+        (least, 0.5, "met"),
+        (least, 0.49, "missed"),
+        (most, None, "missed"),
+        (least, float("nan"), "missed"),
+    ):
+        assert bar.verdict(value) == verdict
     assert Result(title="", figures={}, bars=[most]).missed_bars == ["p99"]
+
+
+@pytest.mark.parametrize("spread", [{"p99_interval": (18.0, 21.0)}, {"p99_min": 18.0, "p99_max": 21.0}])
+def test_bar_that_an_interval_crosses_is_not_decided(spread: dict[str, Any]) -> None:
+    """It is neither met nor missed; an interval that ends at the bar decides."""
+    bar = Bar(name="p99", bound=20.0)
+    result = Result(title="", figures={"p99": 19.0, **spread}, bars=[bar])
+    assert result.headline["bars_not_decided"] == ["p99"]
+    assert result.missed_bars == []
+    assert [bar.verdict(19.0, (18.0, 20.0)), bar.verdict(21.0, (20.0, 22.0))] == ["met", "missed"]
 
 
 @dataclass(frozen=True, kw_only=True)

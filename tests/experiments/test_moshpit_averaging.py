@@ -11,29 +11,16 @@ import pytest
 
 from experiments.moshpit_averaging import settings
 from experiments.moshpit_averaging.__main__ import main
-from experiments.moshpit_averaging.measurement import BARRED, missed_bars
-from experiments.moshpit_averaging.methods import (
-    gossip_round,
+from experiments.moshpit_averaging.measurement import (
+    mean_rounds,
+    missed_bars,
     published_push_sum_round,
-    push_sum_round,
     random_groups_round,
+    simulate,
 )
-from experiments.moshpit_averaging.paper import CUBE, SQUARE, TABLE, TITLES, Setting, paper_rounds
-from experiments.moshpit_averaging.simulation import mean_rounds, measure_mixing, simulate
+from experiments.moshpit_averaging.paper import SQUARE, TABLE, TITLES, Setting, paper_rounds
 
 KEY = jax.random.key(0)
-BARRED_ROWS = [
-    row for row in TABLE if row.num_peers in (512, 1024) and row.grid == SQUARE and row.failure_rule == "exclude"
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", BARRED_ROWS, ids=str)
-def test_rounds_are_the_papers(row: Setting) -> None:
-    """Moshpit and random groups at both precisions, within half a round."""
-    found = simulate(row, restarts=100, rounds=12, seed=0)
-    assert set(BARRED) <= set(paper_rounds(row))
-    assert not missed_bars(row, {method: mean_rounds(variances) for method, variances in found.items()})
 
 
 @pytest.mark.slow
@@ -43,21 +30,6 @@ def test_groups_that_skip_need_the_rounds_of_the_first_simulator() -> None:
     assert paper_rounds(row) == {"moshpit": (17.1, None)}
     found = mean_rounds(simulate(row, restarts=40, rounds=30, seed=0)["moshpit"])
     assert found["rounds_to_1e-9"] == pytest.approx(17.1, abs=1)
-
-
-@pytest.mark.slow
-def test_a_full_cube_is_exact_in_three_rounds() -> None:
-    """Not by the targets alone: to the rounding of float32; and All-Reduce in one round."""
-    variances = simulate(Setting(num_peers=512, grid=CUBE, failure=0.0), restarts=3, rounds=4, seed=1)
-    assert (variances["moshpit"][:, 2] > 1e-4).all()
-    assert (variances["moshpit"][:, 3] < 1e-14).all()
-    assert (variances["all_reduce"][:, 1] < 1e-14).all()
-    assert variances["gossip"][:, 4].min() > 1e-2
-
-
-def test_random_groups_mix_as_the_formula_says() -> None:
-    """Within 5 % over 200 runs: each round by itself, and two rounds together."""
-    assert measure_mixing(runs=200, rounds=2, seed=0) == pytest.approx((1, 1), abs=0.05)
 
 
 def test_mean_rounds() -> None:
@@ -78,27 +50,6 @@ def test_what_is_off_is_named() -> None:
         "Random groups to 1e-4, 512 peers on 32^2, p = 0: 2.40, paper 3",
         "Moshpit to 1e-9, 512 peers on 32^2, p = 0: 8.80, paper 8.2",
     ]
-
-
-def test_gossip_by_hand() -> None:
-    """On a ring of five, of whom the second is absent: means of two, three or whoever is left."""
-    values, alive = jnp.array([3.0, jnp.nan, 5.0, 7.0, 9.0]), jnp.array([True, False, True, True, True])
-    np.testing.assert_allclose(gossip_round(values, alive), [6.0, jnp.nan, 6.0, 7.0, 19 / 3], rtol=1e-6)
-
-
-def test_push_sum_by_hand() -> None:
-    """Each of five peers sends thirds to the next two in round 0; with the third absent its senders keep more."""
-    values, ones = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0]), jnp.ones(5)
-    found, weights = push_sum_round(values, ones, jnp.ones(5, bool), 0)
-    np.testing.assert_allclose(found, np.array([25, 19, 7, 14, 28]) / 3, rtol=1e-6)
-    np.testing.assert_allclose(weights, ones, rtol=1e-6)
-    found, weights = push_sum_round(values, ones, jnp.array([True, True, False, True, True]), 0)
-    # Shares: 1/2 to self and to the next (0, 1 and its second next, 3), thirds from 3 and 4.
-    np.testing.assert_allclose(
-        weights, [1 / 2 + 1 / 3 + 1 / 3, 1 / 2 + 1 / 2 + 1 / 3, 1, 1 / 2 + 1 / 3, 2 / 3], rtol=1e-6
-    )
-    sums = np.array([1 / 2 + 8 / 3 + 16 / 3, 1 / 2 + 1 + 16 / 3, 4, 1 + 8 / 3, 8 / 3 + 16 / 3])
-    np.testing.assert_allclose(found, sums / weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_peers", [5, 23])
@@ -147,4 +98,4 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert headline["mixing_ratio"] == pytest.approx(1, abs=0.05)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= names
-    assert "True PushSum" in (tmp_path / "run" / "report.md").read_text()
+    assert "Random groups" in (tmp_path / "run" / "report.md").read_text()

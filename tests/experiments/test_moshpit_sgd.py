@@ -2,15 +2,14 @@
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-import optax
 import pytest
 import trio
 from trio.testing import MockClock
@@ -18,12 +17,10 @@ from trio.testing import MockClock
 import dmoe_net
 from experiments.moshpit_sgd import tasks
 from experiments.moshpit_sgd.__main__ import main
-from experiments.moshpit_sgd.learning import PeerLearner
 from experiments.moshpit_sgd.measurement import figures_of
-from experiments.moshpit_sgd.methods import Moshpit, make_method
-from experiments.moshpit_sgd.swarm import Swarm
-from experiments.moshpit_sgd.tasks import Task
-from experiments.moshpit_sgd.time_model import TimeModel
+from experiments.moshpit_sgd.settings import TimeModel
+from experiments.moshpit_sgd.swarm import Moshpit, PeerLearner, Swarm, make_method
+from tests.experiments.small_runs import POINT, quadratic
 
 # A stretch takes 1 s, a vector 1 s from peer to peer.
 STEADY = TimeModel(
@@ -64,42 +61,35 @@ class Holders:
         return self.values[:, 0].round(6).tolist()
 
 
-Open = Callable[..., AbstractAsyncContextManager[Holders]]
+@asynccontextmanager
+async def open_swarm(
+    monkeypatch: pytest.MonkeyPatch,
+    method: Any,
+    num_peers: int,
+    *,
+    slow: Mapping[int, float] = MappingProxyType({}),
+    absent: Mapping[int, list[tuple[float, float]]] = MappingProxyType({}),
+) -> AsyncIterator[Holders]:
+    """A swarm whose peers have these speed factors and absences, at the virtual time 0."""
+    factors = iter([slow.get(peer, 1.0) for peer in range(num_peers)])
+    absences = iter([absent.get(peer, []) for peer in range(num_peers)])
+    monkeypatch.setattr(TimeModel, "speed_factor", lambda self, rng: next(factors))
+    monkeypatch.setattr(TimeModel, "absences", lambda self, rng: next(absences))
+    holders = Holders(num_peers)
+    async with trio.open_nursery() as nursery:
+        swarm = Swarm(STEADY, holders, nursery, num_peers=num_peers, seed=0)
+        if method == "moshpit":
+            grid = dmoe_net.MoshpitGrid(side=math.isqrt(num_peers), dims=2)
+            swarm.start(Moshpit(swarm, grid, list(range(num_peers))))
+        else:
+            swarm.start(make_method(method, swarm))
+        yield holders
+        nursery.cancel_scope.cancel()
 
 
-@pytest.fixture
-def open_swarm(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens a swarm whose peers have these speed factors and absences, at the virtual time 0."""
-
-    @asynccontextmanager
-    async def open_one(
-        method: Any,
-        num_peers: int,
-        *,
-        slow: Mapping[int, float] = MappingProxyType({}),
-        absent: Mapping[int, list[tuple[float, float]]] = MappingProxyType({}),
-    ) -> AsyncIterator[Holders]:
-        factors = iter([slow.get(peer, 1.0) for peer in range(num_peers)])
-        absences = iter([absent.get(peer, []) for peer in range(num_peers)])
-        monkeypatch.setattr(TimeModel, "speed_factor", lambda self, rng: next(factors))
-        monkeypatch.setattr(TimeModel, "absences", lambda self, rng: next(absences))
-        holders = Holders(num_peers)
-        async with trio.open_nursery() as nursery:
-            swarm = Swarm(STEADY, holders, nursery, num_peers=num_peers, seed=0)
-            if method == "moshpit":
-                grid = dmoe_net.MoshpitGrid(side=math.isqrt(num_peers), dims=2)
-                swarm.start(Moshpit(swarm, grid, list(range(num_peers))))
-            else:
-                swarm.start(make_method(method, swarm))
-            yield holders
-            nursery.cancel_scope.cancel()
-
-    return open_one
-
-
-async def test_all_reduce_takes_the_slowest(open_swarm: Open, autojump_clock: MockClock) -> None:
+async def test_all_reduce_takes_the_slowest(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
     """The slowest is ready after 4 s, 2 (1 - 1/4) vectors take 1.5 s: all have the mean at 5.5 s and not before."""
-    async with open_swarm("all_reduce", 4, slow={2: 4.0}) as holders:
+    async with open_swarm(monkeypatch, "all_reduce", 4, slow={2: 4.0}) as holders:
         await trio.sleep_until(5.4)
         assert holders.held == [0, 1, 2, 3]
         await trio.sleep_until(5.6)
@@ -108,9 +98,11 @@ async def test_all_reduce_takes_the_slowest(open_swarm: Open, autojump_clock: Mo
         assert holders.puts == 2 * 4
 
 
-async def test_all_reduce_is_repeated_without_the_dead(open_swarm: Open, autojump_clock: MockClock) -> None:
+async def test_all_reduce_is_repeated_without_the_dead(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
     """Gone at 1.2 s in the first all-reduce, noticed at 6.2 s, repeated among three in 4/3 s; back for the next."""
-    async with open_swarm("all_reduce", 4, absent={3: [(1.2, 6.4)]}) as holders:
+    async with open_swarm(monkeypatch, "all_reduce", 4, absent={3: [(1.2, 6.4)]}) as holders:
         await trio.sleep_until(7.5)
         assert holders.held == [0, 1, 2, 3]
         await trio.sleep_until(7.6)
@@ -120,32 +112,9 @@ async def test_all_reduce_is_repeated_without_the_dead(open_swarm: Open, autojum
         assert holders.puts == 3 + 4
 
 
-async def test_moshpit_is_exact_after_two_rounds(open_swarm: Open, autojump_clock: MockClock) -> None:
-    """On a full 2 x 2 grid; a round takes 1 s of computing and 2 (1 - 1/2) vectors."""
-    async with open_swarm("moshpit", 4) as holders:
-        await trio.sleep_until(2.1)
-        assert holders.held == [0.5, 0.5, 2.5, 2.5]
-        await trio.sleep_until(4.1)
-        assert holders.held == [1.5] * 4
-
-
-async def test_moshpit_waits_for_its_own_group_alone_and_not_for_long(
-    open_swarm: Open, autojump_clock: MockClock
-) -> None:
-    """Partners take 10 s: after 3 s of waiting peers 0 and 2 go on alone, and meet in the next round, at 5 s."""
-    async with open_swarm("moshpit", 4, slow={1: 10.0, 3: 10.0}) as holders:
-        await trio.sleep_until(3.9)
-        assert holders.puts == 0
-        await trio.sleep_until(4.1)
-        assert holders.puts == 2
-        assert holders.held == [0, 1, 2, 3]
-        await trio.sleep_until(6.1)
-        assert holders.held == [1, 1, 1, 3]
-
-
-async def test_moshpit_leaves_out_the_dead(open_swarm: Open, autojump_clock: MockClock) -> None:
+async def test_moshpit_leaves_out_the_dead(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
     """Peer 1 dies while its group averages: after the timeout its partner goes on with what is left, others go on."""
-    async with open_swarm("moshpit", 4, absent={1: [(1.5, 100.0)]}) as holders:
+    async with open_swarm(monkeypatch, "moshpit", 4, absent={1: [(1.5, 100.0)]}) as holders:
         await trio.sleep_until(6.9)
         assert holders.held[:2] == [0, 1]
         assert holders.held[2:] == [2.5, 2.5]
@@ -153,58 +122,16 @@ async def test_moshpit_leaves_out_the_dead(open_swarm: Open, autojump_clock: Moc
         assert holders.held[0] > 0.5  # it has met the others since
 
 
-async def test_pushsum_keeps_the_sum(open_swarm: Open, autojump_clock: MockClock) -> None:
+async def test_pushsum_keeps_the_sum(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
     """Unequal speeds, late messages: in the end everybody has the mean of the beginning all the same."""
-    async with open_swarm("pushsum", 8, slow={0: 3.0, 5: 7.0}) as holders:
+    async with open_swarm(monkeypatch, "pushsum", 8, slow={0: 3.0, 5: 7.0}) as holders:
         await trio.sleep_until(300.0)
         np.testing.assert_allclose(holders.values[:, 0], 3.5, atol=0.02)
 
 
-def test_one_seed_is_one_run() -> None:
-    """Speeds and absences come from the seed alone, and another seed is another run."""
-
-    async def run(seed: int) -> tuple[list[float], int]:
-        holders = Holders(16)
-        async with trio.open_nursery() as nursery:
-            times = TimeModel(mean_uptime_s=50.0, mean_downtime_s=20.0)
-            swarm = Swarm(times, holders, nursery, num_peers=16, seed=seed)
-            swarm.start(make_method("moshpit", swarm))
-            await trio.sleep(200.0)
-            nursery.cancel_scope.cancel()
-        return holders.held, holders.adopted
-
-    first = dmoe_net.run(run, 1)
-    assert dmoe_net.run(run, 1) == first
-    assert dmoe_net.run(run, 2) != first
-    assert first[1] > 10
-
-
-def point_task() -> Task:
-    """A parameter for each of two numbers, pulled towards points around (1, 2): peer i's are its own."""
-
-    def batches(peer: int, num_peers: int, seed: int) -> Iterator[Any]:
-        del num_peers
-        rng = np.random.default_rng([seed, peer])
-        while True:
-            yield np.array([1, 2], np.float32) + rng.normal(size=2).astype(np.float32)
-
-    def loss(params: Any, batch: Any, carry: Any) -> Any:
-        return 0.5 * jnp.sum((params["w"] - batch) ** 2), carry
-
-    return Task(
-        init=lambda key: {"w": jnp.zeros(2)},
-        carry=(),
-        loss=loss,
-        batches=batches,
-        evaluate=lambda params: jnp.sum((params["w"] - jnp.array([1.0, 2.0])) ** 2),
-        optimizer=optax.sgd(0.1),
-        target=0.3,
-    )
-
-
 async def test_all_reduce_of_each_step_is_large_batch_sgd(autojump_clock: MockClock) -> None:
     """Real training in the swarm: with one local step the parameters are those of SGD on all peers' samples."""
-    task = point_task()
+    task = quadratic()
     learner = PeerLearner(task, num_peers=5, local_steps=1, seed=3)
     async with trio.open_nursery() as nursery:
         swarm = Swarm(STEADY, learner, nursery, num_peers=5, seed=0)
@@ -212,11 +139,10 @@ async def test_all_reduce_of_each_step_is_large_batch_sgd(autojump_clock: MockCl
         await trio.sleep(3 * 2.6 + 0.1)
         nursery.cancel_scope.cancel()
     samples = [task.batches(peer, 5, 3) for peer in range(5)]
-    expected = np.zeros(2)
+    expected = np.asarray(task.init(jax.random.key(3))["w"], np.float64)
     for _ in range(3):
         expected -= 0.1 * (expected - np.mean([next(own) for own in samples], axis=0))
-    distance = np.sum((expected - [1, 2]) ** 2)
-    np.testing.assert_allclose(learner.losses(range(5)), distance, rtol=1e-5)
+    np.testing.assert_allclose(learner.losses(range(5)), 0.5 * np.mean((expected - POINT) ** 2), rtol=1e-5)
 
 
 def test_headline_names_what_was_missed() -> None:
@@ -225,15 +151,9 @@ def test_headline_names_what_was_missed() -> None:
     def result(model: str, method: str, reached_s: float | None) -> dict[str, Any]:
         return {"model": model, "peers": 16, "method": method, "reached_s": reached_s}
 
-    figures, missed = figures_of(
-        [
-            result("mnist", "all_reduce", 300.0),
-            result("mnist", "pushsum", 240.0),
-            result("mnist", "moshpit", 200.0),
-            result("transformer_xl", "all_reduce", None),
-            result("transformer_xl", "moshpit", 500.0),
-        ]
-    )
+    mnist = [result("mnist", *each) for each in (("all_reduce", 300.0), ("pushsum", 240.0), ("moshpit", 200.0))]
+    text = [result("transformer_xl", "all_reduce", None), result("transformer_xl", "moshpit", 500.0)]
+    figures, missed = figures_of([*mnist, *text])
     assert figures["mnist_16_all_reduce_over_moshpit"] == 1.5
     assert figures["mnist_16_pushsum_over_moshpit"] == 1.2
     assert figures["transformer_xl_16_all_reduce_over_moshpit"] is None
@@ -247,7 +167,7 @@ def test_the_command_trains_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every method reaches the target; folder, figure and report are there."""
-    monkeypatch.setattr(tasks, "make_task", lambda name: point_task())
+    monkeypatch.setattr(tasks, "make_task", lambda name: quadratic())
     main(args=["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     for method in ("all_reduce", "pushsum", "moshpit"):

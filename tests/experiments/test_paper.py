@@ -76,14 +76,14 @@ def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None
 
 def test_report_repeats_where_only_durations_differ(tmp_path: Path) -> None:
     """A timing has two digits in the report and all of them in timing.md, which has durations and the machine."""
-    bars = ({"name": "emulator_speedup", "bar": ">= 15", "met": True},)
+    bars = ({"name": "emulator_speedup", "bar": ">= 15", "verdict": "met"},)
     first, second = (
         child("emulation", {"emulator_speedup": speedup, "wall_s": wall_s, MISSED_BARS: []}, bars=bars, wall_s=wall_s)
         for speedup, wall_s in ((16.24, 90.0), (15.82, 93.5))
     )
     reports, timings = zip(write(tmp_path / "a", first), write(tmp_path / "b", second), strict=True)
     assert reports[0] == reports[1]
-    assert "| `emulator_speedup` | 16 (timing) | >= 15 | yes |" in reports[0]
+    assert "| `emulator_speedup` | 16 (timing) | >= 15 | met |" in reports[0]
     assert "16.24" in timings[0]
     assert "15.82" in timings[1]
     assert "wall_s" not in reports[0]

@@ -1,6 +1,5 @@
 """Throughput over latency: ceilings by hand, virtual time against them, and what a run reports."""
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,16 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
-from experiments.bench import Run
-from experiments.throughput_vs_latency.__main__ import main
-from experiments.throughput_vs_latency.costs import CostTable
-from experiments.throughput_vs_latency.measurement import compute_ceiling, lag_ceiling, summarise
-from experiments.throughput_vs_latency.settings import CLOUD, SIZES, Block, Delay, LatencySettings, Load
+from experiments.bench import Run, run_experiment
+from experiments.throughput_vs_latency import measurement, settings
+from experiments.throughput_vs_latency.costs import cost_of, under_load
+from experiments.throughput_vs_latency.measurement import EXPERIMENT, compute_ceiling, lag_ceiling, summarise
+from experiments.throughput_vs_latency.settings import CLOUD, Block, Delay, LatencySettings, Load
 from experiments.throughput_vs_latency.stack import measure_virtual
 
 BLOCK = Block("feedforward", 4, {"d_model": 8})
 TRANSFORMER = Block("transformer_xl", 2, {"d_model": 8, "num_heads": 2, "d_ff": 8, "seq_len": 4, "mem_len": 1})
-COSTS = CostTable({"forward": {4: 0.01, 8: 0.016}, "backward": {4: 0.03, 8: 0.06}})
+COSTS = {("forward", 4): 0.01, ("forward", 8): 0.016, ("backward", 4): 0.03, ("backward", 8): 0.06}
 LOAD = Load(layers=4, servers=2, trainers=1, calls=16)
 
 
@@ -32,18 +31,13 @@ def test_delays_have_the_mean_and_deviation_that_they_name(delay: Delay, std_s: 
     assert draws.std() == pytest.approx(std_s, rel=0.05, abs=1e-12)
 
 
-def test_costs_are_of_the_size_that_a_batch_is_padded_to() -> None:
-    """Work that is in no table is free; more rows than were measured are a mistake."""
-    assert COSTS("forward", 5) == COSTS("forward", 8) == 0.016
-    assert COSTS("make_backends", 4) == 0.0
-    with pytest.raises(ValueError, match=r"9 rows backward.*at most 8"):
-        COSTS("backward", 9)
-
-
-def test_costs_under_load() -> None:
-    """Means where batches were timed; what was not is as much slower as what was. No kind at all: as alone."""
-    loaded = COSTS.under_load({("forward", 4): [0.01, 0.03, 0.02], ("make_backends", 0): [5.0]})
-    assert loaded.seconds == {"forward": {4: 0.02, 8: pytest.approx(0.032)}, "backward": COSTS.seconds["backward"]}
+def test_costs() -> None:
+    """Those of the size that a batch is padded to; work that is in no table is free. Under load they are means where
+    batches were timed; what was not is as much slower as what was, and a kind that did not occur as alone."""
+    assert cost_of(COSTS, "forward", 5) == cost_of(COSTS, "forward", 8) == 0.016
+    assert cost_of(COSTS, "make_backends", 4) == 0.0
+    loaded = under_load(COSTS, {("forward", 4): [0.01, 0.03, 0.02], ("make_backends", 0): [5.0]})
+    assert loaded == COSTS | {("forward", 4): 0.02, ("forward", 8): pytest.approx(0.032)}
 
 
 def test_ceilings_by_hand() -> None:
@@ -68,21 +62,12 @@ def test_one_batch_in_flight_takes_the_sum_of_its_costs() -> None:
 def test_trainers_reach_the_ceilings() -> None:
     """That of the lag where computing is free and delays are equal, so that nothing is left to chance; that of the
     devices with 24 trainers and 5 ms of delay; half of it with one device for both servers."""
-    free = CostTable({"forward": {4: 0.0, 8: 0.0}, "backward": {4: 0.0, 8: 0.0}})
     load = replace(LOAD, trainers=5, delay=Delay(0.1, 0.0), calls=100)
-    assert measure_virtual([load], BLOCK, free, seed=0) == [pytest.approx(lag_ceiling(load, 4))]
+    assert measure_virtual([load], BLOCK, dict.fromkeys(COSTS, 0.0), seed=0) == [pytest.approx(lag_ceiling(load, 4))]
     load = replace(LOAD, trainers=24, delay=Delay(0.005), calls=480)
     (found,) = measure_virtual([load], BLOCK, COSTS, seed=0)
     assert 0.9 * compute_ceiling(load, COSTS) < found < 1.03 * compute_ceiling(load, COSTS)
     assert measure_virtual([load], BLOCK, COSTS, seed=0, real_trip_s=0.0) == [pytest.approx(found / 2, rel=0.1)]
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_throughput() -> None:
-    """To the last bit; another seed draws other delays."""
-    load = replace(LOAD, trainers=3, delay=Delay(0.05), passes="training", calls=48)
-    one, two, other = (measure_virtual([load], BLOCK, COSTS, seed=seed) for seed in (0, 0, 1))
-    assert one == two != other
 
 
 def test_bars_and_ratios_of_records_by_hand(tmp_path: Path) -> None:
@@ -92,13 +77,12 @@ def test_bars_and_ratios_of_records_by_hand(tmp_path: Path) -> None:
     curve = {"block": "feedforward", "passes": "forward", "compute_ceiling": 4000.0}
     for seed in range(2):
         # Twice the compute ceiling lies between the lag ceilings at 0.1 and 0.2 s.
-        for delay_s, ours, alone, lag in ((0.0, 4000, 1000, None), (0.1, 3800, 150, 10_240), (0.2, 3000, 80, 5120)):
-            both = {**curve, "seed": seed, "delay_s": delay_s, "cloud": False, "lag_ceiling": lag}
-            run.log("point", **both, method="asynchronous", rows_per_s=ours + 20 * seed)
-            run.log("point", **both, method="model_parallel", rows_per_s=alone)
-        both = {**curve, "seed": seed, "delay_s": CLOUD.mean_s, "cloud": True, "lag_ceiling": 1.0}
-        run.log("point", **both, method="asynchronous", rows_per_s=3000.0)
-        run.log("point", **both, method="model_parallel", rows_per_s=100.0 * (1 + seed))
+        for delay_s, ours, lag in ((0.0, 4000, None), (0.1, 3800, 10_240), (0.2, 3000, 5120)):
+            point = {**curve, "delay_s": delay_s, "cloud": False, "lag_ceiling": lag}
+            run.log("point", **point, method="asynchronous", rows_per_s=ours + 20 * seed)
+        point = {**curve, "delay_s": CLOUD.mean_s, "cloud": True, "lag_ceiling": 1.0}
+        run.log("point", **point, method="asynchronous", rows_per_s=3000.0)
+        run.log("point", **point, method="model_parallel", rows_per_s=100.0 * (1 + seed))
     twin = {"block": "feedforward", "method": "asynchronous", "delay_s": 0.1, "real_per_s": 100.0}
     # Medians of three rounds: 1.1 forward, where one round was spoilt, and 0.75 in training.
     for forward in (1.1, 1.09, 1.9):
@@ -109,29 +93,24 @@ def test_bars_and_ratios_of_records_by_hand(tmp_path: Path) -> None:
     assert result.figures["kept"] == pytest.approx(3810 / 4010)
     assert result.figures["ratio_ffn"] == pytest.approx((30 + 15) / 2)
     assert (result.figures["ratio_ffn_min"], result.figures["ratio_ffn_max"]) == (15, 30)
-    assert "ratio_transformer" not in result.figures
     assert result.figures["agreement"] == pytest.approx(0.25)
     assert result.missed_bars == ["agreement"]
 
 
 @pytest.mark.slow
-def test_tiny_run_measures_and_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tiny_run_measures_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kinds of block in virtual time, and one on real nodes over TCP, where delays decide the throughput."""
-    monkeypatch.setitem(SIZES, "laptop", (4, (BLOCK, TRANSFORMER)))
+    monkeypatch.setattr(settings, "LAYERS", 4)
+    monkeypatch.setattr(settings, "TRAINERS", 2)
+    monkeypatch.setattr(measurement, "BLOCKS", (BLOCK, TRANSFORMER))
     monkeypatch.setenv("NPROC", "1")  # which the run sets, too
-    out = tmp_path / "run"
-    main(args=["--quick", "--trainers", "2", "--repeats", "2", "--json", "--out", str(out)])
-    headline = json.loads(capsys.readouterr().out.splitlines()[-1])
+    args = ["--quick", "--out", str(tmp_path / "run")]
+    headline = run_experiment(LatencySettings, EXPERIMENT, name="throughput_vs_latency", uses_jax=False, args=args)
     assert headline["ratio_ffn_min"] <= headline["ratio_ffn"] <= headline["ratio_ffn_max"]
     # Blocks of microseconds: two trainers in flight bring at most twice the throughput of one.
     assert 1.0 < headline["ratio_transformer"] < 2.5
     # No delay is short beside such blocks, so the bar has nothing to judge and is missed.
     assert headline["kept"] is None
     assert "kept" in headline["missed_bars"]
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    # Kinds of block, methods, four delays and the three regions, passes, seeds.
-    assert len([record for record in records if record["kind"] == "point"]) == 2 * 2 * (4 + 1) * 2 * 2
-    assert len([record for record in records if record["kind"] == "agreement"]) == 2 * 2
-    assert {"figure.png", "report.md"} <= {path.name for path in out.iterdir()}
+    assert headline["agreement"] >= 0
+    assert {"figure.png", "report.md"} <= {path.name for path in (tmp_path / "run").iterdir()}

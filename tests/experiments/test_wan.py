@@ -7,24 +7,14 @@ from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
-from experiments.wan.failures import play_kills
-from experiments.wan.lines import all_reduce_times, download_time, ideal_s
 from experiments.wan.measurement import EXPERIMENT, measure
+from experiments.wan.parts import download_time, ideal_s, play_kills, traffic_of
 from experiments.wan.settings import WanSettings
-from experiments.wan.tokens import traffic_of
 
 
 def test_the_ideal_of_a_hand_derived_case() -> None:
     """256 MiB among four: 1.5 vectors each way, 3.221 Gbit, and 0.1 s."""
     assert ideal_s(1.0, 100.0, mib=256) == pytest.approx(1.5 * 8 * 2**28 / 1e9 + 0.1)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_times_and_none_beats_the_ideal() -> None:
-    """8 MiB among four; but for half of the round trip, which the mean's way back may share with others' values."""
-    one, two = (all_reduce_times(1.0, 20.0, WanSettings(mib=8, budget_mib=64, seed=1)) for _ in range(2))
-    assert one == two
-    assert min(one[0]) > ideal_s(1.0, 20.0, mib=8) - 0.01
 
 
 def test_a_download_takes_its_line_at_least() -> None:
@@ -43,19 +33,16 @@ def test_a_tiny_run_has_every_figure(tmp_path: Path) -> None:
     measure(run)
     result = EXPERIMENT.summarise(run)
     assert result is not None
-    for bar in result.bars:
-        assert 0 < result.figures[bar.name] < 5
-    assert {bar.name for bar in result.bars} == {
-        "wan_share_10g_100ms", "wan_share_1g_100ms", "state_share", "donors_gain",
-    }  # fmt: skip
+    shares = {bar.name: result.figures[bar.name] for bar in result.bars}
+    assert shares.keys() == {"wan_share_10g_100ms", "wan_share_1g_100ms", "state_share", "donors_gain"}
+    assert 0 < min(shares.values()) <= max(shares.values()) < 5
     assert EXPERIMENT.draw is not None
     assert EXPERIMENT.draw(run, result) is not None
 
 
 def test_figures_of_hand_made_records(tmp_path: Path) -> None:
-    """Means over seeds and turns, the longest of kills; all in one report. The 97.5 % point of Student's t with one
-    degree of freedom is 12.706, the deviation of 0.9 and 0.8 is 0.1 / sqrt(2)."""
-    settings = WanSettings(parts=("churn", "kill", "loop"))
+    """Means over seeds, the longest of kills; all in one report."""
+    settings = WanSettings(parts=("churn", "kill"))
     folder = RunFolder.create(tmp_path / "run", settings, name="wan")
     run = Run(settings=settings, folder=folder, console=Console(quiet=True))
     for part, name, x, values in (
@@ -65,8 +52,6 @@ def test_figures_of_hand_made_records(tmp_path: Path) -> None:
         ("kill", "kill_next_step_s", 20.0, [2.0, 4.0]),
         ("kill", "unplug_next_step_s", 20.0, [6.0]),
         ("kill", "kill_next_step_s", 400.0, [5.0]),
-        ("loop", "loop_ratio_1s", 1.0, [0.9]),
-        ("loop", "loop_ratio_1s", 1.0, [0.8]),
     ):
         run.log(part, name=name, line="a line", x=x, values=values)
     result = EXPERIMENT.summarise(run)
@@ -76,24 +61,21 @@ def test_figures_of_hand_made_records(tmp_path: Path) -> None:
         "churn_goodput_4_min": 0.91,
         "kill_next_step_s_max": 5.0,
         "unplug_next_step_s": 6.0,
-        "loop_ratio_1s": 0.85,
-        "loop_ratio_1s_min": 0.85 - 12.706 * 0.05,
     }
     assert {name: result.figures[name] for name in expected} == pytest.approx(expected)
     assert {bar.name for bar in result.bars} == {"churn_goodput_4", "kill_next_step_s_max"}
     assert result.missed_bars == []
-    assert [len(table.rows) for table in result.tables] == [3, 3, 2]
+    assert [len(table.rows) for table in result.tables] == [3, 3]
     assert EXPERIMENT.draw is not None
     assert EXPERIMENT.draw(run, result) is not None
 
 
 @pytest.mark.slow
-def test_traffic_is_counted_and_repeats() -> None:
+def test_traffic_is_counted() -> None:
     """Eight hosts average 4 KiB: more than what the vectors alone take, 2 * 7/8 of 4 KiB for each of them, twice."""
-    one, two = (traffic_of("parameters", num_params=1024, batch=8 * 512, seed=3) for _ in range(2))
-    assert one == two
-    assert one[0] > 2 * 8 * 2 * 7 / 8 * 4096
-    assert one[1] == pytest.approx(2 * 10 * 8 * 512, rel=0.3)
+    nbytes, tokens = traffic_of("parameters", num_params=1024, batch=8 * 512, seed=3)
+    assert nbytes > 2 * 8 * 2 * 7 / 8 * 4096
+    assert tokens == pytest.approx(2 * 10 * 8 * 512, rel=0.3)
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
 LONG_S = 60.0
 
 
-def hello(peer_id: PeerId = CLIENT, *, port: int | None = None) -> Part:
+def hello(peer_id: PeerId = CLIENT, *, port: int | None = None, lane: bool = False) -> Part:
     """First part that a peer sends: its Hello."""
-    return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES))
+    return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES, lane=lane))
 
 
 def part(message: Message) -> Part:
@@ -36,7 +36,6 @@ async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, 
         open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
         open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
     ):
-        assert server.address is not None
         yield server, client, server.address
 
 

@@ -1,7 +1,9 @@
 """Hosts and links in simulations, for the tests of the simulated network."""
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -20,13 +22,13 @@ from tests.net.link_frames import numbered
 CUT = Partition((frozenset({"a"}),))  # a from everybody else
 
 
-def in_simulation(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """A synchronous test out of an async one: it runs in virtual time, from 0 s on."""
+def in_simulation(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A synchronous test out of an async one: it runs in virtual time, from 0 s on; a parameter `seed` seeds it."""
 
-    def test() -> None:
-        run(body)
+    @functools.wraps(body)
+    def test(**parameters: Any) -> None:
+        run(functools.partial(body, **parameters), seed=parameters.get("seed", 0))
 
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
 
@@ -57,7 +59,6 @@ def part(nbytes: int, index: int = 0) -> Part:
 
 
 async def arrival_s(link: SimLink) -> float:
-    """When the next frame arrives."""
     assert await link.receive() is not None
     return trio.current_time()
 

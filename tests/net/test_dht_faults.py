@@ -1,7 +1,9 @@
-"""DHT nodes that die, lie, restart and lose each other, over a direct network in virtual time."""
+"""DHT nodes that die, lie, restart and lose each other, and strangers that try to take a record from its owner."""
 
 import random
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,21 +12,28 @@ from trio.testing import MockClock
 
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
-from dmoe_net.dht.node import open_dht_node
-from dmoe_net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
-from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.dht.entries import Entry, encode_value, entry_to_wire
+from dmoe_net.dht.messages import STORE, batches, store_body
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.dht.routing_table import key_id
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address, PeerId
 from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,
+    copy_of,
     holders,
     nearest,
     now,
     open_node,
     open_swarm,
+    signed,
     value_at,
 )
+
+STRANGER = Identity.from_seed(bytes(31) + b"s")
 
 
 async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock) -> None:
@@ -32,8 +41,8 @@ async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock
     network = DirectNetwork()
     async with open_swarm(network, 16) as nodes:
         await nodes[0].store("key", "alive", life_s=300)
-        kept = holders(nodes, "key")
-        network.take_down(*(node.address for node in kept[:4] if node.address))
+        kept = await holders(network, nodes, "key")
+        network.take_down(*(node.address for node in kept[:4]))
         asker = next(node for node in nodes if node not in kept)
         assert await value_at(asker, "key") == "alive"
 
@@ -121,7 +130,7 @@ async def test_records_are_handed_to_a_nearer_newcomer(autojump_clock: MockClock
                 everybody.append(await stack.enter_async_context(late))
                 await trio.sleep(1.0)
             for number in range(20):
-                kept = {node.peer_id for node in holders(everybody, f"key{number}")}
+                kept = {node.peer_id for node in await holders(network, everybody, f"key{number}")}
                 assert nearest(everybody, f"key{number}", 2) <= kept
 
 
@@ -131,13 +140,7 @@ async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockCl
     async with open_swarm(network, 5) as nodes:
         old = nodes[4].peer_id
         identity = Identity.from_seed(b"r" * 32)
-        async with open_dht_node(
-            network.caller(address_of(4), identity.peer_id),
-            identity=identity,
-            clock=SwarmClock.virtual(),
-            rng=random.Random(7),
-            initial_peers=[address_of(0)],
-        ) as reborn:
+        async with open_node(network, 4, [address_of(0)], identity=identity) as reborn:
             await trio.sleep(1.0)
             for node in nodes[:4]:
                 await node.get("anything")
@@ -182,25 +185,21 @@ async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock)
         assert await nodes[1].store("key", 1, life_s=60)
 
 
-HOSTILE_BODIES: list[Any] = [
-    {},
-    {"peer_id": b"short", "contacts": []},
-    {"peer_id": bytes(32), "contacts": [], "verdicts": [True], "now": 0.0},
-    {"contacts": [[bytes(32), "h", 70_000]]},
-    {"contacts": [], "copy": [1, 2, False], "entries": [["a", 1, float("inf")]], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, True], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, False], "now": 0.0},
-    {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
-    {
-        "contacts": [[(n).to_bytes(32, "big"), "10.9.9.9", 9] for n in range(32)],
-        "verdicts": [False],
-        "now": 0,
-    },
-]
-
-
-@pytest.mark.parametrize("body", HOSTILE_BODIES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"peer_id": b"short", "contacts": []},
+        {"peer_id": bytes(32), "contacts": [], "verdicts": [True], "now": 0.0},
+        {"contacts": [[bytes(32), "h", 70_000]]},
+        {"contacts": [], "copy": [1, 2, False], "entries": [["a", 1, float("inf")]], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, True], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, False], "now": 0.0},
+        {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
+        {"contacts": [[n.to_bytes(32), "10.9.9.9", 9] for n in range(32)], "verdicts": [False], "now": 0},
+    ],
+)
 async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[str, Any]) -> None:
     """A peer that answers nonsense is dropped; stores and gets of the others go on."""
     network = DirectNetwork()
@@ -208,15 +207,11 @@ async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[
         hostile_id = PeerId.draw(random.Random(500))
         caller = network.caller(address_of(30), hostile_id)
 
-        async def pong(request: Request) -> Reply:
-            return Reply(body={"peer_id": hostile_id.raw, "now": now()})
+        async def answer(said: dict[str, Any], request: Request) -> Reply:
+            return Reply(body={"peer_id": hostile_id.raw, "now": now()} if request.method == "dht.ping" else said)
 
-        async def hostile(request: Request) -> Reply:
-            return Reply(body={"peer_id": hostile_id.raw} | body)
-
-        caller.add_handler("dht.ping", pong)
-        caller.add_handler("dht.find", hostile)
-        caller.add_handler("dht.store", hostile)
+        for method in ("dht.ping", "dht.find", STORE):
+            caller.add_handler(method, partial(answer, {"peer_id": hostile_id.raw} | body))
         for index in range(6):
             await caller.call(address_of(index), "dht.ping", {"client": False}, timeout_s=3.0)
         await trio.sleep(1.0)
@@ -237,9 +232,7 @@ async def test_a_closed_node_is_gone(autojump_clock: MockClock) -> None:
             await trio.sleep(1.0)
             assert len(nodes[0].contacts()) == 3
         with pytest.raises(CallRefused, match="unknown method"):
-            await network.caller(None, PeerId(bytes(32))).call(
-                address_of(9), "dht.ping", {"client": True}, timeout_s=3.0
-            )
+            await network.caller(None, STRANGER.peer_id).call(address_of(9), "dht.ping", {}, timeout_s=3.0)
         await nodes[0].get("anything")
         assert len(nodes[0].contacts()) == 2
 
@@ -248,23 +241,13 @@ async def test_a_peer_has_one_node_at_a_time_and_another_afterwards(autojump_clo
     """Twice in a row a peer joins and is found; a second node beside the first is refused and does no harm."""
     network = DirectNetwork()
     async with open_swarm(network, 3) as nodes:
-        identity = Identity.from_seed(b"9" * 32)
-        caller = network.caller(address_of(9), identity.peer_id)
-
-        def opened() -> Any:
-            return open_dht_node(
-                caller,
-                identity=identity,
-                clock=SwarmClock.virtual(),
-                rng=random.Random(9),
-                initial_peers=[address_of(0)],
-            )
-
+        caller, rng = network.caller(address_of(9), STRANGER.peer_id), random.Random(9)
+        known = {"identity": STRANGER, "clock": SwarmClock.virtual(), "initial_peers": [address_of(0)]}
         for number in range(2):
-            async with opened() as node:
+            async with open_dht_node(caller, rng=rng, **known) as node:
                 assert await node.store("key", number, life_s=60)
                 with pytest.raises(ValueError, match=r"dht\.ping"):
-                    await opened().__aenter__()
+                    await open_dht_node(caller, rng=rng, **known).__aenter__()
                 await trio.sleep(1.0)
                 assert caller.peer_id in {contact.peer_id for contact in nodes[0].contacts()}
                 assert await value_at(nodes[1], "key") == number
@@ -292,22 +275,87 @@ async def test_refresh_finds_what_nobody_looks_for(autojump_clock: MockClock) ->
         assert all(c.address != address_of(4) for node in nodes[:4] for c in node.contacts())
 
 
-async def test_the_direct_network_tells_the_truth(autojump_clock: MockClock) -> None:
-    """As in the RPC layer, nobody there, silence, unknown methods and crashes have their own errors."""
+KEY = "layer0.2d0"
+HONEST = "the owner's"
+
+
+async def bring_all(network: DirectNetwork, nodes: Sequence[DhtNode], key: str, entries: Iterable[Entry]) -> None:
+    """Let the stranger store entries at every node."""
+    stranger = network.caller(None, STRANGER.peer_id)
+    for batch in batches([(entry, 300.0) for entry in entries]):
+        for node in nodes:
+            body = {**store_body(key_id(key), batch), "client": True}
+            await stranger.call(node.address, STORE, body, timeout_s=9.0)
+
+
+async def check_found(nodes: Sequence[DhtNode]) -> None:
+    """Make sure that every node finds the owner's entry, whatever stands beside it."""
+    for node in nodes:
+        assert [found.value for found in await node.get(KEY) if found.owner == nodes[0].peer_id] == [HONEST]
+
+
+async def test_nobody_signs_for_another(autojump_clock: MockClock) -> None:
+    """A plain value, a withdrawal, a later value and a longer life under the owner's name are refused whole."""
     network = DirectNetwork()
-    caller, server = network.caller(None, PeerId(bytes(32))), network.caller(address_of(1), PeerId(b"1" * 32))
+    async with open_swarm(network, 6) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        stranger = network.caller(None, STRANGER.peer_id)
+        ((held, _),) = (await copy_of(network, nodes[0], KEY)).entries
+        row = entry_to_wire(held, left_s=300.0)
+        public_key, suffix, sequence, issued_ms, life_ms, value, signature, left_ms = row
+        later = int(str(sequence)) + 10**6
+        forged: list[object] = [
+            encode_value("plain"),
+            [public_key, suffix, later, issued_ms, life_ms, None, signature, left_ms],
+            [public_key, suffix, later, issued_ms, life_ms, encode_value("port 9"), signature, left_ms],
+            [public_key, suffix, sequence, issued_ms, 299_999, value, signature, left_ms],
+            [public_key, "1", sequence, issued_ms, life_ms, value, signature, left_ms],
+        ]
+        for wrong in forged:
+            body = {**store_body(key_id(KEY), []), "entries": [wrong], "client": True}
+            for node in nodes:
+                with pytest.raises(CallRefused, match=r"must|signed"):
+                    await stranger.call(node.address, STORE, body, timeout_s=9.0)
+            await check_found(nodes)
+        assert await value_at(nodes[1], KEY) == HONEST
 
-    async def crash(request: Request) -> Reply:
-        raise KeyError(request.method)
 
-    server.add_handler("crash", crash)
-    with pytest.raises(DialFailed):
-        await caller.call(address_of(2), "crash", {}, timeout_s=1.0)
-    with pytest.raises(CallRefused):
-        await caller.call(address_of(1), "other", {}, timeout_s=1.0)
-    with pytest.raises(RemoteFailure):
-        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
-    network.take_down(address_of(1))
-    with pytest.raises(PeerTimeout):
-        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
-    assert Contact(server.peer_id, address_of(1)).address == server.address
+@pytest.mark.parametrize("count", [600, pytest.param(4096, marks=pytest.mark.slow)])
+async def test_entries_of_strangers_stand_beside_the_owners(autojump_clock: MockClock, count: int) -> None:
+    """The entry stays, and can be renewed, beside those of many owners that one stranger made, with every suffix."""
+    network, rng = DirectNetwork(), random.Random(1)
+    async with open_swarm(network, 6) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        junk = (signed(Identity.from_seed(rng.randbytes(32)), KEY, suffix=str(number % 8)) for number in range(count))
+        await bring_all(network, nodes, KEY, junk)
+        await check_found(nodes)
+        assert await nodes[0].store(KEY, HONEST, life_s=300.0) == 5
+        await check_found(nodes)
+
+
+async def test_a_flood_of_keys_takes_no_record_away(autojump_clock: MockClock) -> None:
+    """Junk under other keys, twice as much as the nodes have room for, costs the flooder's own."""
+    network, config = DirectNetwork(), DhtConfig(max_storage_bytes=200_000)
+    async with open_swarm(network, 6, config=config) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        for key in (f"junk{number}" for number in range(50)):
+            await bring_all(network, nodes, key, [signed(STRANGER, key, b"j" * 8000)])
+        await check_found(nodes)
+        assert all(node.statistics().record_bytes <= config.max_storage_bytes for node in nodes)
+        assert await nodes[1].store("another", 1, life_s=60.0) == 5
+
+
+async def test_what_was_withdrawn_comes_back_through_nobody(autojump_clock: MockClock) -> None:
+    """A stranger that hands the entry on to all and to a newcomer is refused, or believed no longer than its life."""
+    network = DirectNetwork()
+    async with open_swarm(network, 6) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=30.0)
+        ((held, _),) = (await copy_of(network, nodes[0], KEY)).entries
+        await nodes[0].withdraw(KEY)
+        async with open_node(network, 6, [address_of(0)]) as newcomer:
+            ends_at = now() + 30.0
+            while now() < ends_at + 150.0:
+                await bring_all(network, [*nodes, newcomer], KEY, [held])
+                assert await value_at(nodes[2], KEY) is None
+                assert await value_at(newcomer, KEY) is None or now() < ends_at
+                await trio.sleep(5.0)

@@ -1,1 +1,0 @@
-"""Do asynchronous trainers overlap their waits?"""
