@@ -15,6 +15,7 @@ SIZES: dict[str, tuple[float, ...]] = {
     "clocks": (12,),
     "partition": (42, 0.5),
     "bootstraps": (12,),
+    "joins": (12, 2),
     "memory": (4,),
 }
 """Study of the quick run -> its smallest sizes."""

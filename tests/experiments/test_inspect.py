@@ -29,7 +29,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.run import Plan
 from experiments.transformer_xl.local import LocalEngine
-from experiments.transformer_xl.setup import Setup
+from experiments.transformer_xl.setup import BestValidation, Setup
 from experiments.transformer_xl.training import train_in_folder
 from tests.dmoe_jax.small_swarm import direct_callers, open_small_swarm
 from tests.experiments.small_runs import small_preset
@@ -79,7 +79,7 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
     setup = Setup(preset=preset, corpus=corpus, steps=6, seed=0, router=product_key(GRID))
     plan = Plan(steps=6, eval_every=2, eval_items=200, final_eval_items=200, pause=True)
     train_in_folder(setup, plan, folder, router="product_key")
-    engine, checkpoints = LocalEngine(setup), Checkpoints(folder / "checkpoints")
+    engine, checkpoints = BestValidation(LocalEngine(setup)), Checkpoints(folder / "checkpoints")
     step, state, facts = checkpoints.restore_latest(engine.state())
     checkpoints.close()
     engine.load(step, state, facts["engine"])
