@@ -245,7 +245,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 LINE_BUDGETS = {
     "dmoe_jax": 34_342,
     "dmoe_net": 17_412,
-    "experiments": 13_713,
+    "experiments": 13_715,
 }
 
 # Modules with more own imports than MOST_IMPORTS.

@@ -44,7 +44,7 @@ def measure(run: Run[SpeedSettings]) -> None:
 
 
 def expected_digest(peers: int, size: int, seed: int) -> str:
-    """That of the mean of all vectors, summed in member order: what everybody must get, to the last bit."""
+    """Digest of the mean of all vectors, summed in member order, which everybody must get to the last bit."""
     total = vector_of(0, size, seed)
     for index in range(1, peers):
         total += vector_of(index, size, seed)

@@ -70,7 +70,8 @@ SEARCHED = {
     label_of(None, SLOW, REMEDIED): 1.0,
     label_of(256, SLOW, REMEDIED): 1.0,
 }
-"""Curve whose step sizes are searched -> the best factor that `--search` has found; the last two with `--extras`."""
+"""Curve whose step sizes are searched -> the best factor known: dense by `--search`, authors' by an older version, the
+last two, with `--extras`, not searched yet."""
 
 BARS = (Bar(name="lead", bound=0.0, comparison=">="), Bar(name="failures_cost", bound=0.01))
 """With each its best step sizes, 256 experts of the authors' program end above the dense model at 1000 ms; and failures

@@ -20,7 +20,7 @@ class MnistSettings(TrialSettings):
     search: bool = False
     """First train the dense model and 256 experts of the authors' program at 1000 ms with 1/32 to 4 times the step
     sizes, on two seeds that are not reported, and go on with the best of each; with --extras also both with our default
-    optimisers. Without it: with those that this has found."""
+    optimisers. Without it: those that the README names."""
     extras: bool = False
     """Also what is not in the paper, of 256 experts and the dense model: trained keys without stale experts, and our
     default optimisers, which know of staleness."""

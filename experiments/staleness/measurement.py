@@ -37,7 +37,8 @@ BEST: Mapping[Side, float] = {
     ("mnist", NO_MOMENT): 1 / 4,
     ("transformer-xl", DEFAULT): 4.0,
 }
-"""Best of the step sizes that `--search` tried; 1 for other rows."""
+"""Best step sizes, of MNIST by an older version on another machine (three seeds); 1 for other rows. `--search` finds
+them anew."""
 
 NAMES = {"mnist": "MNIST", "transformer-xl": "Transformer-XL on WikiText-2"}
 

@@ -20,8 +20,8 @@ class StalenessSettings(TrialSettings):
     """Only rows of these names, or that have one of these texts in their names, such as 256. Default: all."""
     search: bool = False
     """First train one trainer, plain asynchrony, plain without first moment, and the default with 1/32 to 4 times their
-    step sizes, on two seeds that are not reported, and go on with the best of each. Without it: with those that this
-    has found."""
+    step sizes, on two seeds that are not reported, and go on with the best of each. Without it: those that
+    the README names."""
     swarm: bool = False
     """Also train the simulated swarm itself, without and with the default remedy: MNIST, some minutes a seed."""
 
