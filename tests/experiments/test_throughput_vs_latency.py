@@ -60,7 +60,7 @@ def test_one_batch_in_flight_takes_the_sum_of_its_costs() -> None:
 
 @pytest.mark.slow
 def test_trainers_reach_the_ceilings() -> None:
-    """Free computing and equal delays reach the ceiling of the lag, with nothing left to chance; 24 trainers and 5 ms of
+    """Free computing and equal delays reach the ceiling of the lag, with no chance left; 24 trainers and 5 ms of
     delay reach that of the devices, and half of it with one device for both servers."""
     load = replace(LOAD, trainers=5, delay=Delay(0.1, 0.0), calls=100)
     assert measure_virtual([load], BLOCK, dict.fromkeys(COSTS, 0.0), seed=0) == [pytest.approx(lag_ceiling(load, 4))]
