@@ -243,7 +243,7 @@ MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
 LINE_BUDGETS = {
-    "dmoe_jax": 34_342,
+    "dmoe_jax": 34_344,
     "dmoe_net": 17_412,
     "experiments": 13_715,
 }

@@ -201,7 +201,9 @@ def show_headline(console: Console, folder: Path, headline: dict[str, Any] | Non
             value = ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
         table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
-    console.print(f"run folder: {folder} (figure.png, report.md, metrics.jsonl, config.json)")
+    # Without Matplotlib there is no figure.
+    files = [name for name in ("figure.png", "report.md", "metrics.jsonl", "config.json") if (folder / name).exists()]
+    console.print(f"run folder: {folder} ({', '.join(files)})")
 
 
 def headline_of(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
