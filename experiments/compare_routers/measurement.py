@@ -65,7 +65,7 @@ def _trainings(run: Run[CompareRoutersSettings], out: Path, seeds: Sequence[int]
         shared["steps"] = min(settings.steps or QUICK_STEPS, QUICK_STEPS)
         shared["eval_tokens"] = min(settings.eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
     routers = begun[-1]["routers"] if begun else {}
-    return router_runs(shared, routers, out, seeds=seeds, factors=factors, may_fail=True, keeps_checkpoints=False)
+    return router_runs(shared, routers, out, seeds=seeds, factors=factors)
 
 
 def _search_trainings(run: Run[CompareRoutersSettings]) -> dict[tuple[str, float], Training]:

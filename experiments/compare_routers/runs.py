@@ -1,8 +1,7 @@
-"""Runs of one mixture with several routers and seeds, a folder each; `experiments.routing` compares such runs, too."""
+"""Runs of one mixture with several routers and seeds, a folder each."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dmoe_jax.runs.figure import Metrics
@@ -21,8 +20,7 @@ def router_runs(
     out: Path,
     *,
     seeds: Sequence[int],
-    factors: Mapping[str, float] = MappingProxyType({}),
-    **options: bool,
+    factors: Mapping[str, float],
 ) -> list[Training]:
     """All runs: every router with one seed before the next seed, so that what was interrupted can be compared.
 
@@ -31,7 +29,6 @@ def router_runs(
       routers: name in figures, which names the folder too -> how the router is asked for.
       out: folder of the runs.
       factors: of the step sizes of routers that have others than the preset's.
-      options: of each `Training`.
     """
     runs = []
     for seed in seeds:
@@ -39,7 +36,7 @@ def router_runs(
             own = {"model": ("dmoe",), "seeds": 1, "router": spec, "seed": seed, "out": out / f"{label}-seed{seed}"}
             own["step_size"] = shared.get("step_size", 1.0) * factors.get(label, 1.0)
             settings = TransformerXLSettings(**{**shared, **own})
-            runs.append(Training(label=label, settings=settings, **options))
+            runs.append(Training(label=label, settings=settings, may_fail=True, keeps_checkpoints=False))
     return runs
 
 
