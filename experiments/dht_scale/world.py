@@ -19,7 +19,7 @@ from dmoe_net.transport.sim.links import Exponential
 
 Kind = Literal["full", "light"]
 
-_AT_ONCE = 20  # nodes that join at the same time
+_AT_ONCE = 20  # nodes that join at the same time, or a twentieth of a larger swarm
 
 
 @dataclass(eq=False)
@@ -96,19 +96,23 @@ class World:
                 await trio.sleep_forever()
 
         await self.nursery.start(live, "node0")
-        for start in range(1, count, _AT_ONCE):
+        start = 1
+        while start < count:
+            end = min(count, start + max(_AT_ONCE, start // 20))
             async with trio.open_nursery() as joining:
-                for index in range(start, min(count, start + _AT_ONCE)):
+                for index in range(start, end):
                     joining.start_soon(self.nursery.start, live, f"node{index}")
+            start = end
         return list(self.nodes)
 
     async def announcers(self, uids: Sequence[Sequence[ExpertUid]], *, life_s: float = 30.0) -> list[Announcer]:
         """An announcer for each node, in the order of hosts' numbers, that has announced its experts."""
         announcers = [Announcer(node, contact_of(node), life_s=life_s) for node in self.nodes.values()]
         pairs = list(zip(announcers, uids, strict=True))
-        for start in range(0, len(pairs), 50):  # fifty nodes at a time
+        at_once = max(50, len(pairs) // 20)
+        for start in range(0, len(pairs), at_once):
             async with trio.open_nursery() as nursery:
-                for announcer, own in pairs[start : start + 50]:
+                for announcer, own in pairs[start : start + at_once]:
                     nursery.start_soon(announcer.announce, own)
         return announcers
 

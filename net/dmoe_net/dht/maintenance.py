@@ -1,8 +1,10 @@
 """The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import trio
 
@@ -27,12 +29,14 @@ class JobQueue:
     """The bounded queue between the peer book and the workers. Never blocks, may drop."""
 
     def __init__(self) -> None:
-        self._send, self.waiting = trio.open_memory_channel[tuple[Contact, bool]](MAX_JOBS)
+        self.waiting: deque[tuple[Contact, bool]] = deque()
         """Contacts, each with True to ping it, or False to send it the records that it should hold."""
         self.checking: set[Contact] = set()
         """Contacts whose check waits or is under way: one at a time is enough."""
         self.dropped = 0
         """Jobs dropped because the queue was full."""
+        self.begin: Callable[[], object] = lambda: None
+        """Called with each job that waits, to have it worked on."""
 
     def check(self, contact: Contact) -> None:
         """Have a contact pinged soon."""
@@ -44,11 +48,11 @@ class JobQueue:
         self._put(contact, False)
 
     def _put(self, contact: Contact, is_check: bool) -> bool:
-        try:
-            self._send.send_nowait((contact, is_check))
-        except trio.WouldBlock:
+        if len(self.waiting) >= MAX_JOBS:
             self.dropped += 1
             return False
+        self.waiting.append((contact, is_check))
+        self.begin()
         return True
 
 
@@ -79,9 +83,8 @@ class Maintenance:
         self.jobs, self.calls, self.lookup = jobs, calls, lookup
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
         self.read, self.stored_at = read, stored_at
-        # A stream of its own for each task: the draws of one do not depend on when the others run.
-        streams = (random.Random(rng.getrandbits(64)) for _ in range(3))
-        self._refresh_rng, self._rejoin_rng, self._sweep_rng = streams
+        self._rng = rng
+        self._working = 0
 
     async def join(self) -> None:
         """Meet the swarm through the initial peers, and those remembered; DialFailed if initial ones were named, and
@@ -102,20 +105,55 @@ class Maintenance:
         await self.lookup(self.book.table.local_id, 2 * self.config.replicas)
 
     async def run(self) -> None:
-        """Do everything below until cancelled, whatever peers do."""
+        """Do everything below until cancelled, whatever peers do.
+
+        At rest it is one task: a simulation has thousands of nodes.
+        """
         async with trio.open_nursery() as nursery:
-            for _ in range(WORKERS):
-                nursery.start_soon(self._work)
-            nursery.start_soon(self._refresh)
-            nursery.start_soon(self._rejoin)
-            nursery.start_soon(self._sweep)
+            self.jobs.begin = partial(self._begin, nursery)
+            for _ in self.jobs.waiting:  # those that joining has left
+                self._begin(nursery)
+            try:
+                await self._tend(nursery)
+            finally:
+                self.jobs.begin = lambda: None
+
+    def _begin(self, nursery: trio.Nursery) -> None:
+        if self._working < WORKERS:
+            self._working += 1
+            nursery.start_soon(self._work)
 
     async def _work(self) -> None:
-        async for contact, is_check in self.jobs.waiting:
+        while self.jobs.waiting:
+            contact, is_check = self.jobs.waiting.popleft()
             with suppress(*PEER_ERRORS):  # the peer book knows
                 await (self.calls.check(contact) if is_check else self._hand_over(contact))
             if is_check:
                 self.jobs.checking.discard(contact)
+        self._working -= 1
+
+    async def _tend(self, nursery: trio.Nursery) -> None:
+        """Sweep, and start what is due."""
+        config = self.config
+        sweep_at, rejoin_at = self._after(config.sweep_period_s), self._after(config.rejoin_period_s)
+        refresh_at, lonely_at = self._after(config.refresh_period_s), self._after(config.lonely_rejoin_period_s)
+        while True:
+            is_lonely = len(self.book.table) == 0
+            await trio.sleep_until(min(sweep_at, refresh_at, lonely_at if is_lonely else rejoin_at))
+            now = trio.current_time()
+            if now >= sweep_at:
+                sweep_at = self._after(config.sweep_period_s)
+                self._sweep()
+            if now >= refresh_at:
+                refresh_at = self._after(config.refresh_period_s)
+                nursery.start_soon(self._refresh)
+            if now >= rejoin_at or (now >= lonely_at and len(self.book.table) == 0):
+                rejoin_at, lonely_at = self._after(config.rejoin_period_s), self._after(config.lonely_rejoin_period_s)
+                nursery.start_soon(self._rejoin)
+
+    def _after(self, period_s: float) -> float:
+        """Return the time after a period +-25 %."""
+        return trio.current_time() + period_s * self._rng.uniform(0.75, 1.25)
 
     async def _hand_over(self, newcomer: Contact) -> None:
         for key in [key for key, _ in self.storage.items(self.calls.clock.ticks())]:
@@ -135,26 +173,18 @@ class Maintenance:
 
     async def _refresh(self) -> None:
         """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""
-        period_s = self.config.refresh_period_s
-        while True:
-            await trio.sleep(_jitter(period_s, self._refresh_rng))
-            stale = self.book.table.stale_targets(older_than=trio.current_time() - period_s, rng=self._refresh_rng)
-            for target in stale[:MAX_STALE_BUCKETS]:
-                await self.lookup(target, self.config.replicas)
+        before = trio.current_time() - self.config.refresh_period_s
+        stale = self.book.table.stale_targets(older_than=before, rng=self._rng)
+        for target in stale[:MAX_STALE_BUCKETS]:
+            await self.lookup(target, self.config.replicas)
 
     async def _rejoin(self) -> None:
         """Try the initial peers and some lost ones: a split swarm becomes one again, and clocks stay together."""
-        due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
-        while True:
-            await trio.sleep(_jitter(self.config.lonely_rejoin_period_s, self._rejoin_rng))
-            if len(self.book.table) > 0 and trio.current_time() < due:
-                continue
-            due = trio.current_time() + _jitter(self.config.rejoin_period_s, self._rejoin_rng)
-            known = {contact.address for contact in self.book.table.contacts()}
-            lost = self.book.draw_lost(LOST_DRAWS, self._rejoin_rng)
-            answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
-            if any(contact.address not in known for contact in answered):
-                await self._meet_neighbours()
+        known = {contact.address for contact in self.book.table.contacts()}
+        lost = self.book.draw_lost(LOST_DRAWS, self._rng)
+        answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
+        if any(contact.address not in known for contact in answered):
+            await self._meet_neighbours()
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
         """Ping peers, follow their clocks, and return those that answered."""
@@ -163,14 +193,7 @@ class Maintenance:
         self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
         return answered
 
-    async def _sweep(self) -> None:
-        while True:
-            await trio.sleep(_jitter(self.config.sweep_period_s, self._sweep_rng))
-            for storage in (self.storage, self.read):
-                storage.sweep(self.calls.clock.ticks())
-            self.calls.clock.follow()
-
-
-def _jitter(period_s: float, rng: random.Random) -> float:
-    """The period +-25 %."""
-    return period_s * rng.uniform(0.75, 1.25)
+    def _sweep(self) -> None:
+        for storage in (self.storage, self.read):
+            storage.sweep(self.calls.clock.ticks())
+        self.calls.clock.follow()

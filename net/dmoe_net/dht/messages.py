@@ -19,6 +19,7 @@ follow, and the caller asks again since the change that it was told; stores are 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from dmoe_net.dht.copies import Position
@@ -52,6 +53,11 @@ MAX_CONTACTS = 32
 
 MAX_DEAD = 8
 """Most peers that a question names as dead."""
+
+_MAX_SHARED = 16_384
+"""Most contacts of which every reader gets the same object: tables, walks and copies name the same peers."""
+
+_RAW_ID: Field[bytes] = Field(PEER_ID.expected, PEER_ID.holds)
 
 _LATEST_S = 2.0**33
 SECONDS: Field[float] = Field(
@@ -231,8 +237,12 @@ def _read_entries_untrusted(raw: object, target: NodeId, reader: EntryReader) ->
 
 def parse_contact_untrusted(item: object) -> Contact:
     """Read a contact as `[peer id, host, port]`; RemoteProtocolError for anything else."""
-    peer_id, host, port = row_untrusted(item, "a contact", id=PEER_ID, host=HOST, port=PORT)
-    return Contact(peer_id, Address(host, port))
+    return _contact(*row_untrusted(item, "a contact", id=_RAW_ID, host=HOST, port=PORT))
+
+
+@lru_cache(maxsize=_MAX_SHARED)
+def _contact(raw_id: bytes, host: str, port: int) -> Contact:
+    return Contact(PeerId(raw_id), Address(host, port))
 
 
 def contact_to_wire(contact: Contact) -> list[object]:

@@ -34,6 +34,7 @@ from dmoe_net.rpc.base import Body, Handler, Reply, Request
 from dmoe_net.rpc.bulk import BulkTraffic
 from dmoe_net.rpc.connection import IDLE_S
 from dmoe_net.rpc.peer import DIAL_PAUSE
+from dmoe_net.transport.sim.agenda import Agenda, Waiter
 from dmoe_net.transport.sim.events import Heal, HostDown, HostUp, NetworkEvent, Partition
 from dmoe_net.transport.sim.links import Latency, model_between
 from dmoe_net.wire.codec import encode
@@ -41,6 +42,9 @@ from dmoe_net.wire.tensors import Outgoing, Tensor
 
 PORT = 1
 """Port of every caller that listens."""
+
+_TICK_S = 0.001
+"""Arrivals are rounded up to multiples of it, as in `simulate`: many share one turn of the event loop."""
 
 _FRAME_BYTES = 32
 """Approximate number of bytes that frame and message add to a body."""
@@ -88,6 +92,8 @@ class CallNetwork:
         self._callers: dict[Address, CallingPeer] = {}
         self._down: dict[str, bool] = {}  # host -> True if it went silently
         self._groups: dict[str, int] = {}
+        self._agenda = Agenda(tick_s=_TICK_S)
+        self._keeps_agenda = False
 
     def caller(self, host: str, peer_id: PeerId, *, listens: bool = True) -> "CallingPeer":
         """A caller on a host of its own; one that does not listen is a client."""
@@ -119,6 +125,15 @@ class CallNetwork:
         """Draw the latency of one frame, seconds."""
         return model_between(self._latency, source, destination).sample_s(self._rng.random())
 
+    async def sleep_until(self, time_s: float) -> None:
+        """Sleep until a time of trio's clock, rounded up to a tick."""
+        if not self._keeps_agenda:
+            self._keeps_agenda = True
+            trio.lowlevel.spawn_system_task(self._agenda.run)
+        waiter = Waiter()
+        self._agenda.at(time_s, waiter.wake)
+        await waiter.wait()
+
     def at(self, address: Address) -> "CallingPeer | None":
         """The caller that listens at an address, whether it can be reached or not."""
         return self._callers.get(address)
@@ -149,6 +164,7 @@ class CallingPeer:
         self._network = network
         self._handlers: dict[str, tuple[Handler, trio.CapacityLimiter]] = {}
         self._links: dict[PeerId, tuple[_Link, CallingPeer]] = {}
+        self._links_at_sweep = 0
         self._dials: dict[Contact | Address, trio.Event] = {}
         self._has_greeted = False
 
@@ -186,7 +202,7 @@ class CallingPeer:
         with trio.move_on_after(timeout_s):
             found = self._link_to(contact.address)
             link, _ = found if found is not None and found[1].peer_id == contact.peer_id else await self._dial(contact)
-            await trio.sleep_until(link.ready_at)
+            await self._network.sleep_until(link.ready_at)
             return
         raise DialFailed(f"cannot connect to {contact} within {seconds_of(timeout_s)}")
 
@@ -259,7 +275,7 @@ class CallingPeer:
         leaves_at = max(trio.current_time(), link.ready_at)
         arrives_at = leaves_at + self._network.delay_s(self.host, other.host)
         arrives_at = link.arrivals[self.peer_id] = max(arrives_at, link.arrivals.get(self.peer_id, 0.0))
-        await trio.sleep_until(arrives_at)
+        await self._network.sleep_until(arrives_at)
 
     def _count(self, other: "CallingPeer", body: Body) -> None:
         if self._network.counts_bytes:
@@ -304,6 +320,16 @@ class CallingPeer:
             return None
         return found
 
+    def _close_idle(self) -> None:
+        """Forget the links that neither end uses: of ten thousand peers they would take half of the memory."""
+        before = trio.current_time() - IDLE_S
+        for peer_id, (link, other) in list(self._links.items()):
+            back, _ = other._links.get(self.peer_id, (link, self))
+            if max(link.used_at, back.used_at) < before:
+                del self._links[peer_id]
+                other._links.pop(self.peer_id, None)
+        self._links_at_sweep = len(self._links)
+
     async def _dial(self, target: Contact | Address) -> "tuple[_Link, CallingPeer]":
         """Dial a target, once for all who wait for it.
 
@@ -341,16 +367,18 @@ class CallingPeer:
         proven_at = accepted_at + network.delay_s(other.host, self.host)
         expected = peer_id_of(target)
         if network.refuses(self.host, other.host):
-            await trio.sleep_until(proven_at)
+            await network.sleep_until(proven_at)
             raise DialFailed(f"{address} refuses connections")
         if expected not in (None, other.peer_id) or other is self:
-            await trio.sleep_until(proven_at)
+            await network.sleep_until(proven_at)
             raise DialFailed(f"{other.peer_id.short} answers at {address}, not {expected}")
         hello_at = max(proven_at, accepted_at + network.delay_s(other.host, self.host))  # in the order of its frames
         # As in `rpc.peer`: all calls but the first leave when the network has proven who answers.
         link = _Link(address, proven_at if self._has_greeted else hello_at)
         self._has_greeted = True
         self._links[other.peer_id] = link, other
+        if len(self._links) > 2 * self._links_at_sweep + 32:
+            self._close_idle()
         # The other end calls us over it too, if it has none of its own; that we listen at our address it does not show.
         link.arrivals[self.peer_id] = proven_at + network.delay_s(self.host, other.host)  # our own hello
         back = _Link(Address(self.host, 0), link.arrivals[self.peer_id])
