@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -27,6 +28,11 @@ if jax.__version_info__[:2] == (0, 10):
         "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
         f"--xla_cpu_multi_thread_eigen=false {os.environ.get('XLA_FLAGS', '')}"
     )
+
+
+# Whom a user joins, and with which secret, is nothing to the tests.
+for name in ("DMOE_JOIN", "DMOE_SWARM_SECRET_FILE"):
+    os.environ.pop(name, None)
 
 
 # Threads for host callbacks that wait, which XLA counts once, when JAX first computes. See mixture.flax_layers.
@@ -90,22 +96,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-class CompilationCounter:
-    """Counts what XLA compiles while the test runs."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
-        del duration
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.count += 1
-
-
 @pytest.fixture
-def compilations() -> Iterator[CompilationCounter]:
-    """A counter of XLA compilations that starts at zero."""
-    counter = CompilationCounter()
-    jax.monitoring.register_event_duration_secs_listener(counter._on_event)
+def compilations() -> Iterator[SimpleNamespace]:
+    """A counter of XLA compilations, `count`, that starts at zero."""
+    counter = SimpleNamespace(count=0)
+
+    def note(event: str, duration: float, **_: object) -> None:
+        del duration
+        counter.count += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(note)
     yield counter
-    jax.monitoring.unregister_event_duration_listener(counter._on_event)
+    jax.monitoring.unregister_event_duration_listener(note)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,14 @@ NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def python_blocks() -> list[object]:
+def python_blocks() -> Iterator[object]:
     """Every Python block, with the page and the line it begins at; the README's are quick tests."""
-    return [
-        pytest.param(
-            page,
-            "\n" * text.count("\n", 0, found.start(2)) + found[2],
-            id=f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start(2)) + 1}",
-            marks=[] if page.parent == ROOT else [pytest.mark.slow],
-        )
-        for page in PAGES
-        for text in [page.read_text()]
-        for found in FENCE.finditer(text)
-        if found[1] == "python"
-    ]
+    for page, text in ((page, page.read_text()) for page in PAGES):
+        for found in FENCE.finditer(text):
+            if found[1] == "python":
+                line, marks = text.count("\n", 0, found.start(2)), [] if page.parent == ROOT else [pytest.mark.slow]
+                name = f"{page.relative_to(ROOT)}:{line + 1}"
+                yield pytest.param(page, "\n" * line + found[2], id=name, marks=marks)
 
 
 def cells_of(notebook: Path) -> list[str]:
@@ -66,12 +61,12 @@ def links_of(page: Path) -> list[str]:
 
 def test_there_is_something_to_test() -> None:
     """The tests below have pages, blocks and notebooks to run."""
-    assert len(python_blocks()) >= 10
+    assert len(list(python_blocks())) >= 10
     assert len(NOTEBOOKS) == 5
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
-@pytest.mark.parametrize(("page", "block"), python_blocks())
+@pytest.mark.parametrize(("page", "block"), list(python_blocks()))
 def test_block_runs(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of the pages, by itself, in an empty folder."""
     monkeypatch.chdir(tmp_path)
@@ -111,8 +106,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         base = ROOT if link.startswith("https:") else page.parent
         target = (base / path).resolve() if path else page
-        found = [each for each in (target, target.with_name(target.name + ".md")) if each.exists()]
-        found += [each for each in [target.with_name(target.name + ".ipynb")] if each.exists()]
+        found = [each for end in ("", ".md", ".ipynb") if (each := target.with_name(target.name + end)).exists()]
         made = _is_made(target) or _is_made(target.with_name(target.name + ".md"))
         headed = not (anchor and found and found[0].suffix == ".md") or anchor in anchors_of(found[0])
         if not (found or made) or not headed:

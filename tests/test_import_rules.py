@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,120 +12,46 @@ ROOT = Path(__file__).parents[1]
 PATHS = sorted(path for folder in ("net", "dmoe_jax", "experiments") for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [path for path in PATHS if path.relative_to(ROOT).parts[0] != "experiments"]
 
+
+def modules(words: Mapping[str, str]) -> set[str]:
+    """Full names of modules that are listed package by package."""
+    return {f"{package}.{name}" for package, names in words.items() for name in names.split()}
+
+
 # Async modules: they own nurseries, sockets, clocks or devices. Everything else is a core.
-SHELLS = {
-    "dmoe_net.clock",
-    "dmoe_net.key_files",
-    "dmoe_net.nursery",
-    "dmoe_net.public",
-    "dmoe_net.transport.base",
-    "dmoe_net.transport.sim.agenda",
-    "dmoe_net.transport.sim.calls",
-    "dmoe_net.transport.sim.endpoints",
-    "dmoe_net.transport.sim.flow",
-    "dmoe_net.transport.sim.network",
-    "dmoe_net.transport.sim.simulation",
-    "dmoe_net.transport.sim.transport",
-    "dmoe_net.transport.sockets",
-    "dmoe_net.transport.tcp",
-    "dmoe_net.transport.tls",
-    "dmoe_net.transport.tls_engine",
-    "dmoe_net.rpc.base",
-    "dmoe_net.rpc.connection",
-    "dmoe_net.rpc.connections",
-    "dmoe_net.rpc.faults",
-    "dmoe_net.rpc.lanes",
-    "dmoe_net.rpc.liveness",
-    "dmoe_net.rpc.peer",
-    "dmoe_net.rpc.service",
-    "dmoe_net.dht.calls",
-    "dmoe_net.dht.maintenance",
-    "dmoe_net.dht.node",
-    "dmoe_net.averaging.reduction.all_reduce",
-    "dmoe_net.averaging.grouping.matchmaker",
-    "dmoe_net.averaging.assisting",
-    "dmoe_net.averaging.averager",
-    "dmoe_net.averaging.opening",
-    "dmoe_net.averaging.collaboration.assisting",
-    "dmoe_net.averaging.collaboration.board",
-    "dmoe_net.averaging.collaboration.rounds",
-    "dmoe_net.averaging.collaboration.settlement",
-    "dmoe_net.averaging.collaboration.step_log",
-    "dmoe_net.averaging.gathering",
-    "dmoe_net.averaging.group_calls",
-    "dmoe_net.averaging.plan",
-    "dmoe_net.averaging.window",
-    "dmoe_net.averaging.state.download",
-    "dmoe_net.averaging.state.sharing",
-    "dmoe_jax.data.files",
-    "dmoe_jax.data.mnist",
-    "dmoe_jax.data.wikitext2",
-    "dmoe_jax.runs.command_line",
-    "dmoe_jax.runs.endings",
-    "dmoe_jax.runs.run_folder",
-    "dmoe_jax.runs.setting_up",
-    "dmoe_jax.runs.speech",
-    "dmoe_jax.machine.cache_folder",
-    "dmoe_jax.checkpoints",
-    "dmoe_jax.machine.disk",
-    "dmoe_jax.machine.cores",
-    "dmoe_jax.machine.interrupts",
-    "dmoe_jax.machine.xla_threads",
-    "dmoe_jax.placement.averager",
-    "dmoe_jax.placement.claimer",
-    "dmoe_jax.placement.host",
-    "dmoe_jax.placement.learnt",
-    "dmoe_jax.placement.replicas",
-    "dmoe_jax.placement.state",
-    "dmoe_jax.placement.survey",
-    "dmoe_jax.placement.watch",
-    "dmoe_jax.directory.directory",
-    "dmoe_jax.machine.freed_memory",
-    "dmoe_jax.directory.members",
-    "dmoe_jax.metrics.monitor",
-    "dmoe_jax.metrics.trackers",
-    "dmoe_jax.runs.processes",
-    "dmoe_jax.mixture.fan_out",
-    "dmoe_jax.mixture.readiness",
-    "dmoe_jax.mixture.remote",
-    "dmoe_jax.mixture.statistics",
-    "dmoe_jax.mixture.flax_layers",
-    "dmoe_jax.machine.device",
-    "dmoe_jax.node.backend",
-    "dmoe_jax.node.host_calls",
-    "dmoe_jax.node.lockstep",
-    "dmoe_jax.node.runner",
-    "dmoe_jax.node.saving",
-    "dmoe_jax.node.stacked",
-    "dmoe_jax.node.queue",
-    "dmoe_jax.node.requests",
-    "dmoe_jax.node.server",
-    "dmoe_jax.averaging",
-    "dmoe_jax.collaboration",
-    "dmoe_jax.swarm.serving",
-    "dmoe_jax.trainer",
-    "dmoe_jax.swarm.blocking",
-    "dmoe_jax.training.progress",
-    "dmoe_jax.training.run",
-    "dmoe_jax.trunk",
-    "dmoe_jax.cli",
-    "dmoe_jax.peers.joining",
-    "dmoe_jax.peers.peer",
-    "dmoe_jax.peers.remembered",
-    "dmoe_jax.swarm.opening",
-    "dmoe_jax.swarm.swarm",
-}
+SHELLS = modules(
+    {
+        "dmoe_jax": "averaging checkpoints cli collaboration trainer trunk",
+        "dmoe_jax.data": "files mnist wikitext2",
+        "dmoe_jax.directory": "directory members",
+        "dmoe_jax.machine": "cache_folder cores device disk freed_memory interrupts xla_threads",
+        "dmoe_jax.metrics": "monitor trackers",
+        "dmoe_jax.mixture": "fan_out flax_layers readiness remote statistics",
+        "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
+        "dmoe_jax.peers": "joining peer remembered",
+        "dmoe_jax.placement": "averager claimer host learnt replicas state survey watch",
+        "dmoe_jax.runs": "command_line endings processes run_folder setting_up speech",
+        "dmoe_jax.swarm": "blocking opening serving swarm",
+        "dmoe_jax.training": "progress run",
+        "dmoe_net": "clock key_files nursery public",
+        "dmoe_net.averaging": "assisting averager gathering group_calls opening plan window",
+        "dmoe_net.averaging.collaboration": "assisting board rounds settlement step_log",
+        "dmoe_net.averaging.grouping": "matchmaker",
+        "dmoe_net.averaging.reduction": "all_reduce",
+        "dmoe_net.averaging.state": "download sharing",
+        "dmoe_net.dht": "calls maintenance node",
+        "dmoe_net.rpc": "base connection connections faults lanes liveness peer service",
+        "dmoe_net.transport": "base sockets tcp tls tls_engine",
+        "dmoe_net.transport.sim": "agenda calls endpoints flow network simulation transport",
+    }
+)
 
 IMPURE = {"trio", "time", "secrets", "socket", "ssl", "os", "threading", "logging", "subprocess", "signal"}
 ONLY_IN = {
     "cbor2": {"dmoe_net.wire.codec"},
     "orbax": {"dmoe_jax.checkpoints"},
     "cryptography": {"dmoe_net.keys"},
-    "numpy": {
-        "dmoe_net.types",
-        *(f"dmoe_net.wire.{each}" for each in ("tensors", "compression", "sinks", "sparse")),
-        "dmoe_net.averaging",
-    },
+    "numpy": modules({"dmoe_net": "averaging types", "dmoe_net.wire": "compression sinks sparse tensors"}),
     "socket": {"dmoe_net.transport.sockets"},
     "ssl": {"dmoe_net.transport.tls_engine"},
     "prometheus_client": {"dmoe_jax.metrics.families", "dmoe_jax.metrics.monitor"},
@@ -163,24 +90,6 @@ def room_of(module: str) -> str:
     return parts[0] if parts[0] == "dmoe_net" else ".".join(parts[:2])
 
 
-def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """The groups of nodes that reach each other."""
-
-    def reach(start: str) -> set[str]:
-        seen: set[str] = set()
-        todo = list(graph.get(start, ()))
-        while todo:
-            node = todo.pop()
-            if node not in seen:
-                seen.add(node)
-                todo += graph.get(node, ())
-        return seen
-
-    far = {node: reach(node) for node in graph}
-    groups = {tuple(sorted(other for other in far[node] if node in far.get(other, ()))) for node in far}
-    return [list(group) for group in sorted(groups) if group]
-
-
 def belongs(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
@@ -188,18 +97,13 @@ def belongs(module: str, prefix: str) -> bool:
 def test_no_import_circles() -> None:
     """No module imports, by whatever way, a module that imports it; nor does one room another that needs it."""
     graph = {module: own_imports(path) for module, path in MODULES.items()}
-    assert circles(graph) == []
+    TopologicalSorter(graph).prepare()  # raises `CycleError`, with the circle
     rooms: dict[str, set[str]] = {}
     for module, imported in graph.items():
         # `dmoe_jax` itself shows what its rooms hold, and no room needs it.
         if module != "dmoe_jax":
             rooms.setdefault(room_of(module), set()).update({room_of(each) for each in imported} - {room_of(module)})
-    assert circles(rooms) == []
-
-
-def test_circles_are_seen() -> None:
-    """The check above can fail."""
-    assert circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]}) == [["a", "b", "c"]]
+    TopologicalSorter(rooms).prepare()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -242,11 +146,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {
-    "dmoe_jax": 34_344,
-    "dmoe_net": 17_412,
-    "experiments": 13_715,
-}
+LINE_BUDGETS = {"dmoe_jax": 34_344, "dmoe_net": 17_476, "experiments": 13_450}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
@@ -263,10 +163,7 @@ WIDE_MODULES: dict[str, int] = {
 }
 
 # Dataclasses with more fields than MOST_FIELDS.
-WIDE_CLASSES: dict[str, int] = {
-    "dmoe_jax.cli.demo.DemoCommand": 16,
-    "dmoe_net.dht.config.DhtConfig": 16,
-}
+WIDE_CLASSES: dict[str, int] = {"dmoe_jax.cli.demo.DemoCommand": 16, "dmoe_net.dht.config.DhtConfig": 16}
 
 # Public functions with more parameters than MOST_PARAMETERS.
 WIDE_FUNCTIONS: dict[str, int] = {
@@ -285,78 +182,34 @@ WIDE_FUNCTIONS: dict[str, int] = {
 }
 
 # What experiments import beside the faces of packages.
-INNER_MODULES_OF_EXPERIMENTS: set[str] = {
-    "dmoe_jax.arrays",
-    "dmoe_jax.autodiff",
-    "dmoe_jax.data.vocabulary",
-    "dmoe_jax.data.wikitext2",
-    "dmoe_jax.directory.directory",
-    "dmoe_jax.directory.grid",
-    "dmoe_jax.directory.members",
-    "dmoe_jax.emulator.events",
-    "dmoe_jax.emulator.order",
-    "dmoe_jax.experts.base",
-    "dmoe_jax.experts.dropout",
-    "dmoe_jax.experts.feedforward",
-    "dmoe_jax.experts.relative_attention",
-    "dmoe_jax.experts.transformer_xl",
-    "dmoe_jax.layer_config",
-    "dmoe_jax.machine.cores",
-    "dmoe_jax.machine.device",
-    "dmoe_jax.machine.disk",
-    "dmoe_jax.machine.environment",
-    "dmoe_jax.machine.xla_threads",
-    "dmoe_jax.mixture.expert_calls",
-    "dmoe_jax.mixture.local",
-    "dmoe_jax.mixture.local_update",
-    "dmoe_jax.mixture.remote",
-    "dmoe_jax.model",
-    "dmoe_jax.models.layers",
-    "dmoe_jax.models.mlp",
-    "dmoe_jax.models.transformer_xl",
-    "dmoe_jax.models.trunk",
-    "dmoe_jax.node.backend",
-    "dmoe_jax.node.programs",
-    "dmoe_jax.node.server",
-    "dmoe_jax.optim.collaborative",
-    "dmoe_jax.optim.noloco",
-    "dmoe_jax.optim.streaming_diloco",
-    "dmoe_jax.peers.peer",
-    "dmoe_jax.routing.product_key",
-    "dmoe_jax.runs.command_line",
-    "dmoe_jax.runs.endings",
-    "dmoe_jax.runs.figure",
-    "dmoe_jax.runs.flags",
-    "dmoe_jax.runs.report",
-    "dmoe_jax.runs.run_folder",
-    "dmoe_jax.runs.setting_up",
-    "dmoe_jax.runs.speech",
-    "dmoe_jax.runs.style",
-    "dmoe_jax.swarm.opening",
-    "dmoe_jax.trainer",
-    "dmoe_jax.training.engine",
-    "dmoe_jax.training.prepared_run",
-    "dmoe_jax.training.progress",
-    "dmoe_jax.training.run",
-    "dmoe_jax.training.swarm_engine",
-    "dmoe_jax.training.task",
-    "dmoe_jax.trunk",
-    "dmoe_net.averaging.collaboration.assisting",
-    "dmoe_net.averaging.grouping.group",
-    "dmoe_net.averaging.grouping.group_key",
-    "dmoe_net.averaging.reduction.all_reduce",
-    "dmoe_net.averaging.state.download",
-    "dmoe_net.averaging.state.sharing",
-    "dmoe_net.dht.routing_table",
-    "dmoe_net.errors",
-    "dmoe_net.keys",
-    "dmoe_net.rpc.base",
-    "dmoe_net.rpc.bulk",
-    "dmoe_net.rpc.faults",
-    "dmoe_net.transport.sim.calls",
-    "dmoe_net.transport.sim.links",
-    "dmoe_net.wire.sparse",
-}
+INNER_MODULES_OF_EXPERIMENTS = modules(
+    {
+        "dmoe_jax": "arrays autodiff layer_config model trainer trunk",
+        "dmoe_jax.data": "vocabulary wikitext2",
+        "dmoe_jax.directory": "directory grid members",
+        "dmoe_jax.emulator": "events order",
+        "dmoe_jax.experts": "base dropout feedforward relative_attention transformer_xl",
+        "dmoe_jax.machine": "cores device disk environment xla_threads",
+        "dmoe_jax.mixture": "expert_calls local local_update remote",
+        "dmoe_jax.models": "layers mlp transformer_xl trunk",
+        "dmoe_jax.node": "backend programs server",
+        "dmoe_jax.optim": "collaborative noloco streaming_diloco",
+        "dmoe_jax.peers": "peer",
+        "dmoe_jax.routing": "product_key",
+        "dmoe_jax.runs": "command_line endings figure flags report run_folder setting_up speech style",
+        "dmoe_jax.swarm": "opening",
+        "dmoe_jax.training": "engine prepared_run progress run swarm_engine task",
+        "dmoe_net": "errors keys",
+        "dmoe_net.averaging.collaboration": "assisting",
+        "dmoe_net.averaging.grouping": "group group_key",
+        "dmoe_net.averaging.reduction": "all_reduce",
+        "dmoe_net.averaging.state": "download sharing",
+        "dmoe_net.dht": "routing_table",
+        "dmoe_net.rpc": "base bulk faults",
+        "dmoe_net.transport.sim": "calls links",
+        "dmoe_net.wire": "sparse",
+    }
+)
 
 # Private parts of JAX and trio, each with the test that says what broke.
 PRIVATE_PARTS = {

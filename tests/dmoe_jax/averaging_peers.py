@@ -1,7 +1,7 @@
 """Peers with an optimiser that averages, in the simulated swarm of the tests of averaging."""
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import apply_average
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_net.rpc.peer import RpcPeer
-from tests.net.averaging_swarm import Place, Swarm, open_place
+from tests.net.averaging_swarm import Place, Swarm, in_swarm, open_place
 
 CONFIG = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0)
 
@@ -27,11 +27,7 @@ def _compiled(optimizer: optax.GradientTransformationExtraArgs) -> tuple[Any, An
 
 
 class Loop:
-    """A training loop of one's own: an optimiser, and gradients given from outside.
-
-    Args:
-      start: parameters to begin with; a number for {"w": [3]} of it.
-    """
+    """A training loop with gradients given from outside; it begins with a tree, or {"w": [3]} of a number."""
 
     def __init__(self, optimizer: optax.GradientTransformationExtraArgs, start: float | PyTree = 0.0) -> None:
         self.optimizer = optimizer
@@ -73,6 +69,9 @@ class Loop:
         self.params, self.opt_state = self._apply(self.opt_state, self.params)
 
 
+Live = Callable[[TreeAverager, Loop], Awaitable[None]]
+
+
 def peer_at(place: Place, wrap: Callable[[RpcPeer], Any] = lambda rpc: rpc) -> SwarmPeer:
     """The peer of a place, with its caller wrapped."""
     return SwarmPeer(rpc=wrap(place.rpc), dht=place.dht, rng=place.rng, is_simulated=True)
@@ -89,33 +88,15 @@ def _lived(swarm: Swarm, name: str) -> trio.Event:
     return swarm.done.setdefault(f"{name} lived", trio.Event())
 
 
-def start(
-    swarm: Swarm,
-    name: str,
-    loop: Loop,
-    live: Callable[[TreeAverager, Loop], Awaitable[None]],
-    *,
-    wrap: Callable[[RpcPeer], Any] = lambda rpc: rpc,
-    **settings: Any,
-) -> None:
-    """A peer with this loop, in a group of two unless the settings say otherwise; it stays when it has lived.
-
-    Args:
-      wrap: makes its caller.
-    """
+def start(swarm: Swarm, name: str, loop: Loop, live: Live, **settings: Any) -> None:
+    """A peer with this loop, by default in a group of two, that stays when it has lived; `wrap` makes its caller."""
+    wrap = settings.pop("wrap", lambda rpc: rpc)
 
     async def main() -> None:
-        settings.setdefault("config", CONFIG)
-        settings.setdefault("name", "run")
+        own = {"config": CONFIG, "name": "run", "optimizer": loop.optimizer, "device": InlineDevice(), **settings}
         async with (
             open_place(swarm, name) as place,
-            open_tree_averager(
-                peer_at(place, wrap),
-                loop.params,
-                optimizer=loop.optimizer,
-                device=InlineDevice(),
-                **settings,
-            ) as averager,
+            open_tree_averager(peer_at(place, wrap), loop.params, **own) as averager,
         ):
             await live(averager, loop)
             swarm.done[name] = averager
@@ -123,3 +104,28 @@ def start(
             await trio.sleep_forever()
 
     swarm.network.start(name, main)
+
+
+def live_together(
+    lives: Mapping[str, tuple[Loop, Live]],
+    *,
+    donors: Sequence[str] = (),
+    until: Sequence[str] = (),
+    beside: Callable[[Swarm], Awaitable[None]] | None = None,
+    **settings: Any,
+) -> list[TreeAverager]:
+    """Run peers in virtual time until those named in `until`, or all, have lived; the averagers of these. Donors hand
+    out the state of their loop, and `beside` runs when all have begun."""
+    averagers: list[TreeAverager] = []
+
+    async def body(swarm: Swarm) -> None:
+        for name, (loop, live) in lives.items():
+            state = {"state": lambda loop=loop: loop.state} if name in donors else {}
+            start(swarm, name, loop, live, **state, **settings)
+        if beside is not None:
+            await beside(swarm)
+        await swarm_lived(swarm, *(until or lives))
+        averagers.extend(swarm.done[name] for name in until or lives)
+
+    in_swarm(body)
+    return averagers

@@ -54,6 +54,30 @@ def in_world(
     return lives
 
 
+def lives_of(
+    specs: Sequence[PeerSpec],
+    steps: int,
+    *,
+    apart_s: float = 0.0,
+    beside: Callable[[World], Awaitable[None]] | None = None,
+    after_s: float = 1.0,
+    **settings: Any,
+) -> list[Life]:
+    """Run machines until they have made so many steps, and a little longer; `beside` is awaited when all have begun."""
+
+    async def body(world: World) -> None:
+        for spec in specs:
+            world.start(spec)
+            if apart_s:
+                await trio.sleep(apart_s)
+        if beside is not None:
+            await beside(world)
+        await world.wait_for_step(steps)
+        await trio.sleep(after_s)
+
+    return in_world(body, **settings)
+
+
 def start_assistant(world: World, told: Callable[[Averaged], None]) -> None:
     """Start a machine that only reduces, and tells of each step in which it took part."""
 
@@ -68,9 +92,7 @@ def start_assistant(world: World, told: Callable[[Averaged], None]) -> None:
 
 def peer_of(world: World, name: str) -> Collaboration:
     """The part of a machine that is up."""
-    peer = next(life.peer for life in world.living if life.spec.name == name)
-    assert peer is not None
-    return peer
+    return next(life.peer for life in world.living if life.spec.name == name)
 
 
 async def until(condition: Callable[[], bool], *, poll_s: float = 0.01) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,15 +33,15 @@ MESH = "data=2,model=4"
 WIDTH = 16
 
 
-class Compilations:
-    """Counter of the programs that XLA compiles from now on."""
+def count_compilations() -> SimpleNamespace:
+    """Counter, `count`, of the programs that XLA compiles from now on."""
+    counter = SimpleNamespace(count=0)
 
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+    def note(event: str, duration: float, **_: object) -> None:
+        counter.count += event == "/jax/core/compile/backend_compile_duration"
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return counter
 
 
 def on(devices: tuple[PlacedDevice, ...], pattern: str, expert: Expert = EXPERT) -> dict[str, ExpertBackend]:
@@ -75,20 +76,29 @@ async def ask_everyone(rig: Rig, uids: list[str]) -> dict[str, list[np.ndarray]]
     return answers
 
 
-async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
-    """Each device has two; what they answer and learn is what one device does, and nothing is compiled meanwhile."""
-    devices = node_devices(ThreadDevice(), "all", None)
-    backends, alone = on(devices, "ffn.[0:16]"), on(devices[:1], "ffn.[0:16]")
-    async with open_rig(device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="single")) as rig:
+async def like_one_device(compilations: Any, devices: str, pattern: str, strategy: Any) -> dict[str, Any]:
+    """Serve experts on these devices: answers and states are those of one device, every expert stays on its own, and
+    nothing is compiled meanwhile. The node's status at the end."""
+    placed, alone = node_devices(ThreadDevice(), devices, None), on(node_devices(ThreadDevice(), "0", None), pattern)
+    backends, config = on(placed, pattern), NodeConfig(warm_up_rows=4, strategy=strategy)
+    async with open_rig(device=placed, backends=backends, config=config) as rig:
         before = compilations.count
         answers = await ask_everyone(rig, list(backends))
         assert compilations.count == before
         status = rig.node.status()
+    numbers = [int(each["name"].removeprefix("cpu:")) for each in status["devices"]]
     for number, (uid, backend) in enumerate(alone.items()):
         x, grads = rows(3, WIDTH, seed=number), rows(3, WIDTH, seed=100 + number)
         agree(answers[uid], [backend.forward([x]), *backend.backward([x], grads)], 1e-6)
         agree(backends[uid].state, backend.state, 1e-6)
-        assert all(leaf.devices() == {jax.devices()[number % 8]} for leaf in jax.tree.leaves(backends[uid].state))
+        own = {jax.devices()[numbers[number % len(numbers)]]}
+        assert all(leaf.devices() == own for leaf in jax.tree.leaves(backends[uid].state))
+    return status
+
+
+async def sixteen_experts_on_eight_devices(compilations: Any) -> None:
+    """Each device has two."""
+    status = await like_one_device(compilations, "all", "ffn.[0:16]", "single")
     assert [(each["name"], each["experts"]) for each in status["devices"]] == [(f"cpu:{n}", 2) for n in range(8)]
     # Of a forward and a backward of 3 rows for each of two experts.
     assert [each["rows"] for each in status["devices"]] == [12] * 8
@@ -97,24 +107,10 @@ async def sixteen_experts_on_eight_devices(compilations: Compilations) -> None:
     print("sixteen experts on eight devices")
 
 
-async def stacked_on_two_devices(compilations: Compilations) -> None:
-    """Each has a stack of its two experts, which stays there; answers and states are those of single ones."""
-    devices = node_devices(ThreadDevice(), "2,5", None)
-    backends, alone = on(devices, "ffn.[0:4]"), on(node_devices(ThreadDevice(), "0", None), "ffn.[0:4]")
-    async with open_rig(
-        device=devices, backends=backends, config=NodeConfig(warm_up_rows=4, strategy="stacked")
-    ) as rig:
-        settled = rig.node.status()["strategies"]
-        assert [(each["place"], each["experts"]) for each in settled] == [("cpu:2", 2), ("cpu:5", 2)]
-        compiled = compilations.count
-        answers = await ask_everyone(rig, list(backends))
-        assert compilations.count == compiled
-    for number, (uid, backend) in enumerate(alone.items()):
-        x, grads = rows(3, WIDTH, seed=number), rows(3, WIDTH, seed=100 + number)
-        agree(answers[uid], [backend.forward([x]), *backend.backward([x], grads)], 1e-6)
-        agree(backends[uid].state, backend.state, 1e-6)
-        device = jax.devices()[(2, 5)[number % 2]]
-        assert all(leaf.devices() == {device} for leaf in jax.tree.leaves(backends[uid].state))
+async def stacked_on_two_devices(compilations: Any) -> None:
+    """Each has a stack of its two experts, which stays there."""
+    status = await like_one_device(compilations, "2,5", "ffn.[0:4]", "stacked")
+    assert [(each["place"], each["experts"]) for each in status["strategies"]] == [("cpu:2", 2), ("cpu:5", 2)]
     print("stacked on two devices")
 
 
@@ -157,7 +153,7 @@ def five_updates(backend: ExpertBackend) -> None:
         backend.backward([rows(1 + step, WIDTH, seed=step)], rows(1 + step, WIDTH, seed=10 + step))
 
 
-async def an_expert_on_a_mesh(compilations: Compilations) -> None:
+async def an_expert_on_a_mesh(compilations: Any) -> None:
     """Five updates are those of one device; every array stays where it began, with an eighth or a fourth on each."""
     (mesh,) = node_devices(ThreadDevice(), None, MESH)
     (backend,) = on((mesh,), "ffn.0").values()
@@ -180,7 +176,7 @@ async def an_expert_on_a_mesh(compilations: Compilations) -> None:
     print("an expert on a mesh")
 
 
-async def saved_and_restored(swarm: Swarm, folder: Path, compilations: Compilations) -> None:
+async def saved_and_restored(swarm: Swarm, folder: Path, compilations: Any) -> None:
     """From a mesh to the same mesh, to two meshes side by side, and to one device; each lays out as it does."""
     topologies: list[dict[str, Any]] = [{"mesh": MESH}, {"mesh": MESH}, {"devices": 8, "mesh": "model=4"}, {}]
     expert, saved, before = {"ffn.[0:2]": EXPERT}, None, None
@@ -226,6 +222,12 @@ def held_once() -> None:
     print("held once")
 
 
+def laid_out_by(rule: ShardingRule, expert: Expert) -> ExpertBackend:
+    """An expert on a mesh of all devices."""
+    mesh = node_devices(ThreadDevice(), None, replace(MeshShape.parse(MESH), rule=rule))
+    return on(mesh, "ffn.0", expert)["ffn.0"]
+
+
 def refused() -> None:
     """Print the error of each layout that cannot be made, a line each."""
     rules: list[ShardingRule] = [
@@ -233,12 +235,10 @@ def refused() -> None:
         lambda name, array, mesh: PartitionSpec(None, None, "model") if name.endswith("kernel") else PartitionSpec(),
         lambda name, array, mesh: PartitionSpec("model"),
     ]
+    devices = [("0-8", None), (9, None), (None, "data=4,model=4"), ("0-5", "model=4")]
     attempts: list[Callable[[], Any]] = [
-        lambda: node_devices(ThreadDevice(), "0-8", None),
-        lambda: node_devices(ThreadDevice(), 9, None),
-        lambda: node_devices(ThreadDevice(), None, "data=4,model=4"),
-        lambda: node_devices(ThreadDevice(), "0-5", "model=4"),
-        *(functools.partial(_laid_out_by, rule) for rule in rules),
+        *(functools.partial(node_devices, ThreadDevice(), *each) for each in devices),
+        *(functools.partial(laid_out_by, rule, feedforward(d_model=6, expansion=1)) for rule in rules),
     ]
     for attempt in attempts:
         try:
@@ -247,38 +247,25 @@ def refused() -> None:
             print(error)
 
 
-def _mesh_by(rule: ShardingRule) -> MeshShape:
-    return replace(MeshShape.parse(MESH), rule=rule)
-
-
-def _laid_out_by(rule: ShardingRule) -> dict[str, ExpertBackend]:
-    return on(node_devices(ThreadDevice(), None, _mesh_by(rule)), "ffn.0", feedforward(d_model=6, expansion=1))
-
-
 def a_rule_of_ones_own() -> None:
     """Fully sharded over all eight devices, both axes on one dimension, where its name says so."""
 
     def rule(name: str, array: jax.ShapeDtypeStruct, mesh: MeshShape) -> PartitionSpec:
         return PartitionSpec(("data", "model")) if name == "params/Dense_0/kernel" else PartitionSpec()
 
-    (backend,) = on(node_devices(ThreadDevice(), None, _mesh_by(rule)), "ffn.0").values()
+    backend = laid_out_by(rule, EXPERT)
     (alone,) = make_backends({"ffn.0": EXPERT}, ADAM, seed=0).values()
     five_updates(backend)
     five_updates(alone)
     agree(backend.state, alone.state, 1e-5)
-    for name, leaf in flat(backend.params):
-        part = leaf.sharding.shard_shape(leaf.shape)
-        assert part == ((2, 64) if name == "Dense_0/kernel" else leaf.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(backend.params):
+        is_split = jax.tree_util.keystr(path, simple=True, separator="/") == "Dense_0/kernel"
+        assert leaf.sharding.shard_shape(leaf.shape) == ((2, 64) if is_split else leaf.shape)
     print("a rule of one's own")
 
 
-def flat(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
-
-
 async def main() -> None:
-    compilations = Compilations()
+    compilations = count_compilations()
     await sixteen_experts_on_eight_devices(compilations)
     await stacked_on_two_devices(compilations)
     await two_devices_at_once()

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 
 def texts_of(figure: Figure) -> list[Any]:
@@ -11,14 +12,8 @@ def texts_of(figure: Figure) -> list[Any]:
     figure.draw_without_rendering()
     found = []
     for axes in figure.axes:
-        found += [
-            axes.title,
-            axes._left_title,
-            axes._right_title,
-            axes.xaxis.label,
-            axes.yaxis.label,
-            *axes.texts,
-        ]
+        found += [child for child in axes.get_children() if isinstance(child, Text)]
+        found += [axes.xaxis.label, axes.yaxis.label]
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = axis.get_major_ticks()

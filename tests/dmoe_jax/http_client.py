@@ -13,11 +13,7 @@ Figures = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 async def ask(address: Address, request: bytes, *, ends: bool = False) -> tuple[int, bytes]:
-    """Send these bytes and read to the end: (status, body); status 0 if there is no answer.
-
-    Args:
-      ends: say that nothing more comes.
-    """
+    """Send these bytes, and that nothing more comes if it `ends`; (status, body), status 0 if there is no answer."""
     stream = await trio.open_tcp_stream(address.host, address.port)
     async with stream:
         data = b""

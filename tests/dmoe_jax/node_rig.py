@@ -105,16 +105,10 @@ async def open_rig(
         "ffn.2.3": ExpertBackend(EXPERT, SGD, EXPERT.init(jax.random.key(1))),
         "xl.0": ExpertBackend(XL, SGD, XL.init(jax.random.key(2))),
     }
-    clock = SwarmClock(start_s=50.0)
+    clock, device = SwarmClock(start_s=50.0), device or InlineDevice(cost or CostModel())
     async with (
         open_dht_node(host, identity=identity, clock=clock, rng=random.Random(3)) as host_dht,
-        open_expert_node(
-            host,
-            host_dht,
-            backends,
-            device=device or InlineDevice(cost or CostModel()),
-            config=config or NodeConfig(),
-        ) as node,
+        open_expert_node(host, host_dht, backends, device=device, config=config or NodeConfig()) as node,
     ):
         yield Rig(node, backends, trainer)
 

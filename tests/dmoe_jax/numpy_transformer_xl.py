@@ -94,25 +94,17 @@ def dense_nll(params, config, text) -> np.ndarray:
     biases = (params["biases"]["content"], params["biases"]["position"])
     table = params["embed"]["table"]
     pasts: list[list[np.ndarray]] = [[] for _ in range(config.num_layers)]
+    clamp_len, same_length = config.layer.clamp_len, config.layer.same_length
+    reach = {"mem_len": config.mem_len, "clamp_len": clamp_len, "same_length": same_length}
     losses = []
     for start in range(0, len(text) - 1, config.seq_len):
         words = text[start : start + config.seq_len]
         hidden = [table[word] * math.sqrt(config.d_model) for word in words]
         for own, past in zip(layers_of(params), pasts, strict=True):
             entered = hidden
-            hidden = layer(
-                own,
-                biases,
-                entered,
-                past,
-                mem_len=config.mem_len,
-                clamp_len=config.layer.clamp_len,
-                same_length=config.layer.same_length,
-            )
+            hidden = layer(own, biases, entered, past, **reach)
             past.extend(entered)
         targets = text[start + 1 : start + 1 + len(words)]
-        losses += [
-            word_nll(table, params["head"], h, target, config.cutoffs)
-            for h, target in zip(hidden, targets, strict=True)
-        ]
+        for h, target in zip(hidden, targets, strict=True):
+            losses.append(word_nll(table, params["head"], h, target, config.cutoffs))
     return np.array(losses)

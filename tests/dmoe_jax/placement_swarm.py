@@ -36,15 +36,9 @@ class World:
         self.served: dict[str, Served] = {}
         self.said: dict[str, list[str]] = {}
 
-    def start(
-        self,
-        name: str,
-        experts: Mapping[str, Expert] | None = None,
-        *,
-        device: Callable[[], Device] = InlineDevice,
-        **options: Any,
-    ) -> None:
-        """Start a node; options as of `Swarm.serve`, and fields of its `PlacementConfig`."""
+    def start(self, name: str, experts: Mapping[str, Expert] | None = None, **options: Any) -> None:
+        """Start a node; options as of `Swarm.serve`, fields of its `PlacementConfig`, and what makes its `device`."""
+        device = options.pop("device", InlineDevice)
         fields = {key: options.pop(key) for key in list(options) if key in PlacementConfig.__dataclass_fields__}
         options = {"optimizer": SGD, "placement": PlacementConfig(**fields), **options}
         self.network.start(name, self._live, name, experts or {PATTERN: EXPERT}, device, options)
@@ -84,19 +78,15 @@ class World:
 
     def claims(self, name: str) -> dict[str, Any]:
         """A node's word on its claims."""
-        claims: dict[str, Any] = self.served[name].node.status()["claims"]
-        return claims
+        return self.served[name].node.status()["claims"]
 
     def copies(self, name: str) -> dict[str, Any]:
         """A node's word on its averages and states."""
-        copies: dict[str, Any] = self.served[name].node.status()["replicas"]
-        return copies
+        return self.served[name].node.status()["replicas"]
 
     def replicas(self, name: str) -> Replicas:
         """The `Replicas` of a node, which average its experts."""
-        replicas = self.served[name].node.replicas
-        assert isinstance(replicas, Replicas)
-        return replicas
+        return self.served[name].node.replicas
 
     def numbers(self, name: str) -> dict[str, list[np.ndarray]]:
         """Copies of all that is averaged, parameters and the optimiser's moments, of each expert of a node."""

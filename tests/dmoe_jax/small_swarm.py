@@ -27,6 +27,7 @@ from dmoe_jax.swarm.swarm import Swarm
 from dmoe_net.clock import SwarmClock
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.keys import Identity
+from dmoe_net.peer_health import Pause
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.tcp import TcpTransport
@@ -82,18 +83,16 @@ async def open_small_swarm(
     clock = clock or SwarmClock(start_s=1000.0)
     async with AsyncExitStack() as stack:
         first = callers[0].address
-        swarms = [
-            await stack.enter_async_context(
-                open_swarm(
-                    [first] if index and first is not None else [],
-                    device=device or InlineDevice(),
-                    seed=index,
-                    directory=directory_config or DirectoryConfig(),
-                    testing=Seams(caller=caller, identity=identity_of(index), clock=clock),
-                )
+        swarms = []
+        for index, caller in enumerate(callers):
+            opened = open_swarm(
+                [first] if index and first is not None else [],
+                device=device or InlineDevice(),
+                seed=index,
+                directory=directory_config or DirectoryConfig(),
+                testing=Seams(caller=caller, identity=identity_of(index), clock=clock),
             )
-            for index, caller in enumerate(callers)
-        ]
+            swarms.append(await stack.enter_async_context(opened))
         served = []
         for index, swarm in enumerate(swarms[:-1]):
             own = dict.fromkeys(uids[index :: len(callers) - 1], expert)
@@ -112,10 +111,8 @@ async def tcp_callers(count: int) -> AsyncIterator[list[Caller]]:
         callers: list[Caller] = []
         for index in range(count):
             listen = Address("127.0.0.1", 0) if index < count - 1 else None
-            peer_id = identity_of(index).peer_id
-            callers.append(
-                await stack.enter_async_context(open_rpc_peer(TcpTransport(), peer_id=peer_id, listen=listen))
-            )
+            peer = open_rpc_peer(TcpTransport(), peer_id=identity_of(index).peer_id, listen=listen)
+            callers.append(await stack.enter_async_context(peer))
         yield callers
 
 
@@ -138,7 +135,9 @@ async def find_experts(directory: ExpertDirectory, uids: Iterable[ExpertUid]) ->
 
 def avoided(directory: ExpertDirectory) -> list[PeerId | str]:
     """The hosts, and the single experts by uid, that count as dead now because they failed."""
-    targets = directory.health.blocked(trio.current_time(), directory._pause)
+    usual = DirectoryConfig()
+    pause = Pause(first_s=usual.backoff_base_s, longest_s=usual.backoff_cap_s)
+    targets = directory.health.blocked(trio.current_time(), pause)
     return [peer_id if service == "expert" else service for peer_id, service in targets]
 
 

@@ -45,16 +45,6 @@ def naive_loss(*args, cutoffs):
     return -jnp.take_along_axis(naive_log_probs(*weights, hidden, cutoffs), targets[:, None], axis=1)[:, 0]
 
 
-@pytest.mark.parametrize("cutoffs", CUTOFFS)
-def test_probabilities_sum_to_one(cutoffs):
-    """exp(-loss) over all words of the vocabulary is a distribution: nothing is approximated."""
-    weights, hidden = make_weights(cutoffs), make_hidden(1)
-    targets = jnp.arange(VOCAB, dtype=jnp.int32)
-    run = jax.jit(functools.partial(adaptive_softmax_loss, cutoffs=cutoffs))
-    loss = run(*weights, jnp.tile(hidden, (VOCAB, 1)), targets)
-    np.testing.assert_allclose(jnp.sum(jnp.exp(-loss)), 1.0, rtol=1e-5)
-
-
 @functools.cache
 def value_and_gradients(function, cutoffs):
     """Compiled loss [n] and gradients of its weighted sum with respect to all weights and the hidden states."""
@@ -87,11 +77,8 @@ def test_loss_and_gradients_equal_the_naive_ones(cutoffs, seed, spread):
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 32, 33, 39, 40])
 def test_every_bucket_boundary(count):
-    """No token is dropped or counted twice at a bucket's edge, whichever cluster's rows lie behind it.
-
-    `count` tokens are in one tail cluster; the rest are in the head, or in the other tail cluster.
-    """
-    for low, rest in ((10, 0), (25, 0), (10, 25), (25, 10)):
+    """No token is dropped or counted twice at a bucket's edge, whichever cluster's rows lie behind it."""
+    for low, rest in ((10, 0), (25, 0), (10, 25), (25, 10)):  # `count` in one tail cluster; the head or the other one
         targets = [low + i % 10 for i in range(count)] + [rest + i % 10 for i in range(40 - count)]
         assert_equals_naive((10, 25), targets)
         assert_equals_naive((10, 25), targets[::-1])
@@ -111,27 +98,24 @@ def test_extreme_logits_stay_finite():
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((loss, grads)))
 
 
-@pytest.mark.parametrize("cutoffs", [(0,), (50,), (20, 20), (25, 10)])
-def test_cutoffs_that_do_not_ascend_are_refused(cutoffs):
-    """Cutoffs ascend strictly between 0 and the vocabulary."""
-    with pytest.raises(ValueError, match="must ascend strictly between 0 and 50"):
-        adaptive_softmax_loss(*make_weights(cutoffs), make_hidden(2), jnp.zeros(2, jnp.int32), cutoffs=cutoffs)
-
-
-def test_wrong_number_of_cluster_tokens_is_refused():
-    """Each cutoff needs one cluster token."""
-    with pytest.raises(ValueError, match="need 2 cluster tokens, got 1"):
-        adaptive_softmax_loss(*make_weights((10,)), make_hidden(2), jnp.zeros(2, jnp.int32), cutoffs=(10, 25))
+@pytest.mark.parametrize(
+    ("cutoffs", "tokens", "message"),
+    [
+        *((cutoffs, cutoffs, "must ascend strictly between 0 and 50") for cutoffs in [(0,), (50,), (20, 20), (25, 10)]),
+        ((10, 25), (10,), "need 2 cluster tokens, got 1"),
+    ],
+)
+def test_cutoffs_that_do_not_fit_are_refused(cutoffs, tokens, message):
+    """Cutoffs ascend strictly between 0 and the vocabulary, and each has one cluster token."""
+    with pytest.raises(ValueError, match=message):
+        adaptive_softmax_loss(*make_weights(tokens), make_hidden(2), jnp.zeros(2, jnp.int32), cutoffs=cutoffs)
 
 
 def test_a_tail_is_computed_for_its_own_tokens_only():
     """The compiled program's tail products are those of the buckets; none has all 64 tokens outside a branch."""
     cutoffs = (10,)
     weights, hidden = make_weights(cutoffs), make_hidden(64)
-    traced = jax.make_jaxpr(functools.partial(adaptive_softmax_loss, cutoffs=cutoffs))(
-        *weights, hidden, jnp.zeros(64, jnp.int32)
-    )
-    outside_branches = [
-        equation.outvars[0].aval.shape for equation in traced.eqns if equation.primitive.name == "dot_general"
-    ]
+    loss = functools.partial(adaptive_softmax_loss, cutoffs=cutoffs)
+    traced = jax.make_jaxpr(loss)(*weights, hidden, jnp.zeros(64, jnp.int32))
+    outside_branches = [each.outvars[0].aval.shape for each in traced.eqns if each.primitive.name == "dot_general"]
     assert outside_branches == [(64, 10), (64, 1)]  # the head's words and its cluster token

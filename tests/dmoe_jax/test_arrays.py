@@ -67,8 +67,10 @@ async def test_a_trunk_steps_as_plain_optax(name: str) -> None:
     for _ in range(2):
         await trunk.apply(gradient(trunk.params))
     step, saved = await trunk.snapshot()
+    for _ in range(2):  # into the memory of what was saved
+        await trunk.apply(gradient(trunk.params))
     later.restore(step, saved)
-    for each in (trunk, trunk, later, later):
+    for each in (later, later):
         await each.apply(gradient(each.params))
     close(trunk.params, plain(optimizer, 4))
     close(later.params, trunk.params)
@@ -99,13 +101,12 @@ async def test_a_collaboration_steps_as_plain_optax(name: str) -> None:
 
 
 async def test_a_key_of_its_own_type_is_saved(tmp_path: Any) -> None:
-    trunk = SharedTrunk(start(), NOISY, InlineDevice())
-    checkpoints = Checkpoints(tmp_path)
+    """A trunk whose optimiser draws noise goes on from the disk."""
+    trunk, checkpoints = SharedTrunk(start(), NOISY, InlineDevice()), Checkpoints(tmp_path)
     checkpoints.save(*await trunk.snapshot(), {})
     trunk.restore(*checkpoints.restore_latest(trunk.state)[:2])
     await trunk.apply(gradient(trunk.params))
     close(trunk.params, plain(NOISY, 1))
-    checkpoints.close()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
@@ -135,7 +136,9 @@ async def test_float64_stays_exact_alone() -> None:
 
 
 def test_each_array_keeps_its_kind() -> None:
-    for own in (jnp.ones((), jnp.int4), jnp.ones((0, 2), jnp.bfloat16), jax.random.key(1), np.ones(2), 3, True):
+    """As it travels and comes back: arrays of narrow types, keys, NumPy's arrays and Python's numbers."""
+    few, empty = jnp.array([0.5, -2.0], jnp.float8_e4m3fn), jnp.ones((0, 2), jnp.bfloat16)
+    for own in (jnp.ones((), jnp.int4), empty, few, jax.random.key(1), np.ones(2), 3, 0.5, True):
         back = kept_like(own, np.asarray(sent(own)))
         assert type(back) is type(own)
         assert np.asarray(sent(back)).tolist() == np.asarray(sent(own)).tolist()
@@ -173,21 +176,18 @@ def test_an_integer_among_an_experts_parameters() -> None:
 @pytest.mark.parametrize("around", ["masked", "multi_transform"])
 def test_a_part_of_a_model_is_averaged(what: Any, around: str) -> None:
     """The body alone is offered, and an average of it moves nothing else."""
-    others = {
-        "noloco": lambda: noloco(optax.sgd(0.5), every=1),
-        "streaming": lambda: streaming_diloco(optax.sgd(0.5), every=1, fragments=1),
-    }
-    average = others[what]() if what in others else moshpit_average(optax.sgd(0.5), what=what)
+    sgd = optax.sgd(0.5)
+    others = {"noloco": noloco(sgd, every=1), "streaming": streaming_diloco(sgd, every=1, fragments=1)}
+    average = others[what] if what in others else moshpit_average(sgd, what=what)
     if around == "masked":
         optimizer = optax.masked(average, {"a_head": False, "body": True})
     else:
         kinds = {"own": optax.set_to_zero(), "shared": average}
         optimizer = optax.multi_transform(kinds, {"a_head": "own", "body": "shared"})
     params = {"a_head": jnp.zeros(2), "body": jnp.ones(3)}
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for _ in range(3):
-        _, state = update({"a_head": jnp.zeros(2), "body": jnp.ones(3)}, state, params)
+        _, state = update(params, state, params)
         offered = what_to_send(state, params)
         assert [leaf.shape for leaf in jax.tree.leaves(offered.tree)] in ([(3,)], [(3,), (3,)])
         _, (form,) = wire_forms(optimizer, params, TreeAveragerConfig())
@@ -198,6 +198,7 @@ def test_a_part_of_a_model_is_averaged(what: Any, around: str) -> None:
 
 
 def test_batches_are_iterators() -> None:
+    """A list of them, or one alone; what is none is refused with its kind."""
     rows = [np.zeros(2), np.ones(2)]
     assert len(iterators_of([iter(rows), iter(rows)])) == len(iterators_of(row for row in rows)) + 1
     for wrong, sentence in (([], "at least one"), (rows, "ndarray for trainer 0"), ([rows], "list for trainer 0")):
@@ -206,14 +207,14 @@ def test_batches_are_iterators() -> None:
 
 
 def test_what_nobody_uses_is_forgotten() -> None:
-    made: list[weakref.ref[Any]] = []
+    """But for the newest of it."""
+    living = weakref.WeakSet[Any]()
 
     class Thing: ...
 
     @remembered()
     def thing(number: int) -> Thing:
-        found = Thing()
-        made.append(weakref.ref(found))
+        living.add(found := Thing())
         return found
 
     kept = thing(0)
@@ -221,4 +222,4 @@ def test_what_nobody_uses_is_forgotten() -> None:
         assert thing(number) is thing(number)
     gc.collect()
     assert thing(0) is kept
-    assert sum(each() is not None for each in made) <= RECENT + 1
+    assert len(living) <= RECENT + 1

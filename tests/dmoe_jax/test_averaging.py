@@ -1,8 +1,8 @@
-"""A training loop of one's own, averaged with others over the network, in virtual time."""
+"""A training loop of one's own, averaged with others over the network, in virtual time, and over an axis of peers."""
 
 import functools
-import random
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,29 +12,20 @@ import optax
 import pytest
 import trio
 
-from dmoe_jax.averaging import (
-    Round,
-    TreeAverager,
-    TreeAveragerConfig,
-    open_tree_averager,
-)
+from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.averaging.tree_averager import Fragment
 from dmoe_jax.averaging.wire_form import wire_forms
 from dmoe_jax.machine.device import InlineDevice
-from dmoe_jax.optim import moshpit_average
-from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_net.averaging.assisting import assist
+from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
+from dmoe_jax.optim.peer_axis import moshpit_rounds, random_cells
+from dmoe_jax.peers.security import Plain
+from dmoe_jax.swarm.opening import open_swarm
 from dmoe_net.averaging.averager import Averager, AveragingStep
-from dmoe_net.averaging.speeds import Speeds
-from dmoe_net.clock import SwarmClock
-from dmoe_net.dht.node import open_dht_node
+from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from dmoe_net.errors import NetError
-from dmoe_net.identity import Address
-from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim.events import HostDown
-from dmoe_net.transport.tcp import TcpTransport
-from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
-from tests.dmoe_jax.small_swarm import identity_of
+from tests.dmoe_jax.averaging_peers import CONFIG, Loop, live_together, peer_at
+from tests.net.averaging_peers import Peers
 from tests.net.averaging_swarm import Swarm, in_swarm, open_place
 
 RNG = np.random.default_rng(0)
@@ -46,34 +37,23 @@ def train_two(
 ) -> list[TreeAverager]:
     """Both loops take grads [steps, 2, 3], waiting for each average and applying it at once."""
 
-    async def body(swarm: Swarm) -> None:
-        for number, loop in enumerate(loops):
+    async def live(averager: TreeAverager, loop: Loop) -> None:
+        number = loops.index(loop)
+        await trio.sleep_until(5.0)
+        for step in range(len(grads)):
+            extra = {} if samples is None else {"samples": float(samples[step, number])}
+            await loop.step(averager, grads[step, number], wait=True, **extra)
+            loop.apply()
 
-            async def live(averager: TreeAverager, loop: Loop, number: int = number) -> None:
-                await trio.sleep_until(5.0)
-                for step in range(len(grads)):
-                    extra = {} if samples is None else {"samples": float(samples[step, number])}
-                    await loop.step(averager, grads[step, number], wait=True, **extra)
-                    loop.apply()
-
-            start(swarm, f"peer{number}", loop, live, config=config)
-        await swarm_lived(swarm, "peer0", "peer1")
-        averagers.extend(swarm.done[f"peer{number}"] for number in range(2))
-
-    averagers: list[TreeAverager] = []
-    in_swarm(body)
-    return averagers
+    return live_together({f"peer{number}": (loop, live) for number, loop in enumerate(loops)}, config=config)
 
 
 @pytest.mark.parametrize("what", EVERYTHING)
 def test_two_loops_end_at_the_same_parameters(what: Any) -> None:
-    """After each round both are where the mean of what they offered leads, by hand for SGD and outer SGD of rate 1.
-
-    Both start at 1. Where parameters are averaged one starts at 5: only these are drawn together.
-    """
+    """After each round both are where the mean of what they offered leads, by hand for SGD and outer SGD of rate 1."""
     settings = {"outer": optax.sgd(1.0)} if what == "pseudo_gradients" else {}
     optimizer = moshpit_average(optax.sgd(0.1), every=2, what=what, **settings)
-    other = 5.0 if what == "parameters" else 1.0
+    other = 5.0 if what == "parameters" else 1.0  # only parameters are drawn together
     loops = [Loop(optimizer, 1.0), Loop(optimizer, other)]
     grads = RNG.normal(size=(4, 2, 3)).astype(np.float32)
     averagers = train_two(loops, grads)
@@ -105,8 +85,7 @@ def test_compressed_averages_are_near() -> None:
     """float16 on the way: three digits of the mean."""
     optimizer = moshpit_average(optax.sgd(0.0))
     loops = [Loop(optimizer, 1.001), Loop(optimizer, 2.002)]
-    config = TreeAveragerConfig(side=2, window_s=2.0, timeout_s=4.0, compression="float16")
-    train_two(loops, np.zeros((1, 2, 3), np.float32), config=config)
+    train_two(loops, np.zeros((1, 2, 3), np.float32), config=replace(CONFIG, compression="float16"))
     for loop in loops:
         np.testing.assert_allclose(loop.values, 1.5015, rtol=2e-3)
         assert not np.array_equal(loop.values, np.float32([1.5015] * 3))
@@ -135,21 +114,17 @@ def test_a_step_never_waits_and_progress_made_meanwhile_stays() -> None:
         await trio.sleep_until(6.0)
         await loop.step(averager, 0.0, wait=True)
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "ann", ann, runs_on, on_round=rounds.append)
-        start(swarm, "bob", bob, comes_later)
-        await swarm_lived(swarm, "ann", "bob")
-
-    in_swarm(body)
+    live_together({"ann": (ann, runs_on), "bob": (bob, comes_later)}, on_round=rounds.append)
     np.testing.assert_allclose(ann.values, 5.5, rtol=1e-6)
-    assert [(done.number, done.peers, done.received, done.why_lost) for done in rounds] == [(0, 2, 1.0, "")]
-    assert 1.0 < rounds[0].took_s < 2.5
+    assert [(done.number, done.peers, done.received, done.why_lost) for done in rounds] == [(0, 2, 1.0, "")] * 2
+    assert 1.0 < max(done.took_s for done in rounds) < 2.5  # that of the first, who waits for the other
 
 
-@pytest.mark.parametrize("what", EVERYTHING)
-def test_a_peer_that_dies_in_a_round_costs_the_round(what: Any) -> None:
+@pytest.mark.parametrize("method", [*EVERYTHING, "noloco", "streaming"])
+def test_a_peer_that_dies_in_a_round_costs_the_round(method: Any) -> None:
     """The other goes on with its own updates, counts the loss with its reason, and its next round is a new one."""
-    optimizer = moshpit_average(optax.sgd(1.0), every=2, what=what)
+    others = {"noloco": noloco, "streaming": functools.partial(streaming_diloco, fragments=1)}
+    optimizer = (others.get(method) or functools.partial(moshpit_average, what=method))(optax.sgd(1.0), every=2)
     alive, dead = Loop(optimizer), Loop(optimizer)
 
     async def lives(averager: TreeAverager, loop: Loop) -> None:
@@ -168,15 +143,12 @@ def test_a_peer_that_dies_in_a_round_costs_the_round(what: Any) -> None:
         await loop.step(averager, 1.0)
         await trio.sleep_forever()
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "alive", alive, lives)
-        start(swarm, "dead", dead, dies)
+    async def killing(swarm: Swarm) -> None:
         await trio.sleep_until(5.6)  # its round is under way, and the other's begins
         swarm.network.apply(HostDown("dead", silent=True))
-        await swarm_lived(swarm, "alive")
 
-    in_swarm(body)
-    if what == "gradients":  # one step with its own mean gradient for each lost round
+    live_together({"alive": (alive, lives), "dead": (dead, dies)}, until=["alive"], beside=killing)
+    if method == "gradients":  # one step with its own mean gradient for each lost round
         assert -20.0 < alive.values[0] < -1.0
     else:
         np.testing.assert_array_equal(alive.values, -40.0)
@@ -203,12 +175,7 @@ def test_numbers_that_are_none_are_not_sent(what: Any) -> None:
         await loop.step(averager, 0.0, wait=True)
         assert averager.totals.missed == 1
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "bad", bad, diverges)
-        start(swarm, "other", other, waits)
-        await swarm_lived(swarm, "bad", "other")
-
-    in_swarm(body)
+    live_together({"bad": (bad, diverges), "other": (other, waits)})
     assert np.isfinite(bad.values).all() == (what == "gradients")
     np.testing.assert_array_equal(other.values, 2.0)
 
@@ -217,12 +184,11 @@ class BadAverager(Averager):
     """Gives an average that is no number, or an error."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-        self.round_number = 0
+        self.error, self.round_number = error, 0
 
     async def step(self, vector: Any, *, weight: float = 1.0) -> AveragingStep:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         average = np.full_like(vector, np.nan)
         return AveragingStep(average=average, received=1.0, peers=(None, None), round_number=0, weight=1.0)  # type: ignore[arg-type]
 
@@ -242,13 +208,9 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
 
     async def main() -> TreeAverager:
         async with trio.open_nursery() as nursery:
-            tree_averager = TreeAverager(
-                fragments=[Fragment(number=0, averager=averager, form=form)],
-                what="parameters",
-                device=InlineDevice(),
-                nursery=nursery,
-                on_round=lambda done: None,
-            )
+            fragment = Fragment(number=0, averager=averager, form=form)
+            settings: dict[str, Any] = {"what": "parameters", "device": InlineDevice(), "on_round": lambda done: None}
+            tree_averager = TreeAverager(fragments=[fragment], nursery=nursery, **settings)
             await loop.step(tree_averager, 0.0, wait=True, samples=weight)
         return tree_averager
 
@@ -259,32 +221,6 @@ def test_lost_rounds_have_their_reason(averager: Averager, weight: float, expect
     assert int(loop.opt_state.lost) == 1
 
 
-def test_an_auxiliary_peer_reduces_for_others() -> None:
-    """Two clients, who cannot be called, average with its help."""
-    optimizer = moshpit_average(optax.sgd(1.0))
-    loops = {"ann": Loop(optimizer, 1.0), "bob": Loop(optimizer, 5.0)}
-    config = TreeAveragerConfig(side=3, window_s=2.0, timeout_s=6.0, role="client", speeds=Speeds(up=1e6))
-
-    async def averages(averager: TreeAverager, loop: Loop) -> None:
-        await trio.sleep_until(15.0)
-        await loop.step(averager, 0.0, wait=True)
-        loop.apply()
-
-    async def body(swarm: Swarm) -> None:
-        async def assists() -> None:
-            async with open_place(swarm, "aux") as place:
-                await assist(place.rpc, place.dht, prefix="run", rng=place.rng, config=config.averager())
-
-        swarm.network.start("aux", assists)
-        for name, loop in loops.items():
-            start(swarm, name, loop, averages, config=config)
-        await swarm_lived(swarm, "ann", "bob")
-
-    in_swarm(body)
-    for loop in loops.values():
-        np.testing.assert_allclose(loop.values, 3.0, rtol=1e-6)
-
-
 async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
     """Two loops that donate all they have, in real time; one gives its state to the other in the middle of training."""
     optimizer = moshpit_average(optax.adam(0.1), every=2, what="gradients", weighted=True)
@@ -292,48 +228,28 @@ async def test_over_tcp_with_worker_threads_and_donated_arrays() -> None:
     loops = [Loop(optimizer, 1.0), Loop(optimizer, 9.0)]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params: Any, opt_state: Any, grad: Any) -> Any:
-        updates, opt_state = optimizer.update({"w": grad}, opt_state, params, samples=4)
+    def train_step(params: Any, opt_state: Any) -> Any:
+        updates, opt_state = optimizer.update({"w": jnp.full(3, 0.5)}, opt_state, params, samples=4)
         return optax.apply_updates(params, updates), opt_state
 
     async def train(averager: TreeAverager, loop: Loop, rounds: int) -> None:
         while averager.totals.done < rounds or averager.is_under_way:
-            loop.params, loop.opt_state = train_step(loop.params, loop.opt_state, jnp.full(3, 0.5))
+            loop.params, loop.opt_state = train_step(loop.params, loop.opt_state)
             loop.steps += 1
             loop.opt_state = await averager.step(loop.opt_state, loop.params, wait=averager.is_under_way)
 
     async with AsyncExitStack() as stack:
-        averagers, contacts = [], list[Address]()
-        for number, loop in enumerate(loops):
-            transport, identity = TcpTransport(), identity_of(number)
-            rpc = await stack.enter_async_context(
-                open_rpc_peer(transport, peer_id=identity.peer_id, listen=Address("127.0.0.1", 0))
-            )
-            dht = await stack.enter_async_context(
-                open_dht_node(
-                    rpc,
-                    identity=identity,
-                    clock=SwarmClock.wall(),
-                    rng=random.Random(number),
-                    initial_peers=tuple(contacts),
-                )
-            )
-            assert rpc.address is not None
-            contacts.append(rpc.address)
-            opened = open_tree_averager(
-                SwarmPeer(rpc=rpc, dht=dht, rng=random.Random(number), is_simulated=False),
-                loop.params,
-                optimizer=optimizer,
-                name="run",
-                state=lambda loop=loop: loop.state,
-                config=config,
-            )
+        averagers, known = [], list[str]()
+        for loop in loops:
+            swarm = await stack.enter_async_context(open_swarm(known, security=Plain()))
+            known.append(swarm.contact)
+            state = functools.partial(getattr, loop, "state")
+            opened = swarm.averager(loop.params, optimizer, name="run", state=state, config=config)
             averagers.append(await stack.enter_async_context(opened))
         loops[0].steps = 100
         with trio.fail_after(30):
-            taken = None
-            while taken is None:
-                taken = await averagers[1].catch_up(*loops[1].state, min_lead=50)
+            while (taken := await averagers[1].catch_up(*loops[1].state, min_lead=50)) is None:
+                pass
             loops[1].state = taken
             async with trio.open_nursery() as nursery:
                 for averager, loop in zip(averagers, loops, strict=True):
@@ -353,37 +269,114 @@ def test_peers_that_average_something_else_do_not_meet() -> None:
         assert (averager.totals.done, averager.totals.missed) == (0, 1)
 
 
-def test_what_cannot_work_is_refused() -> None:
-    """An optimiser that does not average, or does so by itself; another optimiser's state; values out of range."""
-
-    async def opened(loop: Loop, place: Any, optimizer: Any, share: float = 1.0) -> TreeAverager:
-        config = TreeAveragerConfig(share=share)
-        async with open_tree_averager(
-            peer_at(place), loop.params, optimizer=optimizer, name="run", config=config, device=InlineDevice()
-        ) as averager:
-            await loop.step(averager, 0.0)
-            return averager
+@pytest.mark.parametrize(
+    ("optimizer", "config", "message"),
+    [
+        (optax.sgd(1.0), {}, "or streaming_diloco in it, found 0"),
+        (moshpit_average(optax.sgd(1.0), average=lambda tree, number: tree), {}, "averages by itself"),
+        (moshpit_average(optax.sgd(1.0)), {}, "is for parameters, the optimiser averages gradients"),
+        (None, {"share": 0.1}, r"a share of 0\.1 is for an optimiser that averages parameters"),
+        (None, {"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
+        (None, {"role": "leader"}, "role is one of auto, node, client, got 'leader'|parameter 'role'"),
+    ],
+)
+def test_what_cannot_work_is_refused(optimizer: Any, config: dict[str, Any], message: str) -> None:
+    """An optimiser that averages nothing, or by itself, or something else than the loop's own; values out of range."""
+    loop = Loop(moshpit_average(optax.sgd(1.0), what="gradients"))
+    settings: dict[str, Any] = {"optimizer": optimizer or loop.optimizer, "device": InlineDevice(), "name": "run"}
 
     async def body(swarm: Swarm) -> None:
-        loop = Loop(moshpit_average(optax.sgd(1.0), what="gradients"))
         async with open_place(swarm, "ann") as place:
-            with pytest.raises(ValueError, match="or streaming_diloco in it, found 0"):
-                await opened(loop, place, optax.sgd(1.0))
-            with pytest.raises(ValueError, match="averages by itself"):
-                await opened(loop, place, moshpit_average(optax.sgd(1.0), average=lambda tree, number: tree))
-            with pytest.raises(ValueError, match="is for parameters, the optimiser averages gradients"):
-                await opened(loop, place, moshpit_average(optax.sgd(1.0)))
-            with pytest.raises(ValueError, match=r"a share of 0\.1 is for an optimiser that averages parameters"):
-                await opened(loop, place, loop.optimizer, share=0.1)
+            peer, params = peer_at(place), loop.params
+            with pytest.raises((ValueError, TypeError), match=message):  # whoever looks first, we or the types
+                async with open_tree_averager(peer, params, config=TreeAveragerConfig(**config), **settings) as opened:
+                    await loop.step(opened, 0.0)
 
     in_swarm(body)
-    for wrong, message in (
-        ({"side": 1}, "side must be at least 2, got 1"),
-        ({"dims": 0}, "dims"),
-        ({"role": "leader"}, "role is one of auto, node, client, got 'leader'|parameter 'role'"),
-        ({"window_s": 0.0}, "window_s"),
-        ({"share": 0.0}, "share must be above 0 and at most 1, got 0.0"),
-        ({"timeout_s": 0.0}, "timeout_s must be a positive number of seconds, got 0.0"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=message):  # whoever looks first, we or the types
-            TreeAveragerConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("side", "num_peers", "heaviest"), [(4, 11, 9.0), (4, 16, 1.0), (8, 64, 1.0)])
+def test_network_and_peer_axis_and_mesh_agree(side: int, num_peers: int, heaviest: float) -> None:
+    """Round by round to 1e-6, on full grids and on one with holes, where groups differ in size and peers in weight."""
+    grid, weights = MoshpitGrid(side=side, dims=2), np.linspace(1.0, heaviest, num_peers)
+    cells = np.asarray(random_cells(jax.random.key(num_peers), grid, num_peers))
+    mesh = jax.make_mesh((1,), ("peers",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_mesh = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("peers"))
+    rounds = functools.partial(moshpit_rounds, grid=grid, cells=cells, weights=weights)
+    average = jax.jit(rounds, static_argnames="num_rounds")
+
+    async def body(swarm: Swarm) -> None:
+        peers = Peers(swarm, grid, num_peers, cells=cells.tolist(), weights=weights.tolist())
+        begin = peers.stacked()
+        for number in range(1, 4):
+            await peers.rounds(number)
+            expected = average(begin, num_rounds=number)
+            np.testing.assert_allclose(peers.stacked(), expected, atol=1e-6)
+        np.testing.assert_allclose(average(jax.device_put(begin, on_mesh), num_rounds=3), expected, atol=1e-6)
+
+    in_swarm(body)
+
+
+PEERS, STEPS, NAMES = 2, 12, ("a", "b", "c")
+STEP_S = 10.0
+"""Virtual seconds between two updates: a round takes about two."""
+START = {name: RNG.normal(size=3).astype(np.float32) for name in NAMES}
+GRADS = {name: RNG.normal(size=(STEPS, PEERS, 3)).astype(np.float32) for name in NAMES}
+
+
+def over_the_network(optimizer: Any, *, at_once: bool) -> tuple[list[Any], list[Round]]:
+    """Parameters of each peer, and all rounds. `at_once`: wait for an average and apply it before the next update."""
+    loops, rounds = [Loop(optimizer, START) for _ in range(PEERS)], list[Round]()
+
+    async def train(averager: TreeAverager, loop: Loop) -> None:
+        for step in range(STEPS):
+            await trio.sleep_until(STEP_S * (step + 1))
+            grads = {name: value[step, loops.index(loop)] for name, value in GRADS.items()}
+            await loop.step(averager, grads, wait=at_once)
+            if at_once:
+                loop.apply()
+
+    live_together({f"peer{number}": (loop, train) for number, loop in enumerate(loops)}, on_round=rounds.append)
+    return [loop.params for loop in loops], rounds
+
+
+def over_an_axis(optimizer: Any) -> Any:
+    """Parameters [peers, ...]."""
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="peers")
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {name: jnp.tile(value, (PEERS, 1)) for name, value in START.items()}
+    state = jax.vmap(optimizer.init)(params)
+    for number in range(STEPS):
+        params, state = step(params, state, {name: value[number] for name, value in GRADS.items()})
+    return params
+
+
+def pmean(tree: Any, _: Any) -> Any:
+    return jax.lax.pmean(tree, "peers")
+
+
+@pytest.mark.parametrize(
+    ("make", "at_once", "rounds"),
+    [
+        # Two fragments a period of four updates, in twelve updates: the first at 4, 8 and 12, the second at 2, 6, 10.
+        (functools.partial(streaming_diloco, every=4, fragments=2, overlap=0), True, 6),
+        (functools.partial(streaming_diloco, every=4, fragments=2, overlap=2), False, 6),
+        (functools.partial(noloco, every=4), True, 3),
+    ],
+)
+def test_peers_on_a_network_are_peers_along_an_axis(make: Any, at_once: bool, rounds: int) -> None:
+    """With an overlap nobody waits: an average is put into the state after the next update, and used one later."""
+    found, told = over_the_network(make(optax.adam(0.1)), at_once=at_once)
+    expected = over_an_axis(make(optax.adam(0.1), average=pmean))
+    for number, params in enumerate(found):
+        for name in NAMES:
+            np.testing.assert_allclose(params[name], expected[name][number], rtol=1e-4, atol=1e-5)
+    # The last fragment leaves with the last update: without waiting nobody hears of it.
+    assert len(told) >= PEERS * (rounds - (not at_once))
+    assert all(each.why_lost == "" and each.peers == PEERS for each in told)

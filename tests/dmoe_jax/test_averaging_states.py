@@ -10,13 +10,12 @@ import pytest
 import trio
 
 from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
-from dmoe_jax.averaging.donor import donor_source, table_of, tree_like
+from dmoe_jax.averaging.donor import donor_source, table_of
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.optim import moshpit_average, noloco, streaming_diloco
 from dmoe_jax.optim.host_state import host_state, is_going_over, taken_over, without_taken
 from dmoe_net.errors import NetError
-from tests.dmoe_jax.averaging_peers import Loop, start, swarm_lived
-from tests.net.averaging_swarm import Swarm, in_swarm
+from tests.dmoe_jax.averaging_peers import Loop, live_together
 
 
 def test_a_newcomer_takes_the_whole_state_and_goes_on_like_its_donor() -> None:
@@ -33,17 +32,10 @@ def test_a_newcomer_takes_the_whole_state_and_goes_on_like_its_donor() -> None:
         assert await averager.catch_up(*loop.state, min_lead=6) is None
         assert averager.why_not == ""
         assert await averager.catch_up(*loop.state, min_lead=5, max_version=4) is None
-        taken = await averager.catch_up(*loop.state, min_lead=5)
-        assert taken is not None
-        loop.state = taken
+        loop.state = await averager.catch_up(*loop.state, min_lead=5)
         assert averager.totals.states_taken == 1
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "old", old, trains, state=lambda: old.state)
-        start(swarm, "new", new, joins)
-        await swarm_lived(swarm, "old", "new")
-
-    in_swarm(body)
+    live_together({"old": (old, trains), "new": (new, joins)}, donors=["old"])
     assert new.steps == 5
     np.testing.assert_array_equal(new.values, old.values)
     jax.tree.map(np.testing.assert_array_equal, new.opt_state.inner, old.opt_state.inner)
@@ -68,51 +60,30 @@ def test_who_meets_nobody_is_told_that_it_may_be_left_behind() -> None:
         assert averager.is_left_behind
         await loop.step(averager, 0.0)
         assert averager.is_under_way
-        taken = await averager.catch_up(*loop.state)
-        assert taken is not None
-        loop.state = taken
+        loop.state = await averager.catch_up(*loop.state)
         assert not averager.is_under_way
         assert not averager.is_left_behind
         # The next round begins when the old one has ended, and counts.
         await loop.step(averager, 0.0, wait=True)
         assert averager.totals.missed == MISSED_BEFORE_CATCHING_UP + 1
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "ahead", ahead, gives, state=lambda: ahead.state)
-        start(swarm, "behind", behind, averages)
-        await swarm_lived(swarm, "behind")
-
-    in_swarm(body)
+    live_together({"ahead": (ahead, gives), "behind": (behind, averages)}, donors=["ahead"])
     assert behind.steps == 51
     np.testing.assert_array_equal(behind.values, 1.0)
 
 
-def test_states_travel_with_the_kinds_of_their_numbers() -> None:
-    """Arrays, NumPy arrays, Python numbers and typed random keys come back as such; donated arrays are asked for again.
-
-    The wire has no name for float8, which travels as bytes.
-    """
-    keys, few = jax.random.split(jax.random.key(7), 2), jnp.array([0.5, -2.0], jnp.float8_e4m3fn)
-    state: Any = {"a": jnp.ones(2, jnp.bfloat16), "b": np.arange(3), "c": 5, "d": 0.5, "e": True, "f": few, "k": keys}
-    gone = jnp.ones(2)
+async def test_a_state_that_was_donated_is_asked_for_again() -> None:
+    """Three times in all. What a newcomer gets has the types and shapes that were announced: float8 goes as bytes."""
+    few, gone = jnp.array([0.5, -2.0], jnp.float8_e4m3fn), jnp.ones(2)
+    state: Any = {"a": jnp.ones(2, jnp.bfloat16), "b": np.arange(3), "c": 5, "f": few, "k": jax.random.key(7)}
     gone.delete()
-    calls = iter([(3, state | {"a": gone}), (4, state), *[(5, {"a": gone})] * 3])
-
-    async def main() -> None:
-        source = donor_source(lambda: next(calls), InlineDevice())
-        shared = await source.snapshot()
-        assert shared.version == 4
-        assert [[each.dtype.name, list(each.shape)] for each in shared.tensors] == table_of(state)
-        back = tree_like(state, shared.tensors)
-        assert jax.tree.map(type, back) == jax.tree.map(type, state)
-        assert (back["c"], back["d"], back["e"], back["b"].tolist()) == (5, 0.5, True, [0, 1, 2])
-        assert (back["f"].dtype, back["k"].dtype) == (few.dtype, keys.dtype)
-        assert (back["f"] == few).all()
-        assert (jax.random.key_data(back["k"]) == jax.random.key_data(keys)).all()
-        with pytest.raises(NetError, match="donated"):
-            await source.snapshot()
-
-    trio.run(main)
+    states = iter([(3, state | {"a": gone}), (4, state), *[(5, {"a": gone})] * 3])
+    source = donor_source(lambda: next(states), InlineDevice())
+    shared = await source.snapshot()
+    assert shared.version == 4
+    assert [[each.dtype.name, list(each.shape)] for each in shared.tensors] == table_of(state)
+    with pytest.raises(NetError, match="donated"):
+        await source.snapshot()
 
 
 AVERAGES = 20
@@ -127,11 +98,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "pseudo_gradients",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in OPTIMIZERS if each != "pseudo_gradients"),
-    ],
+    "kind", [pytest.param(each, marks=pytest.mark.slow if each != "pseudo_gradients" else ()) for each in OPTIMIZERS]
 )
 def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind: str) -> None:
     """Two have made some averages before a third begins. Its first step takes the state; its next update leads to the
@@ -154,21 +121,14 @@ def test_who_joins_late_goes_on_from_the_others_without_a_word_in_its_loop(kind:
         await loop.step(averager, -3.0)
         assert averager.totals.states_taken == 1
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "old", old, trains)
-        start(swarm, "other", other, trains)
-        start(swarm, "new", new, joins)
-        await swarm_lived(swarm, "new")
-
-    in_swarm(body)
+    live_together({"old": (old, trains), "other": (other, trains), "new": (new, joins)}, until=["new"])
     np.testing.assert_allclose(new.values, old.values, rtol=1e-6, atol=1e-6)  # seven, less seven, in float32
     assert host_state(new.opt_state).rounds == host_state(old.opt_state).rounds >= AVERAGES
     assert not is_going_over(new.opt_state)
 
 
 def test_a_loop_that_stands_still_holds_nobody_up_who_joins() -> None:
-    """It has made more rounds than those who join, and ended; they average without it at once. Once it goes on, they
-    take its state."""
+    """It is ahead, and has ended: others average without it at once. Once it goes on, they take its state."""
     optimizer: Any = OPTIMIZERS["parameters"]
     old, one, two = Loop(optimizer, 1.0), Loop(optimizer, 3.0), Loop(optimizer, 7.0)
     goes_on = trio.Event()
@@ -196,18 +156,12 @@ def test_a_loop_that_stands_still_holds_nobody_up_who_joins() -> None:
             await trio.sleep(1.0)
         assert trio.current_time() < 300
 
-    async def body(swarm: Swarm) -> None:
-        start(swarm, "old", old, trains)
-        start(swarm, "one", one, joins)
-        start(swarm, "two", two, joins)
-        await swarm_lived(swarm, "one", "two")
-
-    in_swarm(body)
+    live_together({"old": (old, trains), "one": (one, joins), "two": (two, joins)}, until=["one", "two"])
 
 
 def test_a_state_that_was_taken_travels_no_further() -> None:
-    taken = taken_over({"w": jnp.ones(2)}, OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)}))
+    """Whoever goes over to it hands out its own."""
+    own = OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)})
+    taken = taken_over({"w": jnp.ones(2)}, own)
     assert is_going_over(taken)
-    assert jax.tree.structure(without_taken(taken)) == jax.tree.structure(
-        OPTIMIZERS["parameters"].init({"w": jnp.zeros(2)})
-    )
+    assert jax.tree.structure(without_taken(taken)) == jax.tree.structure(own)

@@ -2,8 +2,8 @@
 
 import json
 import math
+import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,6 @@ from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.swarm.opening import open_swarm
-from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.training import progress
-from dmoe_jax.training.progress import TrainingProgress
 from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
@@ -36,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return text_of_few_words(tmp_path_factory.mktemp("text"))
 
 
-async def run(settings: TrainCommand, swarm: Swarm) -> dict[str, Any]:
+async def run(settings: TrainCommand, swarm: Any) -> dict[str, Any]:
     """As the command does it: flags and folder are looked at, then the run begins."""
     return await run_training(settings, settings.prepared(), swarm)
 
@@ -47,10 +44,8 @@ def trained(text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     out = tmp_path_factory.mktemp("trained") / "run"
 
     async def train() -> dict[str, Any]:
-        async with served_swarm() as (served, swarm):
-            headline = await run(command(out, text), swarm)
-            assert sum(backend.update_count for backend in served.backends.values()) > 0
-            return headline
+        async with served_swarm() as (_, swarm):
+            return await run(command(out, text), swarm)
 
     return out, trio.run(train)
 
@@ -63,23 +58,28 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
     assert headline["evaluated_tokens"] == 128
     assert (headline["calls_failed"], headline["failures"]) == (0, {})
     assert headline["perplexity_over_unigram"] > 0
-    names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
+    assert {*os.listdir(out)} == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
     assert "your own text" in (out / "report.md").read_text()
     metrics = read_metrics(out / "metrics.jsonl")
-    assert {record["kind"] for record in metrics} == {
-        *("task", "baseline", "train", "eval", "final_eval", "calls", "experts", "balance", "headline")
-    }
+    kinds = "task baseline train eval final_eval calls experts balance headline"
+    assert {record["kind"] for record in metrics} == {*kinds.split()}
     # Every point of the curve is over the same 64 words; the headline is over 128.
     assert {record["items"] for record in metrics if record["kind"] == "eval"} == {64}
     assert {record["items"] for record in metrics if record["kind"] == "final_eval"} == {128}
     baselines = [record["unigram_perplexity"] for record in metrics if record["kind"] == "baseline"]
     assert headline["unigram_perplexity"] == baselines[-1]  # the text repeats itself: any part of it is like the whole
+    balances = [record for record in metrics if record["kind"] == "balance"]
+    assert {record["layer"] for record in balances} == {"layer0"}
+    # Eight steps of two sequences, each through two experts; what one record counts, the next one does not.
+    load = [record for record in metrics if record["kind"] == "experts"][-1]["load"]
+    assert sum(sum(record["histogram"]) for record in balances) == sum(load.values()) == 8 * 2 * 2
+    last = balances[-1]["histogram"]  # of the last window, as the figure shows it
+    assert headline["dead_experts"] == last.count(0)
+    assert headline["load_cv"] == pytest.approx(np.std(last) / np.mean(last))
+    assert headline["share_lost"] == 0
 
 
-async def test_a_run_is_resumed(
-    trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_run_is_resumed(trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path, capsys: Any) -> None:
     """To twelve steps, now compressed and whatever the staleness, it goes on in model, text and totals."""
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
@@ -110,11 +110,14 @@ def test_what_a_resumed_run_cannot_change(
     changes: dict[str, Any], line: str, trained: tuple[Path, dict[str, Any]], text: str
 ) -> None:
     """Changes of the model, its data and the optimiser's state are refused by the flag's name; nothing is written."""
-    out, _ = trained
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in trained[0].iterdir() if path.is_file()}
+
+    before = files()
     with pytest.raises(UsageError, match=line):
-        command(out, text, **{"resume": True, **changes}).prepared()
-    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+        command(trained[0], text, **{"resume": True, **changes}).prepared()
+    assert files() == before
 
 
 def test_a_run_from_before_a_flag_had_its_default() -> None:
@@ -141,27 +144,19 @@ def test_a_resumed_run_cannot_begin_or_cease_to_keep_values_for_later() -> None:
             check_changes(Path("run"), settings(then), settings(now))
 
 
+def resumed_in(out: Path, *more: str) -> TrainCommand:
+    """The command that goes on with the run in a folder, where these further flags are typed."""
+    words = ["--join", "127.0.0.1:9", "--out", str(out), "--resume", *more]
+    return parse_command_line(TrainCommand, prog="dmoe train", args=words).resumed(Given(typed=words))
+
+
 def test_a_resumed_run_has_its_own_flags(tmp_path: Path) -> None:
     """A flag that is not typed is as it was, in every group; one that is typed counts, even if it is the default."""
-    out = tmp_path / "run"
-    began = command(
-        out,
-        "embedded",
-        steps=200,
-        data_seed=2,
-        cutoffs="none",
-        wait_s=7.5,
-        grad_clip=math.inf,
-        average_every=9,
-        average_by_samples=False,
-        json=True,
-    )
+    out, averaging = tmp_path / "run", {"average_every": 9, "average_by_samples": False}
+    flags: dict[str, Any] = {"data_seed": 2, "cutoffs": "none", "wait_s": 7.5, "grad_clip": math.inf, "json": True}
+    began = command(out, "embedded", steps=200, **flags, **averaging)
     began.prepared().begin()
-    words = ["--join", "127.0.0.1:9", "--out", str(out), "--resume", "--steps", "600"]
-    words += ["--average-every", "5", "--average-client"]
-    typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
-    resumed = typed.resumed(Given(typed=words))
-    assert (resumed.run_length.steps, resumed.join, resumed.folder.resume) == (600, ("127.0.0.1:9",), True)
+    resumed = resumed_in(out, "--steps", "600", "--average-every", "5", "--average-client")
     assert resumed == replace(
         began,
         join=("127.0.0.1:9",),
@@ -179,33 +174,23 @@ def test_a_run_folder_runs_no_code_by_itself(flag: str, value: str, tmp_path: Pa
     (tmp_path / "mine.py").write_text("open('ran', 'w').close()\nrouter = model = None\n")
     out = tmp_path / "run"
     command(out, "embedded", **{flag.strip("-"): value}).prepared().begin()
-    resume = ["--join", "127.0.0.1:9", "--out", str(out), "--resume"]
-
-    def resumed(*more: str) -> TrainCommand:
-        words = [*resume, *more]
-        typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=words)
-        return typed.resumed(Given(typed=words))
-
     line = rf"would run code out of {tmp_path / 'mine.py'}, .*name {value} again, or give --trust-run"
     with pytest.raises(UsageError, match=line):
-        resumed()
+        resumed_in(out)
     for words in ((flag, value), ("--trust-run",)):
-        found = resumed(*words)
+        found = resumed_in(out, *words)
         assert value in (found.model, found.language.router)
     # What is typed instead is the user's own wish; whether the run can go on with it is looked at later.
-    assert resumed(flag, "./other.py:mine").folder.resume
+    assert resumed_in(out, flag, "./other.py:mine").folder.resume
     assert not (tmp_path / "ran").exists()
     with pytest.raises(UsageError, match="--trust-run would have no effect without --resume or --config"):
         command(out, "embedded", trust_run=True).check()
 
 
-@pytest.mark.parametrize(
-    ("words", "cutoffs"), [(["none"], "none"), ([], ()), (["20", "40"], (20, 40))], ids=["none", "empty", "two"]
-)
+@pytest.mark.parametrize(("words", "cutoffs"), [(["none"], "none"), ([], ()), (["20", "40"], (20, 40))])
 def test_cutoffs_can_be_none(words: list[str], cutoffs: object) -> None:
     """As the help says."""
-    args = ["--join", "127.0.0.1:9", "--cutoffs", *words]
-    typed: TrainCommand = parse_command_line(TrainCommand, prog="dmoe train", args=args)
+    typed = parse_command_line(TrainCommand, prog="dmoe train", args=["--join", "a:9", "--cutoffs", *words])
     assert typed.language.cutoffs == cutoffs
     assert typed.language.cutoffs_below(30) == tuple(cutoff for cutoff in (20,) if cutoffs == (20, 40))
 
@@ -273,16 +258,15 @@ async def test_what_does_not_fit_the_swarm_is_refused_before_anything_is_written
     """Other shapes than the nodes', sizes that contradict each other, a resumption of nothing: one sentence each."""
     out = tmp_path / "run"
     async with served_swarm() as (_, swarm):
-        wider = replace(SIZES, d_model=32)
-        with pytest.raises(UsageError, match=r"other shapes: .*float32\[4, 8\].*needs float32\[4, 32\]"):
-            await run(command(out, text, layer=wider), swarm)
-        with pytest.raises(UsageError, match="k_best is at most the number of cells"):
-            await run(command(out, text, k_best=5), swarm)
-        with pytest.raises(UsageError, match="whole segment for each"):
-            await run(command(out, text, batch_size=100_000), swarm)
-        assert not out.exists()
-        with pytest.raises(UsageError, match="no checkpoint in"):
-            await run(command(out, text, resume=True), swarm)
+        for changes, line in (
+            ({"layer": replace(SIZES, d_model=32)}, r"other shapes: .*float32\[4, 8\].*needs float32\[4, 32\]"),
+            ({"k_best": 5}, "k_best is at most the number of cells"),
+            ({"batch_size": 100_000}, "whole segment for each"),
+            ({"resume": True}, "no checkpoint in"),
+        ):
+            assert not out.exists()
+            with pytest.raises(UsageError, match=line):
+                await run(command(out, text, **changes), swarm)
 
 
 @pytest.mark.slow
@@ -304,62 +288,30 @@ async def test_experts_that_drop_need_a_trainer_that_drops(text: str, tmp_path: 
             await run(command(tmp_path / "other", text, layer=dropping), swarm)
 
 
-USER_ROUTERS = """
+DIVERGING_ROUTER = """
 import jax.numpy as jnp
 from dmoe_jax.routing import Scores
 from dmoe_jax.routing.base import top_k_router
-
-def mine(grid_size):
-    init = lambda key, d_model: jnp.zeros((d_model, 4))
-    return top_k_router("mine", grid_size, init, lambda w, x, **_: x @ w, flat=True)
 
 def diverging(grid_size):
     # Its auxiliary loss drives a number up, a learning rate at each update; the schedule's first one is 0.
     def scores(params, x, **_):
         logits = x @ params["w"] + jnp.where(params["clock"] > 1.5e-3, jnp.nan, 0.0)
         return Scores((logits,), (params["clock"],))
-    return top_k_router(
-        "diverging",
-        grid_size,
-        lambda key, d_model: {"w": jnp.zeros((d_model, 4)), "clock": jnp.zeros(())},
-        scores,
-        flat=True,
-        aux_loss=lambda scores, indices, mask: -scores.extras[0],
-    )
+    init = lambda key, d_model: {"w": jnp.zeros((d_model, 4)), "clock": jnp.zeros(())}
+    loss = lambda scores, indices, mask: -scores.extras[0]
+    return top_k_router("diverging", grid_size, init, scores, flat=True, aux_loss=loss)
 """
 
 
-async def test_a_router_of_the_users_own_trains(text: str, tmp_path: Path) -> None:
-    """Three lines in a file; their name is in the settings and the headline, and the experts' balance is on record."""
-    (tmp_path / "routers.py").write_text(USER_ROUTERS)
-    out = tmp_path / "run"
-    async with served_swarm() as (_, swarm):
-        spec = f"{tmp_path / 'routers.py'}:mine"
-        headline = await run(command(out, text, router=spec), swarm)
-    settings = json.loads((out / "config.json").read_text())["settings"]
-    assert (settings["language"]["router"], headline["router"]) == (spec, headline["router"])
-    metrics = read_metrics(out / "metrics.jsonl")
-    balances = [record for record in metrics if record["kind"] == "balance"]
-    assert {record["layer"] for record in balances} == {"layer0"}
-    # Eight steps of two sequences, each through two experts; what one record counts, the next one does not.
-    assert sum(sum(record["histogram"]) for record in balances) == 8 * 2 * 2
-    load = [record for record in metrics if record["kind"] == "experts"][-1]["load"]
-    assert sum(load.values()) == 8 * 2 * 2
-    # Of the last window, as the figure shows it.
-    last = balances[-1]["histogram"]
-    assert headline["dead_experts"] == last.count(0)
-    assert headline["load_cv"] == pytest.approx(np.std(last) / np.mean(last))
-    assert headline["share_lost"] == 0
-
-
 async def test_scores_that_become_nan_end_the_run(text: str, tmp_path: Path) -> None:
-    """In one line that names the router, after the report and a checkpoint; not in step after step that is lost."""
-    (tmp_path / "routers.py").write_text(USER_ROUTERS)
-    out = tmp_path / "run"
+    """A router of the user's own trains; its NaN are told in one line, after the report and a checkpoint."""
+    (tmp_path / "routers.py").write_text(DIVERGING_ROUTER)
+    out, spec = tmp_path / "run", f"{tmp_path / 'routers.py'}:diverging"
     async with served_swarm() as (_, swarm):
-        settings = command(out, text, router=f"{tmp_path / 'routers.py'}:diverging", num_trainers=1)
         with pytest.raises(UsageError, match=r"'diverging': .* scores in layer0 are NaN.*; stopped at step 3$"):
-            await run(settings, swarm)
+            await run(command(out, text, router=spec, num_trainers=1), swarm)
+    assert json.loads((out / "config.json").read_text())["settings"]["language"]["router"] == spec
     metrics = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3]
     events = [(record["name"], record["step"]) for record in metrics if record["kind"] == "event"]
@@ -383,15 +335,3 @@ async def test_a_trainer_is_listed_while_it_waits(text: str, tmp_path: Path) -> 
                 members = await first.members()
         assert [(each.role, each.info["state"], each.info["step"]) for each in members] == [("trainer", "waiting", 0)]
         nursery.cancel_scope.cancel()
-
-
-def test_waiting_is_timed_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A trainer that waits for experts says for how long; no second time is put behind it."""
-    monkeypatch.setattr(progress, "_LINE_PERIOD_S", 0.6)
-    with TrainingProgress(1) as shown, shown.phase("waiting") as change:
-        for waited in range(14):
-            change(f"waiting ({waited / 10} s)")
-            time.sleep(0.1)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 1
-    assert all(line.count("(") <= 1 for line in lines)

@@ -8,28 +8,22 @@ import trio
 from dmoe_jax.collaboration import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.collaboration import Remarks
 from experiments.collaborative.world import Life, PeerSpec, World
-from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, peer_of
+from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, lives_of, peer_of
 
 TARGET, STEPS = 256, 30
 SPECS = [PeerSpec(name=f"peer{number}", sample_s=0.05 / 16, micro_batch=16) for number in range(3)]
 """Each gathers 16 samples in 0.05 s: two fill the batch in 0.4 s, three in 0.27 s."""
+SLOW = [replace(spec, sample_s=30 / 16) for spec in SPECS[:2]]
 
 
 def share_made(lives: list[Life], last: int) -> float:
     """The share of the last steps that each peer made itself, the smallest of those that live."""
-    return min(
-        sum(n > STEPS - last for n in range(STEPS + 1) if n in life.stepped) / last
-        for life in lives
-        if life.ended is None
-    )
+    return min(sum(STEPS - last < n <= STEPS for n in life.stepped) for life in lives if life.ended is None) / last
 
 
 def check(lives: list[Life]) -> None:
     check_one_machine(lives, STEPS)
-    for life in lives:
-        if life.ended is not None:
-            continue
-        assert life.peer is not None
+    for life in (each for each in lives if each.ended is None):
         totals = life.peer.totals
         assert totals.samples_lost <= 0.05 * life.computed
         assert all(step.samples <= 2 * TARGET for step in life.steps)
@@ -39,32 +33,24 @@ def check(lives: list[Life]) -> None:
 
 @pytest.mark.parametrize(("count", "lead_s"), [(2, 3.0), pytest.param(3, 0.2, marks=pytest.mark.slow)])
 def test_who_comes_a_little_later_takes_part_in_steps_of_a_fraction_of_a_second(count: int, lead_s: float) -> None:
-    async def body(world: World) -> None:
-        for spec in SPECS[:count]:
-            world.start(spec)
-            await trio.sleep(2.0)
-        await world.wait_for_step(STEPS)
-        await trio.sleep(1)
-
+    """Whoever has begun two seconds later makes the last fifteen steps with the others."""
     config = CollaborationConfig(target_batch_size=TARGET, lead_s=lead_s)
-    lives = in_world(body, latency_s=0.005, config=config)
+    lives = lives_of(SPECS[:count], STEPS, apart_s=2.0, latency_s=0.005, config=config)
     check(lives)
     assert share_made(lives, 15) == 1
 
 
 @pytest.mark.parametrize("latency_s", [0.005, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_a_third_takes_the_place_of_one_that_was_killed(latency_s: float) -> None:
-    async def body(world: World) -> None:
-        for spec in SPECS[:2]:
-            world.start(spec)
+    """It soon takes part in nearly all steps."""
+
+    async def replacing(world: World) -> None:
         await world.wait_for_step(10)
         world.kill("peer0")
         world.start(SPECS[2])
-        await world.wait_for_step(STEPS)
-        await trio.sleep(1)
 
     config = CollaborationConfig(target_batch_size=TARGET, lead_s=0.3)
-    lives = in_world(body, latency_s=latency_s, config=config)
+    lives = lives_of(SPECS[:2], STEPS, beside=replacing, latency_s=latency_s, config=config)
     assert share_made(lives, 15) >= 0.8
     check(lives)
 
@@ -95,11 +81,8 @@ def test_a_lone_peer_makes_a_step_of_the_micro_batches_that_are_nearest_to_the_t
 
 def test_who_is_left_by_the_other_goes_on() -> None:
     """It has waited for the end of a batch that the other was to fill."""
-    specs = [PeerSpec(name=f"peer{number}", sample_s=30 / 16, micro_batch=16) for number in range(2)]
 
-    async def body(world: World) -> None:
-        for spec in specs:
-            world.start(spec)
+    async def leaving(world: World) -> None:
         await world.wait_for_step(2)
         await trio.sleep(70)
         world.kill("peer1", silent=True)
@@ -107,20 +90,16 @@ def test_who_is_left_by_the_other_goes_on() -> None:
         with trio.fail_after(600):
             await world.wait_for_step(left + 2)
 
-    in_world(body, config=CollaborationConfig(target_batch_size=100))
+    lives_of(SLOW, 0, beside=leaving, config=CollaborationConfig(target_batch_size=100))
 
 
 @pytest.mark.slow
 def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
-    """Its loop is over, and it stays as a donor: its samples were expected in every batch, and its part in every
-    group."""
-    specs = [PeerSpec(name=f"peer{number}", sample_s=1.0, micro_batch=16) for number in range(2)]
+    """Its loop is over, and it stays as a donor: its samples were expected, and its part in every group."""
 
-    async def body(world: World) -> None:
-        for spec in specs:
-            world.start(spec)
+    async def leaving(world: World) -> None:
         await world.wait_for_step(2)
-        peer = peer_of(world, specs[1].name)
+        peer = peer_of(world, "peer1")
 
         async def does_something_else(*args: object, **named: object) -> bool:
             await trio.sleep_forever()
@@ -132,30 +111,26 @@ def test_nobody_waits_for_somebody_that_lives_and_computes_no_more() -> None:
         # Alone it fills a batch in 96 s; it may lose two of them to finding out.
         assert world.step >= before + 4
 
-    in_world(body, config=CollaborationConfig(target_batch_size=100))
+    specs = [replace(spec, sample_s=1.0) for spec in SLOW]
+    lives_of(specs, 0, beside=leaving, config=CollaborationConfig(target_batch_size=100))
 
 
 def test_what_goes_wrong_is_said_once_with_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said of a step or two alone, nor where nobody else is there."""
     totals = CollaborationTotals()
     remarks = Remarks(256, totals)
-    done = GlobalStep(number=7, peers=1, samples=250.0, own_samples=250.0, gathered_s=0.4, averaged_s=0.1, attempts=0)
-    for _ in range(2):
-        for _ in range(4):
-            remarks.stepped(done, num_behind=0)  # really alone
-        assert not caplog.records
-        for _ in range(2):
-            remarks.stepped(done, num_behind=1)
-        remarks.stepped(replace(done, peers=2), num_behind=0)
-        assert not caplog.records
-    for _ in range(9):
-        remarks.stepped(done, num_behind=1)
-    assert "last 3 steps, up to 7, were made by this peer alone while 1 others report" in caplog.text
-    for _ in range(2):
-        remarks.stepped(replace(done, peers=2, samples=513.0), num_behind=0)
-    assert "step 7 has 513 samples of 2 peers, more than twice the target of 256" in caplog.text
+    alone = GlobalStep(number=7, peers=1, samples=250.0, own_samples=250.0, gathered_s=0.4, averaged_s=0.1, attempts=0)
+    two = replace(alone, peers=2)
+    for done, num_behind in ([(alone, 0)] * 4 + [(alone, 1)] * 2 + [(two, 0)]) * 2:
+        remarks.stepped(done, num_behind=num_behind)
+    assert not caplog.records
+    for done, num_behind in [(alone, 1)] * 9 + [(replace(two, samples=513.0), 0)] * 2:
+        remarks.stepped(done, num_behind=num_behind)
     totals.reasons["no group found"] = 2
     for _ in range(9):
         totals.samples_lost += 20
         remarks.gathered()
-    assert "others made steps without this peer 3 times in a row: 60 of its samples" in caplog.text
-    assert len(caplog.records) == 3
+    by_itself, too_large, without_it = caplog.messages
+    assert "last 3 steps, up to 7, were made by this peer alone while 1 others report" in by_itself
+    assert "step 7 has 513 samples of 2 peers, more than twice the target of 256" in too_large
+    assert "others made steps without this peer 3 times in a row: 60 of its samples" in without_it

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dmoe_jax.collaboration import CollaborationConfig
-from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
+from dmoe_jax.collaboration.state import CollaborationState, UnderWay
 from dmoe_net.averaging.collaboration.progress import NO_CHAIN, Forecast, Report, forecast, next_chain
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.averaging.grouping.group import MAX_GROUP_SIZE, Role
@@ -29,7 +29,8 @@ OTHER = Report(
 AHEAD = replace(OTHER, peer_id=IDS[2], step=1, chain=next_chain(NO_CHAIN, b"group"), trained=100.0)
 
 
-def peer() -> CollaborationState:
+@pytest.fixture
+def state() -> CollaborationState:
     """One that has ended ten micro-batches of four samples and two seconds; its own time is swarm time less 100."""
     made = CollaborationState(config=CONFIG, chain=NO_CHAIN, since=-20.0, last_step_at=-20.0)
     for number in range(10):
@@ -43,15 +44,8 @@ def view_of(state: CollaborationState, *others: Report, now: float = 100.0) -> F
     return forecast(own, others, target=CONFIG.target_batch_size, now=now)
 
 
-def averaged(weight: float) -> Averaged:
-    return Averaged(
-        mean=np.zeros(1, np.float32), weight=weight, notes=0.0, group_id=b"group", members=(IDS[0], IDS[1]), attempts=1
-    )
-
-
-def test_a_report_counts_the_micro_batch_that_is_computed() -> None:
+def test_a_report_counts_the_micro_batch_that_is_computed(state: CollaborationState) -> None:
     """Up to the whole of it; and from whoever waits too, unless it has brought nothing to the batch."""
-    state = peer()
     for now, samples in ((100.0, 40.0), (101.0, 42.0), (110.0, 44.0)):
         own = state.report(IDS[0], None, Role.CLIENT, now=now, local_s=now - 100)
         assert (own.samples, own.rate, own.address) == (samples, 2.0, None)
@@ -61,50 +55,62 @@ def test_a_report_counts_the_micro_batch_that_is_computed() -> None:
     assert view_of(state, now=103.0).rate == 0.0
 
 
-def test_a_step_is_due_when_its_group_has_just_time_to_form() -> None:
+def test_a_step_is_due_when_its_group_has_just_time_to_form(state: CollaborationState) -> None:
     """The batch is full at 105; with a full one half of the lead is left, and alone nobody is waited for."""
-    state = peer()
-    assert state.due(view_of(state, OTHER), now=100.0, local_s=0.0) is None
-    assert state.due(view_of(state, OTHER), now=103.5, local_s=3.5) == pytest.approx(105.0)
+
+    def due(*others: Report, now: float = 100.0) -> float | None:
+        return state.due(view_of(state, *others), now=now, local_s=now - 100.0)
+
+    assert (due(OTHER), due(OTHER, now=103.5)) == (None, pytest.approx(105.0))
     state.gathered = 90.0
-    assert state.due(view_of(state, OTHER), now=100.0, local_s=0.0) == 101.0
-    assert state.due(view_of(state, OTHER, AHEAD), now=100.0, local_s=0.0) is None  # others have made it
+    assert due(OTHER) == 101.0
+    assert due(OTHER, AHEAD) is None  # others have made it,
+    assert view_of(state, OTHER).fewest == 2
+    assert view_of(state, OTHER, AHEAD).fewest > MAX_GROUP_SIZE  # and nobody makes it without them
     state.gathered = 100.0
-    assert state.due(view_of(state), now=100.0, local_s=0.0) == 100.0
+    assert due() == 100.0
     state.under_way = UnderWay(8.0, 0.0)
-    assert state.due(view_of(state), now=100.0, local_s=0.0) is None  # nobody knows after what
+    assert due() is None  # nobody knows after what
     state.under_way.is_over = True
     state.begin(100.0)
-    assert state.due(view_of(state), now=100.0, local_s=0.0) is None  # it comes already
+    assert due() is None  # it comes already
 
 
-def test_groups_form_for_as_long_as_others_take_to_answer() -> None:
-    state = peer()
+def test_groups_form_for_as_long_as_others_take_to_answer(state: CollaborationState) -> None:
+    """Eight times that and a little; up to eight times as long after steps in which nobody was found who was there."""
     view = view_of(state, OTHER)
     assert state.lead_s(view) == 2.0
     state.answer_s = 0.5
     assert state.lead_s(view) == pytest.approx(4.2)
-    state.answer_s = 0.05
-    quick = replace(view, batch_s=0.2)
+    state.answer_s, quick = 0.05, replace(view, batch_s=0.2)
     assert state.lead_s(quick) == pytest.approx(0.6)
-    for factor in (2.0, 4.0, 8.0, 8.0):  # nobody was found though somebody was there
-        state.begin(100.0).has_company = True
-        state.over(view)
-        assert state.lead_s(quick) == pytest.approx(0.6 * factor)
-    for has_company, ahead in ((False, ()), (True, (AHEAD,))):  # nobody was there, or others have made it
-        before = state.lead_factor
+    lost, alone, made_by_others = (True, ()), (False, ()), (True, (AHEAD,))
+    for (has_company, ahead), factor in zip([lost] * 4 + [alone, made_by_others], [2, 4, 8, 8, 7.2, 6.48], strict=True):
         state.begin(100.0).has_company = has_company
         state.over(replace(view, ahead=ahead))
-        assert state.lead_factor == pytest.approx(0.9 * before)
+        assert state.lead_s(quick) == pytest.approx(0.6 * factor)
 
 
-def test_who_hears_of_a_beginning_joins_it_and_of_two_the_later_one() -> None:
-    state = peer()
+def test_a_step_moves_the_chain_and_counts_what_was_in_it(state: CollaborationState) -> None:
+    """It began to gather 20 s ago, stopped after one, and averaged for two."""
+    mean, state.step = np.zeros(1, np.float32), 1
+    averaged = Averaged(mean=mean, weight=100.0, notes=0.0, group_id=b"group", members=tuple(IDS[:2]), attempts=1)
+    done = state.settled(UnderWay(40.0, 1.0), averaged, 3.0)
+    assert (done.number, done.peers, done.samples, done.own_samples, done.attempts) == (1, 2, 100.0, 40.0, 1)
+    assert (done.gathered_s, done.averaged_s) == (23.0, 2.0)
+    assert (state.chain, state.trained) == (next_chain(NO_CHAIN, b"group"), 100.0)
+    assert (state.totals.steps, state.totals.alone, state.totals.samples, state.totals.whole) == (1, 0, 40.0, 100.0)
+
+
+def test_who_hears_of_a_beginning_joins_it_and_of_two_the_later_one(state: CollaborationState) -> None:
     view = view_of(state, OTHER)
 
-    def heard(at: float | None, *, step: int = 0, chain: bytes = NO_CHAIN) -> float | None:
-        return state.heard((step, chain), at, view, now=100.0, local_s=0.0)
+    def heard(at: float | None, *, step: int = 0, chain: bytes = NO_CHAIN, by: Forecast = view) -> float | None:
+        return state.heard((step, chain), at, by, now=100.0, local_s=0.0)
 
+    full, state.gathered = state.gathered, 0.0
+    assert heard(101.0, by=view_of(state, replace(OTHER, samples=0.0))) is None  # a batch that is full at 125
+    state.gathered = full
     assert heard(104.0, step=1) is None
     assert heard(104.0, chain=AHEAD.chain) is None
     assert heard(None) is None
@@ -115,69 +121,16 @@ def test_who_hears_of_a_beginning_joins_it_and_of_two_the_later_one() -> None:
     assert heard(105.0) == 105.0
     assert heard(None) == 105.0
     assert state.ends_at(view) == pytest.approx(105.0)
-    assert state.coming is not None
     state.coming.is_found = True
     assert heard(None) is None
 
 
-def test_a_batch_that_is_far_from_full_begins_for_nobody() -> None:
-    state = peer()
-    state.gathered = 0.0
-    far = view_of(state, replace(OTHER, samples=0.0))  # full at 125
-    assert state.heard((0, NO_CHAIN), 101.0, far, now=100.0, local_s=0.0) is None
-    assert state.coming is None
-
-
-def test_whose_loop_does_something_else_is_not_counted_on() -> None:
-    """Four micro-batches of 2 s and ten seconds more."""
-    state = peer()
-    assert not state.is_away(18.0)
-    assert state.is_away(18.1)
-    assert state.heard((0, NO_CHAIN), 119.0, view_of(state), now=118.2, local_s=18.2) is None
-    state.took_in(4, 2.0, 18.1)
-    assert not state.is_away(1000.0)  # it waits
-
-
-def test_after_a_micro_batch_it_computes_steps_waits_or_catches_up() -> None:
-    state = peer()
-    view = view_of(state, OTHER)  # full at 105
-    assert state.has_time_for_more(view, 104.0)
-    assert not state.has_time_for_more(view, 104.1)
-    latest = state.latest(view, 104.1)
-    assert latest == pytest.approx(106.0)
-    assert state.next_move(view, now=104.1, latest=latest) is Move.WAIT
-    assert state.next_move(view, now=106.1, latest=latest) is Move.COMPUTE  # the others do not fill it
-    assert state.next_move(replace(view, ahead=(AHEAD,)), now=104.1, latest=latest) is Move.CATCH_UP
-    state.under_way = UnderWay(8.0, 0.0)
-    assert state.next_move(replace(view, ahead=(AHEAD,)), now=106.1, latest=latest) is Move.WAIT
-    state.begin(105.0)
-    assert state.next_move(view, now=104.1, latest=latest) is Move.STEP
-
-
-def test_a_step_moves_the_chain_and_counts_what_was_in_it() -> None:
-    state = peer()
-    state.step = 1
-    done = state.settled(UnderWay(40.0, 1.0), averaged(100.0), 3.0)
-    assert (done.number, done.peers, done.samples, done.own_samples, done.attempts) == (1, 2, 100.0, 40.0, 1)
-    assert (done.gathered_s, done.averaged_s) == (23.0, 2.0)
-    assert (state.chain, state.trained) == (next_chain(NO_CHAIN, b"group"), 100.0)
-    assert (state.totals.steps, state.totals.alone, state.totals.samples, state.totals.whole) == (1, 0, 40.0, 100.0)
-
-
-def test_who_goes_elsewhere_loses_what_it_had_and_who_is_restored_does_not() -> None:
-    state = peer()
+def test_who_goes_elsewhere_loses_what_it_had_and_who_is_restored_does_not(state: CollaborationState) -> None:
     state.under_way = UnderWay(8.0, 0.0)
     state.moved(1, AHEAD.chain, 100.0, 5.0)
     assert (state.where, state.trained, state.gathered, state.last_step_at) == ((1, AHEAD.chain), 100.0, 0.0, 5.0)
     assert state.totals.samples_lost == 40.0
-    restored = peer()
+    restored = CollaborationState(config=CONFIG, chain=NO_CHAIN, since=5.0, last_step_at=5.0)
     restored.restore(1, state.saved(), 6.0)
     assert (restored.where, restored.trained, restored.gathered) == (state.where, 100.0, 0.0)
     assert restored.totals.samples_lost == 0.0
-
-
-def test_nobody_makes_a_step_that_others_have_made_already() -> None:
-    """Two that missed it are most of those at it still."""
-    state = peer()
-    assert view_of(state, OTHER).fewest == 2
-    assert view_of(state, OTHER, AHEAD).fewest > MAX_GROUP_SIZE

@@ -19,17 +19,16 @@ def test_stream_by_hand() -> None:
     """13 tokens are 4 segments of 3; two rows start at segments 0 and 2 and walk round."""
     stream = SegmentStream(text(13), batch_size=2, seq_len=3)
     first, second, third, fourth, fifth = itertools.islice(stream, 5)
-    np.testing.assert_array_equal(first.tokens, [[0, 1, 2], [6, 7, 8]])
-    np.testing.assert_array_equal(first.targets, [[1, 2, 3], [7, 8, 9]])
-    np.testing.assert_array_equal(first.is_first, [True, True])
-    np.testing.assert_array_equal(second.tokens, [[3, 4, 5], [9, 10, 11]])
-    np.testing.assert_array_equal(second.targets, [[4, 5, 6], [10, 11, 12]])
-    np.testing.assert_array_equal(second.is_first, [False, False])
-    np.testing.assert_array_equal(third.tokens, [[6, 7, 8], [0, 1, 2]])
-    np.testing.assert_array_equal(third.is_first, [False, True])
-    np.testing.assert_array_equal(fourth.is_first, [False, False])
-    np.testing.assert_array_equal(fifth.tokens, first.tokens)
-    np.testing.assert_array_equal(fifth.is_first, [True, False])
+    for batch, tokens, is_first in (
+        (first, [[0, 1, 2], [6, 7, 8]], [True, True]),
+        (second, [[3, 4, 5], [9, 10, 11]], [False, False]),
+        (third, [[6, 7, 8], [0, 1, 2]], [False, True]),
+        (fourth, [[9, 10, 11], [3, 4, 5]], [False, False]),
+        (fifth, [[0, 1, 2], [6, 7, 8]], [True, False]),
+    ):
+        np.testing.assert_array_equal(batch.tokens, tokens)
+        np.testing.assert_array_equal(batch.targets, np.array(tokens) + 1)
+        np.testing.assert_array_equal(batch.is_first, is_first)
     assert first.tokens.dtype == first.targets.dtype == np.int32
     assert first.mask.all()
     assert stream.position == 5
@@ -46,31 +45,18 @@ def test_stream_that_resumes_goes_on_where_it_was() -> None:
         np.testing.assert_array_equal(ours, theirs)
     new.seek(0)
     np.testing.assert_array_equal(next(new).tokens, SegmentStream(text(400), **settings_).at(0).tokens)
+    with pytest.raises(ValueError, match="position must not be negative"):
+        new.at(-1)
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    num_tokens=st.integers(2, 300),
-    batch_size=st.integers(1, 4),
-    seq_len=st.integers(1, 7),
-    num_shards=st.integers(1, 4),
-    seed=st.none() | st.integers(0, 5),
-)
+@given(st.integers(2, 300), st.integers(1, 4), st.integers(1, 7), st.integers(1, 4), st.none() | st.integers(0, 5))
 def test_stream_properties(num_tokens: int, batch_size: int, seq_len: int, num_shards: int, seed: int | None) -> None:
     """Targets follow tokens, rows continue or restart, shards are disjoint, a full walk reads all once."""
     num_segments = (num_tokens - 1) // seq_len
     assume(num_segments >= batch_size * num_shards)
-    streams = [
-        SegmentStream(
-            text(num_tokens),
-            batch_size=batch_size,
-            seq_len=seq_len,
-            shard=shard,
-            num_shards=num_shards,
-            seed=seed,
-        )
-        for shard in range(num_shards)
-    ]
+    options = {"batch_size": batch_size, "seq_len": seq_len, "num_shards": num_shards, "seed": seed}
+    streams = [SegmentStream(text(num_tokens), shard=shard, **options) for shard in range(num_shards)]
     rounds = num_segments // (batch_size * num_shards)
     epoch = [next(stream) for stream in streams for _ in range(rounds)]
     read = np.concatenate([batch.tokens.ravel() for batch in epoch])
@@ -88,19 +74,19 @@ def test_stream_properties(num_tokens: int, batch_size: int, seq_len: int, num_s
         np.testing.assert_array_equal(np.sort(seen), np.arange(num_segments * seq_len))
 
 
-def test_stream_checks_its_arguments() -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "settings_", "message"),
+    [
+        (10, {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        (10, {"shard": 2, "num_shards": 2}, "shard must be from 0 to 1, got 2"),
+        (12, {"batch_size": 3, "num_shards": 2}, r"2 x 3 rows, that is 13 tokens, got 12"),
+        (12, {"position": -1}, "position must not be negative"),
+    ],
+)
+def test_stream_checks_its_arguments(num_tokens: int, settings_: dict[str, int], message: str) -> None:
     """Wrong counts and texts that are too short are refused with the numbers in the message."""
-    with pytest.raises(ValueError, match="batch_size must be a positive integer, got 0"):
-        SegmentStream(text(10), batch_size=0, seq_len=2)
-    with pytest.raises(ValueError, match="shard must be from 0 to 1, got 2"):
-        SegmentStream(text(10), batch_size=1, seq_len=2, shard=2, num_shards=2)
-    with pytest.raises(ValueError, match=r"2 x 3 rows, that is 13 tokens, got 12"):
-        SegmentStream(text(12), batch_size=3, seq_len=2, num_shards=2)
-    with pytest.raises(ValueError, match="position must not be negative"):
-        SegmentStream(text(12), batch_size=1, seq_len=2, position=-1)
-    with pytest.raises(ValueError, match="position must not be negative"):
-        SegmentStream(text(12), batch_size=1, seq_len=2).at(-1)
-    SegmentStream(text(13), batch_size=3, seq_len=2, num_shards=2)
+    with pytest.raises(ValueError, match=message):
+        SegmentStream(text(num_tokens), **{"batch_size": 1, "seq_len": 2} | settings_)
 
 
 def test_evaluation_by_hand() -> None:
@@ -116,11 +102,7 @@ def test_evaluation_by_hand() -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(
-    num_tokens=st.integers(2, 200),
-    batch_size=st.integers(1, 9),
-    seq_len=st.integers(1, 9),
-)
+@given(num_tokens=st.integers(2, 200), batch_size=st.integers(1, 9), seq_len=st.integers(1, 9))
 def test_evaluation_covers_each_target_once(num_tokens: int, batch_size: int, seq_len: int) -> None:
     """Under the mask all targets occur once, after their own word."""
     batches = list(evaluation_segments(text(num_tokens), batch_size=batch_size, seq_len=seq_len))

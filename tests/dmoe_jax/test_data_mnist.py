@@ -4,7 +4,9 @@ import gzip
 import hashlib
 import os
 import struct
+import urllib.request
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -19,14 +21,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(mnist, "PARTS", {"train": 3, "t10k": 2})
     for part, count in mnist.PARTS.items():
         numbers = np.arange(count, dtype=np.uint8)
-        write(tmp_path / f"{part}-images-idx3-ubyte.gz", np.tile(numbers[:, None, None], (1, 28, 28)))
-        write(tmp_path / f"{part}-labels-idx1-ubyte.gz", numbers)
+        images = np.tile(numbers[:, None, None], (1, 28, 28))
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(idx(images))
+        (tmp_path / f"{part}-labels-idx1-ubyte.gz").write_bytes(idx(numbers))
     return tmp_path
 
 
-def write(path: Path, array: np.ndarray, kind: int = 8) -> None:
+def idx(array: np.ndarray, kind: int = 8) -> bytes:
+    """A file of IDX, packed."""
     header = struct.pack(f">HBB{array.ndim}I", 0, kind, array.ndim, *array.shape)
-    path.write_bytes(gzip.compress(header + array.tobytes()))
+    return gzip.compress(header + array.tobytes())
 
 
 def test_reads_images_row_by_row_and_labels(folder: Path) -> None:
@@ -40,23 +44,17 @@ def test_reads_images_row_by_row_and_labels(folder: Path) -> None:
 def test_wrong_files_are_named(folder: Path) -> None:
     """Whatever is wrong, the error names the file and what was expected."""
     path = folder / "t10k-labels-idx1-ubyte.gz"
-    for array, kind, message in (
-        (np.zeros(3, np.uint8), 8, r"expected bytes in the shape \(2,\)"),
-        (np.zeros(2, np.uint8), 13, "got the header 00000d01"),
-        (np.array([1, 10], np.uint8), 8, "labels from 0 to 9, got 10"),
+    for content, message in (
+        (idx(np.zeros(3, np.uint8)), r"expected bytes in the shape \(2,\)"),
+        (idx(np.zeros(2, np.uint8), 13), "got the header 00000d01"),
+        (idx(np.array([1, 10], np.uint8)), "labels from 0 to 9, got 10"),
+        (gzip.compress(b"\0\0\x08\x01\0\0\0\x02" + b"\0" * 9), "more than 10 bytes"),
+        (b"no gzip", "cannot be read"),
+        (None, "is missing"),
     ):
-        write(path, array, kind)
-        with pytest.raises(DataError, match=message):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{path}.*{message}"):
             read_mnist(folder)
-    path.write_bytes(gzip.compress(b"\0\0\x08\x01\0\0\0\x02" + b"\0" * 9))
-    with pytest.raises(DataError, match="more than 10 bytes"):
-        read_mnist(folder)
-    path.write_bytes(b"no gzip")
-    with pytest.raises(DataError, match="cannot be read"):
-        read_mnist(folder)
-    path.unlink()
-    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz is missing"):
-        read_mnist(folder)
 
 
 @pytest.mark.skipif("DMOE_DATA" not in os.environ, reason="DMOE_DATA is not set")
@@ -73,16 +71,14 @@ def published(folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatc
     """The addresses that were asked for; the files of `folder` are what is published. The cache is empty."""
     asked: list[str] = []
 
-    def fetch(url: str, deadline: float) -> bytes:
+    def urlopen(url: str, timeout: float) -> IO[bytes]:
         asked.append(url)
-        return (folder / url.rpartition("/")[2]).read_bytes()
+        return (folder / url.rpartition("/")[2]).open("rb")
 
-    digests = {
-        name: hashlib.sha256(gzip.decompress((folder / f"{name}-ubyte.gz").read_bytes())).hexdigest()
-        for name in mnist.SHA256
-    }
+    unpacked = {name: gzip.decompress((folder / f"{name}-ubyte.gz").read_bytes()) for name in mnist.SHA256}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in unpacked.items()}
     monkeypatch.setattr(mnist, "SHA256", digests)
-    monkeypatch.setattr(mnist, "fetch", fetch)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.delenv("DMOE_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     return asked
@@ -100,10 +96,9 @@ def test_a_download_is_told_of_checked_and_kept(published: list[str], caplog: py
 
 def test_other_bytes_than_the_published_are_refused(published: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is kept of them. The message says what was tried, and what would help."""
-    monkeypatch.setitem(mnist.SHA256, "t10k-labels-idx1", "00")  # type: ignore[arg-type]
-    with pytest.raises(
-        DataError, match=r"DMOE_DATA is not set; nothing in the cache .*; download: .*t10k-labels.*Set DMOE_DATA"
-    ):
+    monkeypatch.setitem(mnist.SHA256, "t10k-labels-idx1", "00")
+    line = "DMOE_DATA is not set; nothing in the cache .*; download: .*t10k-labels.*Set DMOE_DATA"
+    with pytest.raises(DataError, match=line):
         load_mnist()
     assert published
     monkeypatch.setenv("DMOE_DATA", "/nowhere")

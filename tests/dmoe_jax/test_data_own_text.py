@@ -1,12 +1,19 @@
-"""A text of one's own: how it is cut, what its vocabulary is, and one sentence for what will not do."""
+"""A text of one's own: how it is cut, what its vocabulary is, its unigram baseline, and what will not do."""
 
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dmoe_jax.data import DataError
 from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary, unigram_perplexity
 
 LINE = "The cat sat on the mat.\n"
 """Seven words and the end of the line."""
@@ -73,16 +80,16 @@ def _corpus(folder: Path, text: str) -> tuple[Corpus, list[str]]:
         ("今天 GPT4 好。\n", ["今", "天", "gpt", "4", "好", "。", "<eos>"]),
         ("กำลังดี ๑๒\n", ["ก", "ำ", "ลั", "ง", "ดี", "๑๒", "<eos>"]),
         ("don't use __init__ 3.5 l’été\n", ["don't", "use", "__init__", "3", ".", "5", "l’été", "<eos>"]),
+        ('"A"\n\n>>> x==1\n', ['"', "a", '"', "<eos>", ">>>", "x", "==", "1", "<eos>"]),
     ],
 )
 def test_words_of_other_scripts_and_editors(text: str, words: list[str], tmp_path: Path) -> None:
-    """Marks stay with their letters, scripts without spaces give a token a character, invisible characters none."""
+    """Marks stay with their letters, scripts without spaces give a token a character; blank lines have no <eos>."""
     assert _corpus(tmp_path, text * 200)[1][: len(words)] == words
 
 
 def test_a_tokenised_text_is_taken_as_it_is(tmp_path: Path) -> None:
-    """As WikiText-2 and Penn Treebank are published: words between spaces, case kept, every line an <eos>, and even a
-    word that occurs once is in the vocabulary, so that perplexities can be compared."""
+    """As WikiText-2 is published: words between spaces, case kept, every line an <eos>, single words kept."""
     lines = " mr. <unk> is N years old and do n't @-@ Ask \n \n"
     corpus, words = _corpus(tmp_path, "unicorn <unk> \n" + lines * 60)
     assert words[:3] == ["unicorn", UNK, "<eos>"]
@@ -100,9 +107,64 @@ def test_a_text_that_only_mentions_unknown_words_is_cut_as_any_other(tmp_path: P
 
 def test_many_unknown_words_are_said(tmp_path: Path) -> None:
     """A perplexity over a text that is mostly <unk> looks better than it is."""
-    letters = "abcdefghij"
-    rare, _ = _corpus(
-        tmp_path, " ".join(first + second + third for first in letters for second in letters for third in letters)
-    )
+    rare, _ = _corpus(tmp_path, " ".join(map("".join, itertools.product("abcdefghij", repeat=3))))
     assert "100% / 100% / 100% of them are <unk>" in rare.description
     assert "of them are" not in _corpus(tmp_path, LINE * 100)[0].description
+
+
+texts = st.lists(st.sampled_from(["a", "b", "c", "dd", EOS, UNK]), min_size=1, max_size=40)
+
+
+def test_ids_go_by_falling_frequency_and_ties_by_the_alphabet() -> None:
+    """The most frequent word has id 0; words seen equally often stand in alphabetical order."""
+    assert Vocabulary.build(["b", "c", "a", "c", EOS]).words == ("c", EOS, "a", "b")
+
+
+def test_rare_words_become_unk_and_give_it_their_frequency() -> None:
+    """With min_count 2, three single words make <unk> as frequent as a word seen three times."""
+    vocabulary = Vocabulary.build(["a", "a", "b", "c", "d", "e", "e", "e", "e"], min_count=2)
+    assert vocabulary.words == ("e", UNK, "a")
+    np.testing.assert_array_equal(vocabulary.encode(["d", "never seen", "a"]), [1, 1, 2])
+    with pytest.raises(DataError, match="'zebra' is not in the vocabulary of 2 words"):
+        Vocabulary.build(["a", "b"]).encode(["a", "zebra"])  # and there is no <unk>
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts)
+def test_encoding_round_trips(words: list[str]) -> None:
+    """Every word of the text that made the vocabulary comes back, and id order is frequency order."""
+    vocabulary = Vocabulary.build(words)
+    ids = vocabulary.encode(words)
+    assert ids.dtype == np.int32
+    assert [vocabulary.words[number] for number in ids] == words
+    assert len(vocabulary) == len(set(words))
+    counts = Counter(words)
+    frequencies = [counts[word] for word in vocabulary.words]
+    assert frequencies == sorted(frequencies, reverse=True)
+    assert all(word in vocabulary for word in words)
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_unigram_perplexity_by_hand() -> None:
+    """p = (1/2, 1/4, 1/4); the text (0, 1) has perplexity (1/2 * 1/4) ** (-1/2) = sqrt(8). Word 2 is unseen in
+    (0, 0, 1), and there alone counts are smoothed: add-one gives it 1 / (3 + 3)."""
+    assert unigram_perplexity(ids(0, 0, 1, 2), ids(0, 1), 3) == pytest.approx(math.sqrt(8))
+    assert unigram_perplexity(ids(0, 0, 1), ids(2), 3) == pytest.approx(6.0)
+    assert unigram_perplexity(ids(0, 0, 1), ids(1), 3) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Vocabulary(("a", "b", "a")), "'a' is repeated"),
+        (lambda: Vocabulary.build(["a"], min_count=0), "min_count must be a positive integer, got 0"),
+        (lambda: unigram_perplexity(ids(0), ids(), 1), "eval_ids must hold at least one token"),
+        (lambda: unigram_perplexity(ids(0, 2), ids(0), 2), "train_ids must be from 0 to 1, got 0 to 2"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

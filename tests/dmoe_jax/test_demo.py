@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +45,27 @@ def test_failures_are_counted_from_the_kill_on() -> None:
     assert headline["failed_share_after_kill"] == 0.25
 
 
-def node_of(up: UpCommand, index: int = 0) -> NodeCommand:
+def demonstrated(**flags: Any) -> UpCommand:
+    """The swarm of a demonstration."""
+    return parsed(DemoCommand, **flags)._up()
+
+
+def node_of(up: UpCommand, index: int = 0) -> Any:
     """A node as it reads the flags that it is given."""
     flags = [*up.saving_flags(index), *([] if up.swarm.claim is None else ["--of", "a.0"]), *up.flags_of_nodes()]
-    node: NodeCommand = parse_command_line(NodeCommand, prog="node", args=flags)
-    return node
+    return parse_command_line(NodeCommand, prog="node", args=flags)
 
 
-def trainer_of(up: UpCommand, index: int = 0) -> TrainCommand:
+def trainer_of(up: UpCommand, index: int = 0) -> Any:
     """A trainer as it reads the flags that it is given."""
-    flags = ["--join", "127.0.0.1:1", *up.flags_of_trainer(index)]
-    trainer: TrainCommand = parse_command_line(TrainCommand, prog="train", args=flags)
-    return trainer
+    return parse_command_line(TrainCommand, prog="train", args=["--join", "a:1", *up.flags_of_trainer(index)])
 
 
 def test_up_gives_each_node_a_folder_for_its_experts(tmp_path: Path) -> None:
     """Beside the run folder, one for each node; what an earlier run left there would be taken up, and is refused."""
     up = parsed(UpCommand, out=tmp_path / "run", save_experts=True)
     up.check()
-    node = node_of(up, 1)
-    assert node.saving.checkpoint_dir == tmp_path / "run.nodes" / "node1"
+    assert node_of(up, 1).saving.checkpoint_dir == tmp_path / "run.nodes" / "node1"
     (tmp_path / "run.nodes" / "node0").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"run\.nodes is not"):
         up.check()
@@ -99,37 +101,35 @@ def test_up_hands_its_flags_to_nodes_and_trainers(tmp_path: Path) -> None:
         assert train.listening.announce == "localhost"
 
 
-def test_nodes_and_trainers_route_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "route", "router", "rows"),
+    [
+        ({}, "token", "balanced", 64),
+        ({"route": "sequence"}, "sequence", "product_key", 4),
+        ({"router": "switch+balanced"}, "token", "switch+balanced", 64),
+    ],
+)
+def test_nodes_and_trainers_route_the_same(
+    flags: dict[str, str], route: str, router: str, rows: int, tmp_path: Path
+) -> None:
     """The demonstration's wish reaches both; the experts of tokens are compiled for many rows."""
-    up = parsed(DemoCommand, route="token", router="switch+balanced", out=tmp_path)._up()
+    up = demonstrated(out=tmp_path, **flags)
     node, train = node_of(up), trainer_of(up)
-    assert (node.kind.route, node.serving.warm_up_rows, train.language.route) == ("token", 64, "token")
-    assert train.language.router == "switch+balanced"
-    assert [spec.shape for spec in node.kind.make().inputs] == [(node.kind.expert.d_model,)]
-
-
-def test_the_router_follows_who_chooses(tmp_path: Path) -> None:
-    """An even load costs nothing where tokens choose, and perplexity where sequences do (experiments/demo)."""
-    for flags, expected in (
-        ({}, ("token", "balanced")),
-        ({"route": "sequence"}, ("sequence", "product_key")),
-        ({"router": "hash"}, ("token", "hash")),
-    ):
-        language = parsed(DemoCommand, out=tmp_path, **flags)._up().language
-        assert (language.route, language.router) == expected
+    assert (node.kind.route, train.language.route, train.language.router) == (route, route, router)
+    assert node.serving.warm_up_rows == rows
+    assert ([spec.shape for spec in node.kind.make().inputs] == [(node.kind.expert.d_model,)]) == (route == "token")
 
 
 def test_up_serves_what_an_own_model_needs(tmp_path: Path) -> None:
     """Own kinds, own optimisers and own patterns reach the nodes; the model reaches the trainer."""
     own = {"expert": "a.py:expert", "optimizer": "a.py:adam", "model": "a.py:model"}
     up = parsed(UpCommand, nodes=2, experts=("ffn.[0:4]",), out=tmp_path, **own)
-    assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
     node = node_of(up)
+    assert up.hands() == [["ffn.0", "ffn.2"], ["ffn.1", "ffn.3"]]
     assert (node.kind.kind, node.learning.optimizer) == ("a.py:expert", "a.py:adam")
     assert (node.devices.xla_threads or 0) >= 2, "they may call the host"
-    words = up.flags_of_trainer(0)
-    assert words[words.index("--model") + 1] == "a.py:model"
-    assert "--num-layers" not in words
+    assert trainer_of(up).model == "a.py:model"
+    assert "--num-layers" not in up.flags_of_trainer(0)
 
 
 @pytest.mark.parametrize(
@@ -158,18 +158,16 @@ def test_a_run_goes_into_a_new_or_empty_folder(tmp_path: Path) -> None:
     """A folder with something in it, or a file, is refused by name."""
     (tmp_path / "file").touch()
     parsed(UpCommand, out=tmp_path / "new").check()
-    for used in (tmp_path, tmp_path / "file"):
-        with pytest.raises(UsageError, match=f"--out must be a new or empty folder, {used} is not"):
-            parsed(UpCommand, out=used).check()
     (tmp_path / "new.trainer1").mkdir()
     (tmp_path / "new.trainer1" / "metrics.jsonl").touch()
-    with pytest.raises(UsageError, match=r"new or empty folder, .*new\.trainer1 is not"):
-        parsed(UpCommand, out=tmp_path / "new", trainers=2).check()
+    for out, used in ((".", "."), ("file", "file"), ("new", "new.trainer1")):
+        with pytest.raises(UsageError, match=f"--out must be a new or empty folder, {tmp_path / used} is not"):
+            parsed(UpCommand, out=tmp_path / out, trainers=2).check()
 
 
 def test_the_demonstration_is_a_swarm_of_up() -> None:
     """Its own flags arrive at the processes; trainers beside the first one evaluate less."""
-    up = parsed(DemoCommand, quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)._up()
+    up = demonstrated(quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)
     up.check()
     assert (len(up.hands()), up.swarm.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
     node, train = node_of(up), trainer_of(up)
@@ -186,32 +184,32 @@ def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> N
     assert watch.step == 0
     append_metric(metrics, kind="train", step=2, loss=4.0, items=100, time_s=1.0)
     append_metric(metrics, kind="train", step=1, loss=2.0, items=100, time_s=2.0)
-    with metrics.open("a") as file:
-        file.write('{"kind":"calls","ok":9,"fai')
-    watch.look()
-    assert watch.figures(50) == "step 2/50  loss 3.900  100 items/s  0 failed calls"
-    with metrics.open("a") as file:
-        file.write('led":3}\n')
-    watch.look()
-    watch.look()
-    assert watch.figures(50) == "step 2/50  loss 3.900  100 items/s  3 failed calls"
+    for part, failed in (('{"kind":"calls","ok":9,"fai', 0), ('led":3}\n', 3), ("", 3)):
+        with metrics.open("a") as file:
+            file.write(part)
+        watch.look()
+        assert watch.figures(50) == f"step 2/50  loss 3.900  100 items/s  {failed} failed calls"
 
 
 async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The view shows each process's start, address and end: as lines in a log, as a table on a terminal."""
+    """Start, address, metrics and end of each are shown: as lines in a log, as a table on a terminal."""
     monkeypatch.setenv(SECRET_VARIABLE, str(tmp_path / "of the user's real swarm"))
     screens = {is_terminal: io.StringIO() for is_terminal in (False, True)}
     async with (
-        open_local_swarm(tmp_path, network_flags=["--insecure-loopback"]) as swarm,
+        open_local_swarm(tmp_path, network_flags=["--insecure-loopback", "--metrics-port", "0"]) as swarm,
         trio.open_nursery() as nursery,
     ):
         for is_terminal, screen in screens.items():
-            console = Console(file=screen, force_terminal=is_terminal, width=120)
-            nursery.start_soon(LocalView(console, swarm, {}, 10).run)
+            view = LocalView(Console(file=screen, force_terminal=is_terminal, width=120), swarm, {}, 10)
+            nursery.start_soon(view.run)
         peer = await swarm.start("dht", ["dht"])
         lost = await swarm.launch("node0", ["node", "--experts", "nonsense"])
+        assert view.why_not_ready() == "not serving yet: node0"
         await lost.settled.wait()
         await trio.sleep(0.3)
+        assert view.why_not_ready() == "no node runs"
+        (target,) = json.loads(view.targets())
+        assert target == {"targets": [peer.metrics], "labels": {"process": "dht", "command": "dht"}}
         await swarm.end_in_order()
         await trio.sleep(0.3)
         nursery.cancel_scope.cancel()
@@ -224,26 +222,18 @@ async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def processes_of(marker: str) -> list[int]:
     """Processes whose environment carries the marker: the demonstration and all that it started."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if marker.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if marker.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
     return [pid for pid in found if pid != os.getpid()]
 
 
 def start_demo(out: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "TEST_MARKER": str(out), "DMOE_DATA": ""}
-    return subprocess.Popen(
-        [sys.executable, "-m", "dmoe_jax.cli", "demo", "--quick", "--json", "--data", "embedded", "--out", str(out)],
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "dmoe_jax.cli", "demo", "--quick", "--json", "--data", "embedded"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, "--out", str(out)], cwd=Path(__file__).parents[2], env=environment, **pipes)
 
 
 @pytest.mark.slow
@@ -267,10 +257,7 @@ def test_interrupted_demo_leaves_no_process(tmp_path: Path, how: signal.Signals)
     """Ctrl-C ends everything in order; even SIGKILL of the demonstration orphans nobody."""
     out = tmp_path / "run"
     demo = start_demo(out)
-    assert demo.stderr is not None
-    for line in demo.stderr:
-        if "trainer0: step " in line:  # all processes are up, and there is something to report
-            break
+    next(line for line in demo.stderr if "trainer0: step " in line)  # all are up, and there is something to report
     assert len(processes_of(str(out))) >= 6
     demo.send_signal(how)
     demo.communicate(timeout=100)

@@ -1,8 +1,8 @@
-"""A folder has one holder at a time, who is named and is forgotten with its process; no line is left by halves."""
+"""A folder has one holder at a time; no line is left by halves; and freed memory is kept for the next buffer."""
 
 import errno
 import os
-import signal
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +30,9 @@ def test_a_folder_has_one_holder(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
     with hold_folder(folder, "run"):
         assert is_empty(folder)
+        told = rf"the run in {folder} is under way: process {os.getpid()} on .* since "
         for look in (lambda: check_not_held(folder, "run"), lambda: hold_folder(folder, "run").__enter__()):
-            with pytest.raises(
-                FolderInUse, match=rf"the run in {folder} is under way: process {os.getpid()} on .* since "
-            ):
+            with pytest.raises(FolderInUse, match=told):
                 look()
     check_not_held(folder, "run")
     assert not folder.exists()
@@ -46,15 +45,13 @@ def test_a_folder_has_one_holder(tmp_path: Path) -> None:
 @no_locks
 def test_a_holder_that_is_killed_keeps_nobody_out(tmp_path: Path) -> None:
     """The file with its name stays, the lock does not."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(FolderInUse, match=f"process {process.pid} on "), hold_folder(tmp_path, "run"):
-            pass
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            with pytest.raises(FolderInUse, match=f"process {process.pid} on "), hold_folder(tmp_path, "run"):
+                pass
+        finally:
+            process.kill()
     assert (tmp_path / HOLDER).exists()
     check_not_held(tmp_path, "run")
     with hold_folder(tmp_path, "run"):
@@ -72,7 +69,6 @@ def test_room_is_tried_and_given_back(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
 def test_a_record_without_room_is_an_error(tmp_path: Path) -> None:
-    """The system's error, with its number."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:  # noqa: PT011 (the number says it)
         run_folder.append_metric(tmp_path / "metrics.jsonl", kind="train")
@@ -94,3 +90,76 @@ def test_half_a_record_is_taken_back(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run_folder.append_metric(path, kind="c")
     assert [record["kind"] for record in run_folder.read_metrics(path)] == ["a", "c"]
+
+
+PAGES = """
+import resource, threading
+import numpy as np
+from dmoe_jax.machine.freed_memory import keep_freed_memory
+
+def touch():  # two large buffers, freed together: their place is at the end of the heap
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        buffers = [np.ones(2**25, np.uint8) for _ in range(2)]
+        pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        del buffers
+
+pages = []
+done = keep_freed_memory()
+thread = threading.Thread(target=touch)
+thread.start()
+thread.join()
+print(int(done), pages[-1])
+"""
+"""Prints the result of `keep_freed_memory`, and the pages that the system brought for the last of equal buffers."""
+
+
+ON_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's malloc")
+
+HOLES = """
+import numpy as np
+from dmoe_jax.machine.freed_memory import give_back, keep_freed_memory
+
+def resident_mb():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+
+keep_freed_memory()
+blocks = [np.ones(2**20, np.uint8) for _ in range(256)]
+kept = blocks[::2]  # every other MiB is a hole
+del blocks
+full = resident_mb()
+assert not give_back(beyond_bytes=2**30)
+same = resident_mb()
+assert give_back()
+print(full - same, full - resident_mb())
+"""
+
+
+def printed(program: str, **environment: str) -> list[float]:
+    """Numbers that a process prints to which nobody has given settings of malloc but these."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command, environment = [sys.executable, "-c", program], inherited | environment
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    return [float(number) for number in done.stdout.split()]
+
+
+@ON_GLIBC
+def test_holes_are_given_back() -> None:
+    """128 of 256 MiB are holes: kept if that is not more than asked, else gone but for the pages at their ends."""
+    before, after = printed(HOLES)
+    assert abs(before) < 8
+    assert 120 < after < 136
+
+
+@ON_GLIBC
+def test_freed_memory_is_kept() -> None:
+    """64 MiB in another thread than the main one: no page of it is brought a second time."""
+    done, pages = printed(PAGES)
+    assert done
+    assert pages < 100
+
+
+def test_the_users_own_settings_stay() -> None:
+    """Whoever directs malloc by the environment is left alone."""
+    assert printed(PAGES, MALLOC_ARENA_MAX="4")[0] == 0
+    assert printed(PAGES, GLIBC_TUNABLES="glibc.malloc.check=0")[0] == 0

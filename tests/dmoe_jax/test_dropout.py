@@ -13,7 +13,6 @@ RATE = 0.3
 
 
 def make_keys(rows, seed=0):
-    """Key data for so many rows."""
     return np.random.default_rng(seed).integers(1, 2**32, (rows, 2), dtype=np.uint32)
 
 
@@ -23,17 +22,12 @@ def make_x(rows, seed=1):
 
 
 @BOTH
-def test_without_a_rate_or_a_key_nothing_happens(drop):
-    """Rate 0 and no key return the input itself: no mask is ever computed."""
-    x = make_x(3)
-    assert drop(x, 0.0, make_keys(3)) is x
-    assert drop(x, RATE, None) is x
-
-
-@BOTH
-def test_a_row_of_zeros_is_evaluated(drop):
-    """Zero key data leaves its row as it is, to the bit, beside rows that are dropped."""
+def test_nothing_is_dropped_without_a_rate_or_a_key(drop):
+    """Then no mask is computed; zero key data leaves its row as it is, to the bit, beside rows that are dropped."""
     x, keys = make_x(3), make_keys(3)
+    assert drop(x, 0.0, keys) is x
+    assert drop(x, RATE, None) is x
+    assert drop(x.astype(jnp.bfloat16), RATE, keys).dtype == jnp.bfloat16
     keys[1] = 0
     dropped = np.asarray(drop(x, RATE, keys))
     np.testing.assert_array_equal(dropped[1], x[1])
@@ -54,16 +48,11 @@ def test_the_mean_over_keys_is_the_input(drop):
 
 
 def test_a_locked_mask_is_constant_over_time():
-    """The same features are gone at all positions of a sample, and others in another sample."""
-    dropped = np.asarray(locked_dropout(make_x(20), 0.5, make_keys(20))) == 0
+    """A sample lacks the same features at all positions, another one others; else each element has its chance."""
+    free, dropped = (np.asarray(drop(make_x(20), 0.5, make_keys(20))) == 0 for drop in (dropout, locked_dropout))
+    assert (free != free[:, :1]).any()
     np.testing.assert_array_equal(dropped, np.broadcast_to(dropped[:, :1], dropped.shape))
     assert len(np.unique(dropped[:, 0].reshape(20, -1), axis=0)) > 10
-
-
-def test_an_ordinary_mask_is_not():
-    """Each element has a chance of its own."""
-    dropped = np.asarray(dropout(make_x(20), 0.5, make_keys(20))) == 0
-    assert (dropped != dropped[:, :1]).any()
 
 
 @BOTH
@@ -88,12 +77,6 @@ def test_sites_drop_independently(drop):
     assert abs((first & second).mean() - 0.25) < 0.03
 
 
-@BOTH
-def test_the_type_of_the_input_stays(drop):
-    """bfloat16 in, bfloat16 out."""
-    assert drop(make_x(2).astype(jnp.bfloat16), RATE, make_keys(2)).dtype == jnp.bfloat16
-
-
 def test_rows_get_keys_of_their_own():
     """Distinct for each row, other ones for another key, and never the zeros of evaluation."""
     first, second = (np.asarray(row_keys(key, 50)) for key in make_keys(2))
@@ -104,7 +87,6 @@ def test_rows_get_keys_of_their_own():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan"), True, "0.1"])
 def test_rates_that_are_no_probability_are_refused(rate):
-    """The field and the value are named."""
     with pytest.raises(ValueError, match=f"dropout must be a probability of at least 0 and below 1, got {rate!r}"):
         check_rates(dropout=rate)
 
@@ -129,10 +111,6 @@ def test_keys_of_a_seed_are_what_every_node_derives():
     many = np.concatenate([row_keys_of_seed(seed, 100) for seed in range(100)])
     assert len({tuple(key) for key in many.tolist()}) == 10_000
     assert many.any(axis=1).all()  # zeros would mean evaluation
-
-
-def test_a_seed_out_of_range_is_refused():
-    """It must fit the wire's integers."""
     for seed in (-1, 2**63):
         with pytest.raises(ValueError, match=r"from 0 to 2\*\*63 - 1, got"):
             row_keys_of_seed(seed, 1)

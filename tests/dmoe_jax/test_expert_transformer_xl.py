@@ -10,23 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmoe_jax.experts import transformer_xl_layer
-from dmoe_jax.experts.relative_attention import relative_positions, relative_shift
+from dmoe_jax.experts.relative_attention import relative_shift
 from tests.dmoe_jax import numpy_transformer_xl as reference
 
-D_MODEL, HEADS, SEQ, MEM = 8, 2, 4, 3
+D_MODEL, SEQ, MEM = 8, 4, 3
+SIZES = {"d_model": D_MODEL, "num_heads": 2, "d_ff": 12, "seq_len": SEQ, "mem_len": MEM}
 ALL_RATES = {"dropout": 0.3, "attention_dropout": 0.3, "position_dropout": 0.3}
 
 
 @functools.cache
 def make_layer(**options):
     """A small layer whose weights are large enough that every term of the equation shows."""
-    sizes = {"d_model": D_MODEL, "num_heads": HEADS, "d_ff": 12, "seq_len": SEQ, "mem_len": MEM} | options
-    expert = transformer_xl_layer(**sizes)
+    expert = transformer_xl_layer(**SIZES | options)
     params = expert.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     leaves, treedef = jax.tree.flatten(params)
     leaves = [leaf + jnp.asarray(0.4 * rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves]
     return expert._replace(apply=jax.jit(expert.apply)), jax.tree.unflatten(treedef, leaves)
+
+
+def make_keys(rows, seed=0):
+    return np.random.default_rng(seed).integers(1, 2**32, (rows, 2), dtype=np.uint32)
 
 
 def make_inputs(batch=2, seed=1, mask=None, d_model=D_MODEL):
@@ -38,22 +42,14 @@ def make_inputs(batch=2, seed=1, mask=None, d_model=D_MODEL):
     return jnp.asarray(hidden), jnp.asarray(memory), jnp.asarray(mask)
 
 
-def make_keys(rows, seed=0):
-    """Key data for so many samples."""
-    return np.random.default_rng(seed).integers(1, 2**32, (rows, 2), dtype=np.uint32)
-
-
 @pytest.mark.parametrize("slots", ["none", "some", "all"])
 @pytest.mark.parametrize(("clamp_len", "same_length"), [(None, False), (2, False), (None, True)])
 def test_equals_the_papers_equation(slots, clamp_len, same_length):
     """The layer equals explicit loops over heads, queries and keys, with an empty, partial and full memory."""
     options = {"clamp_len": clamp_len, "same_length": same_length}
     expert, params = make_layer(**options)
-    mask = {
-        "none": [[False] * MEM] * 2,
-        "some": [[False, False, True], [False, True, True]],
-        "all": [[True] * MEM] * 2,
-    }
+    some = [[False, False, True], [False, True, True]]
+    mask = {"none": [[False] * MEM] * 2, "some": some, "all": [[True] * MEM] * 2}
     inputs = make_inputs(mask=np.array(mask[slots]))
     output = expert.apply(params, *inputs)
     exact = reference.as_float64(params)
@@ -77,34 +73,17 @@ def test_relative_shift_equals_the_gather(queries, memory, seed):
             np.testing.assert_array_equal(shifted[:, t, j], scores[:, t, keys - 1 - distance])
 
 
-def test_relative_positions_are_sinusoids_of_distances():
-    """Row i encodes distance num_distances-1-i; distance 0 is sin 0 and cos 0."""
-    encoded = relative_positions(6, D_MODEL)
-    np.testing.assert_allclose(
-        encoded, [reference.sinusoid(distance, D_MODEL) for distance in (5, 4, 3, 2, 1, 0)], atol=1e-6
-    )
-    np.testing.assert_array_equal(encoded[-1], [0.0] * (D_MODEL // 2) + [1.0] * (D_MODEL // 2))
-    clamped = relative_positions(6, D_MODEL, clamp_len=2)
-    np.testing.assert_array_equal(clamped, encoded[[3, 3, 3, 3, 4, 5]])
-
-
-@pytest.mark.parametrize("t", range(SEQ))
-def test_a_position_does_not_depend_on_later_ones(t):
-    """Causality: the gradient of position t with respect to later positions is exactly zero, and not to itself."""
-    expert, params = make_layer()
-    hidden, memory, mask = make_inputs()
-    gradient = jax.grad(lambda h: expert.apply(params, h, memory, mask)[:, t].sum(axis=0) @ jnp.arange(8.0))(hidden)
-    np.testing.assert_array_equal(gradient[:, t + 1 :], 0)
-    assert bool(jnp.all(jnp.any(gradient[:, : t + 1] != 0, axis=-1)))
-
-
-def test_unfilled_slots_have_no_influence():
-    """The content of an unfilled slot changes nothing; a filled slot does."""
-    expert, params = make_layer()
-    hidden, memory, mask = make_inputs()  # slot 0 not filled
-    output = expert.apply(params, hidden, memory, mask)
-    np.testing.assert_array_equal(expert.apply(params, hidden, memory.at[:, 0].set(1e6), mask), output)
-    assert not np.allclose(expert.apply(params, hidden, memory.at[:, 1].add(1.0), mask), output, atol=1e-3)
+@pytest.mark.parametrize("same_length", [False, True])
+def test_a_position_depends_on_itself_and_what_came_before(same_length):
+    """All of it that memory has; with the same length for all, itself and the mem_len - 1 before it."""
+    expert, params = make_layer(same_length=same_length)
+    hidden, memory, mask = make_inputs(batch=1, mask=np.ones((1, MEM), bool))
+    before = expert.apply(params, hidden, memory, mask)
+    for j in range(MEM + SEQ):
+        moved = jnp.concatenate([memory, hidden], axis=1).at[:, j].add(1.0)
+        after = expert.apply(params, moved[:, MEM:], moved[:, :MEM], mask)
+        changed = np.any(np.asarray(before != after)[0], axis=-1)
+        assert changed.tolist() == [(t < j or not same_length) and j <= t + MEM for t in range(SEQ)]
 
 
 def test_no_gradient_flows_into_memory():
@@ -114,16 +93,6 @@ def test_no_gradient_flows_into_memory():
     gradient = jax.grad(lambda m: jnp.sum(expert.apply(params, hidden, m, mask) ** 3))(memory)
     np.testing.assert_array_equal(gradient, 0)
     assert [spec.differentiable for spec in expert.inputs] == [True, False, False]
-
-
-def test_memory_of_one_layer_equals_a_longer_segment():
-    """Positions 3..6 with positions 0..2 in memory come out as in one segment of seven."""
-    expert, params = make_layer()
-    text = jax.random.normal(jax.random.key(3), (2, MEM + SEQ, D_MODEL))
-    nothing = (jnp.zeros((2, MEM, D_MODEL)), jnp.zeros((2, MEM), bool))
-    whole = expert.apply(params, text, *nothing)
-    parts = expert.apply(params, text[:, MEM:], text[:, :MEM], jnp.ones((2, MEM), bool))
-    np.testing.assert_allclose(parts, whole[:, MEM:], atol=1e-5)
 
 
 def test_padded_rows_are_harmless():
@@ -150,32 +119,14 @@ def test_initialisation_follows_the_recipe():
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
 
 
-def test_same_length_sees_as_many_keys_as_memory_has_slots():
-    """With a full memory, position t depends on exactly mem_len inputs: itself and the mem_len - 1 before it."""
-    expert, params = make_layer(same_length=True)
-    hidden, memory, _ = make_inputs(batch=1, mask=np.ones((1, MEM), bool))
-    before = expert.apply(params, hidden, memory, jnp.ones((1, MEM), bool))
-    for j in range(MEM + SEQ):
-        moved = jnp.concatenate([memory, hidden], axis=1).at[:, j].add(1.0)
-        after = expert.apply(params, moved[:, MEM:], moved[:, :MEM], jnp.ones((1, MEM), bool))
-        changed = np.any(np.asarray(before != after)[0], axis=-1)
-        assert changed.tolist() == [t < j <= t + MEM for t in range(SEQ)]
-
-
 def test_only_a_layer_that_drops_has_a_fourth_input():
-    """Rates of zero leave the three inputs of before; any other adds a key, which is not differentiated."""
-    sizes = {"d_model": 8, "num_heads": 2, "d_ff": 12, "seq_len": 4, "mem_len": 3}
-    assert [spec.name for spec in transformer_xl_layer(**sizes).inputs] == ["hidden", "memory", "memory_mask"]
+    """Rates of zero leave three inputs, and the same layer where they are spelt out; any other adds a key."""
+    assert transformer_xl_layer(**SIZES) is transformer_xl_layer(**SIZES, dropout=0.0, clamp_len=None)
+    assert transformer_xl_layer(**SIZES, dropout=0.1) is not transformer_xl_layer(**SIZES, dropout=0.2)
+    assert [spec.name for spec in transformer_xl_layer(**SIZES).inputs] == ["hidden", "memory", "memory_mask"]
     for field in ALL_RATES:
-        key = transformer_xl_layer(**sizes, **{field: 0.1}).inputs[3]
+        key = transformer_xl_layer(**SIZES, **{field: 0.1}).inputs[3]
         assert (key.name, key.shape, key.dtype, key.differentiable) == ("dropout_key", (2,), "uint32", False)
-
-
-def test_equal_arguments_give_the_same_object():
-    """Compiled code is found again: also when a default is spelt out, and never for another rate."""
-    sizes = {"d_model": 8, "num_heads": 2, "d_ff": 12, "seq_len": 4, "mem_len": 3}
-    assert transformer_xl_layer(**sizes) is transformer_xl_layer(**sizes, dropout=0.0, clamp_len=None)
-    assert transformer_xl_layer(**sizes, dropout=0.1) is not transformer_xl_layer(**sizes, dropout=0.2)
 
 
 def test_without_a_key_nothing_is_dropped():
@@ -271,16 +222,11 @@ def test_bfloat16_is_close_to_float32():
         ({"position_dropout": 2.0}, "position_dropout must be a probability"),
         ({"clamp_len": 0}, "clamp_len must be a positive integer, got 0"),
         ({"compute_dtype": "float16"}, "compute_dtype must be one of float32, bfloat16, got 'float16'"),
+        # Even, for sines and cosines, and a multiple of num_heads.
+        ({"d_model": 10, "num_heads": 4}, "multiple of num_heads .4., got 10"),
+        ({"d_model": 9, "num_heads": 3}, "multiple of num_heads .3., got 9"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
-    """The field and the value are named."""
     with pytest.raises(ValueError, match=message):
-        transformer_xl_layer(d_model=8, num_heads=2, d_ff=8, seq_len=2, mem_len=2, **options)
-
-
-@pytest.mark.parametrize(("d_model", "num_heads"), [(10, 4), (9, 3)])
-def test_widths_that_do_not_divide_are_refused(d_model, num_heads):
-    """d_model is even (sines and cosines) and a multiple of num_heads."""
-    with pytest.raises(ValueError, match=f"multiple of num_heads .{num_heads}., got {d_model}"):
-        transformer_xl_layer(d_model=d_model, num_heads=num_heads, d_ff=8, seq_len=2, mem_len=2)
+        transformer_xl_layer(**SIZES | options)

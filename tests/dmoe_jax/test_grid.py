@@ -1,48 +1,18 @@
 """Expert uids, their prefixes, and grid patterns."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dmoe_jax.directory.grid import ExpertUid, all_uids, expand_grid_pattern, key_prefix, parse_uid
 
-VALID = ["ffn.0", "ffn.3.17", "a-b_C9.99999", "x.0.0.0.0", "7.1", "-.1", "_.10.100"]
-INVALID = [
-    "",
-    ".",
-    "ffn",
-    "ffn.",
-    ".3",
-    "ffn..3",
-    "ffn.3.",
-    "ffn.03",
-    "ffn.00",
-    "ffn.-1",
-    "ffn.+1",
-    "ffn.1e3",
-    "ffn. 1",
-    "ffn.1 ",
-    "ffn.1\n",
-    "ffn.100000",
-    "ffn.[0:3]",
-    "f fn.1",
-    "ffn.١",  # an Arabic-Indic digit: str.isdigit would accept it
-    "fün.1",
-    "ffn.1.x",
-    "x" * 65 + ".1",
-    "x" + ".1" * 17,
-]
+INVALID = "|.|ffn|ffn.|.3|ffn..3|ffn.3.|ffn.03|ffn.00|ffn.-1|ffn.+1|ffn.1e3|ffn. 1|ffn.1 |ffn.1\n|ffn.100000"
+INVALID += "|ffn.[0:3]|f fn.1|fün.1|ffn.1.x|"
+INVALID += "ffn.١"  # an Arabic-Indic digit: str.isdigit would accept it
 
 
-@pytest.mark.parametrize("text", VALID)
-def test_a_valid_uid_reads_back_as_it_was_written(text: str) -> None:
-    """Parsing and formatting are inverse on every valid uid."""
-    assert str(parse_uid(text)) == text
-
-
-@pytest.mark.parametrize("text", INVALID)
+@pytest.mark.parametrize("text", [*INVALID.split("|"), "x" * 65 + ".1", "x" + ".1" * 17])
 def test_an_invalid_uid_is_refused_by_name(text: str) -> None:
-    """Each malformed uid raises a ValueError that quotes it."""
     with pytest.raises(ValueError, match="uid") as caught:
         parse_uid(text)
     assert repr(text) in str(caught.value)
@@ -52,9 +22,10 @@ def test_an_invalid_uid_is_refused_by_name(text: str) -> None:
     st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     st.lists(st.integers(0, 99_999), min_size=1, max_size=16),
 )
+@example("-", [1])
+@example("_", [0, 10, 99_999])
 @settings(max_examples=25, deadline=None)
 def test_every_uid_survives_a_round_trip(prefix: str, coordinates: list[int]) -> None:
-    """str and parse_uid are inverse."""
     uid = ExpertUid(prefix, tuple(coordinates))
     assert parse_uid(str(uid)) == uid
 
@@ -79,36 +50,17 @@ def test_a_pattern_expands_in_the_order_of_coordinates() -> None:
     assert expanded == ["ffn.0.7.9", "ffn.0.7.10", "ffn.1.7.9", "ffn.1.7.10"]
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "ffn",
-        "ffn.",
-        "ffn.[3:3]",
-        "ffn.[4:3]",
-        "ffn.[0:100001]",
-        "ffn.[0:4",
-        "ffn.[:4]",
-        "ffn.[0:1001].[0:1000]",
-        ".[0:4]",
-    ],
-)
+PATTERNS = "ffn|ffn.|ffn.[3:3]|ffn.[4:3]|ffn.[0:100001]|ffn.[0:4|ffn.[:4]|ffn.[0:1001].[0:1000]|.[0:4]"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS.split("|"))
 def test_a_bad_pattern_is_refused_by_name(pattern: str) -> None:
-    """Malformed, empty and over-large patterns raise a ValueError that quotes them."""
     with pytest.raises(ValueError, match="pattern") as caught:
         expand_grid_pattern(pattern)
     assert repr(pattern) in str(caught.value)
 
 
 def test_all_uids_of_a_grid() -> None:
-    """A 2 x 3 grid has six experts, in order."""
-    assert [uid.coordinates for uid in all_uids("ffn", (2, 3))] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 0),
-        (1, 1),
-        (1, 2),
-    ]
+    assert [uid.coordinates for uid in all_uids("ffn", (2, 3))] == [(u, v) for u in range(2) for v in range(3)]
     with pytest.raises(ValueError, match="grid_size"):
         all_uids("ffn", (2, 0))

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
 from dmoe_jax.inspection import pictures
@@ -17,6 +16,7 @@ from dmoe_jax.inspection.statistics import lift, load_over_training, one_hot, tu
 from dmoe_jax.inspection.word_classes import Classes, article_starts, kinds, places_in_article, present
 from dmoe_jax.runs.run_folder import RunFolder
 from tests.dmoe_jax.figure_texts import assert_readable, words_of
+from tests.dmoe_jax.training_rig import outcome
 
 
 def test_lift_is_the_ratio_of_the_shares() -> None:
@@ -38,10 +38,9 @@ def test_a_sample_may_have_several_experts_and_words() -> None:
 def test_only_what_is_no_chance_is_told_apart() -> None:
     """An expert that takes nearly all of one class in 640 samples stands apart; one that is independent does not."""
     rng = np.random.default_rng(0)
-    classes = rng.integers(0, 2, (16, 40))
+    classes, independent = rng.integers(0, 2, (2, 16, 40))
     skewed = np.where(rng.random((16, 40)) < 0.95, classes, 1 - classes)
     assert lift(one_hot(skewed, 2), one_hot(classes, 2)).is_apart.all()
-    independent = rng.integers(0, 2, (16, 40))
     assert not lift(one_hot(independent, 2), one_hot(classes, 2)).is_apart.any()
 
 
@@ -56,9 +55,8 @@ def test_the_error_is_that_of_independent_choices_where_they_are() -> None:
 
 def test_blocks_that_are_alike_inside_count_once() -> None:
     """Half of the blocks choose expert 0 and have class 0 by chance: samples are many, but places are four."""
-    block = np.array([0, 0, 1, 1])[:, None].repeat(100, axis=1)
-    classes = np.array([0, 1, 1, 1])[:, None].repeat(100, axis=1)
-    found = lift(one_hot(block, 2), one_hot(classes, 2))
+    members, classes = (one_hot(np.tile(np.array(block)[:, None], 100), 2) for block in ([0, 0, 1, 1], [0, 1, 1, 1]))
+    found = lift(members, classes)
     np.testing.assert_allclose(found.value[0, 0], 2)
     assert not found.is_apart.any()
 
@@ -71,27 +69,13 @@ def test_births_and_deaths_are_changes_of_use() -> None:
 
 def test_words_have_a_kind() -> None:
     """By letters alone, but for the frequent lower-case ones."""
-    fillers = tuple(f"X{index}" for index in range(100))
-    vocabulary = Vocabulary(
-        ("the", EOS, UNK, "=", "@-@", "3rd", "London", *fillers, "walking", "sing", "walked", "cats")
-    )
+    frequent = {"the": "frequent word (of 100)", EOS: "end of line", UNK: UNK, "=": "heading sign =", "3rd": "number"}
+    frequent |= {"@-@": "punctuation", "London": "Capitalised"}
+    rare = {"walking": "word in -ing", "sing": "other word", "walked": "word in -ed", "cats": "word in -s"}
+    vocabulary = Vocabulary((*frequent, *(f"X{index}" for index in range(100)), *rare))
     found = kinds(vocabulary)
-    names = [found.names[found.of[vocabulary.encode([word])[0]]] for word in vocabulary.words[:7]]
-    assert names == [
-        "frequent word (of 100)",
-        "end of line",
-        UNK,
-        "heading sign =",
-        "punctuation",
-        "number",
-        "Capitalised",
-    ]
-    assert [found.names[number] for number in found.of[-4:]] == [
-        "word in -ing",
-        "other word",
-        "word in -ed",
-        "word in -s",
-    ]
+    numbers = vocabulary.encode([*frequent, *rare])
+    assert [found.names[kind] for kind in found.of[numbers]] == [*frequent.values(), *rare.values()]
 
 
 def test_articles_begin_at_their_titles() -> None:
@@ -106,14 +90,8 @@ def test_articles_begin_at_their_titles() -> None:
 def test_places_are_counted_in_segments_from_the_title() -> None:
     """With articles at 3 and 20, and segments of 4 words, 3..6 is the first, 7 the second, 11 the third."""
     found = places_in_article(np.array([0, 3, 6, 7, 11, 20]), np.array([3, 20]), 4)
-    assert [number if number < 0 else found.names[number] for number in found.of] == [
-        -1,
-        "segment 1",
-        "segment 1",
-        "segment 2",
-        "segment 3–4",
-        "segment 1",
-    ]
+    places = [found.names[number].removeprefix("segment ") for number in found.of if number >= 0]
+    assert (found.of[0], places) == (-1, ["1", "1", "2", "3–4", "1"])
     kept = present(Classes(found.names, np.array([-1, 2, 0])))
     assert kept.names == ("segment 1", "segment 3–4")
     np.testing.assert_array_equal(kept.of, [-1, 1, 0])
@@ -121,15 +99,12 @@ def test_places_are_counted_in_segments_from_the_title() -> None:
 
 def test_load_comes_from_the_balance_records() -> None:
     """Shares of each window; one without any sample is left out, and of two for a step the last counts."""
+    windows = (10, 5, [1, 1]), (9, 5, [9, 9]), (9, 5, [1, 3]), (9, 7, [0, 0]), (9, 9, [2, 0])
     records: list[dict[str, Any]] = [
-        {"kind": "balance", "layer": "layer10", "step": 5, "histogram": [1, 1]},
-        {"kind": "balance", "layer": "layer9", "step": 5, "histogram": [9, 9]},
-        {"kind": "balance", "layer": "layer9", "step": 5, "histogram": [1, 3]},
-        {"kind": "balance", "layer": "layer9", "step": 7, "histogram": [0, 0]},
-        {"kind": "balance", "layer": "layer9", "step": 9, "histogram": [2, 0]},
-        {"kind": "train", "step": 9},
+        {"kind": "balance", "layer": f"layer{layer}", "step": step, "histogram": histogram}
+        for layer, step, histogram in windows
     ]
-    found = load_over_training(records)
+    found = load_over_training([*records, {"kind": "train", "step": 9}])
     assert list(found) == ["layer9", "layer10"]
     np.testing.assert_allclose(found["layer9"], [[0.25, 0.75], [1, 0]])
 
@@ -158,7 +133,7 @@ def test_a_picture_is_readable(num_experts: int) -> None:
     shares = rng.dirichlet(np.ones(num_experts))
     words = pictures.words_picture("layer0", made_up_panels(num_experts), places, shares)
     assert_readable(words)
-    assert {"layer0: which experts are chosen for what"} & {text.partition(" (")[0] for text in words_of(words)}
+    assert "layer0: which experts are chosen for what" in {text.partition(" (")[0] for text in words_of(words)}
 
 
 TRAIN = TrainOptions(join=()).settings()
@@ -187,18 +162,13 @@ def test_what_cannot_be_inspected_is_refused(
         (tmp_path / "run").mkdir()
     if has_checkpoint:
         (tmp_path / "run" / "checkpoints" / "7").mkdir(parents=True)
-    with pytest.raises(SystemExit) as exit_:
-        main(["inspect", str(tmp_path / "run")])
-    error = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert len(error.splitlines()) == 1
+    status, error = outcome(["inspect", str(tmp_path / "run")], capsys)
+    assert (status, len(error.splitlines())) == (2, 1)
     assert re.search(line, error)
     assert not (tmp_path / "run" / "inspection").exists()
 
 
-def test_a_run_folder_runs_no_code_by_itself(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_runs_no_code_by_itself(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """The router's file must be named again, or the folder trusted; a router of ours is no file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise ValueError('it ran')\n")
@@ -208,9 +178,7 @@ def test_a_run_folder_runs_no_code_by_itself(
         (tmp_path / name / "checkpoints" / "7").mkdir(parents=True)
 
     def refusal(*words: str) -> str:
-        with pytest.raises(SystemExit):
-            main(["inspect", "--unfinished", *words])
-        return capsys.readouterr().err
+        return outcome(["inspect", "--unfinished", *words], capsys)[1]
 
     line = f"would run code out of {tmp_path / 'mine.py'}, .*name mine.py:router again, or give --trust-run"
     assert re.search(line, refusal("run"))
@@ -223,10 +191,5 @@ def test_the_runs_of_an_experiment_are_named(tmp_path: Path, capsys: pytest.Capt
     """The error names the runs that the folder above holds; for a path without a run, it says that there is none."""
     RunFolder.create(tmp_path / "all", {"experiment": "transformer_xl"})
     (tmp_path / "all" / "dmoe" / "seed0" / "checkpoints").mkdir(parents=True)
-    for path, line in (
-        (tmp_path / "all", "it holds 1 runs: .*all/dmoe/seed0"),
-        (tmp_path / "x", "there is no run folder"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["inspect", str(path)])
-        assert re.search(line, capsys.readouterr().err)
+    for name, line in (("all", "it holds 1 runs: .*all/dmoe/seed0"), ("x", "there is no run folder")):
+        assert re.search(line, outcome(["inspect", str(tmp_path / name)], capsys)[1])

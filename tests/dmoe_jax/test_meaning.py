@@ -54,7 +54,6 @@ def test_what_a_language_model_of_equal_shapes_may_differ_in(change: dict[str, A
 
     theirs, ours = differing(meaning(**change), meaning())
     assert theirs != ours
-    assert meaning() == meaning()
     ((name, value),) = change.items()
     assert (value if name == "words" else str(value).strip("(),")) in theirs
 
@@ -106,17 +105,10 @@ def test_collaborations_of_another_meaning_are_two(caplog: pytest.LogCaptureFixt
 
     async def live(swarm: Swarm, name: str, value: float, meaning: str) -> None:
         config = CollaborationConfig(target_batch_size=8, lead_s=2.0, meaning=meaning)
-        together = collaborative(optax.sgd(0.0), shared="gradients")
+        options = {"together": collaborative(optax.sgd(0.0), shared="gradients"), "name": "run", "config": config}
         async with (
             open_place(swarm, name) as place,
-            open_collaboration(
-                peer_at(place),
-                {"w": jnp.full(3, value)},
-                together=together,
-                name="run",
-                config=config,
-                device=InlineDevice(),
-            ) as peer,
+            open_collaboration(peer_at(place), {"w": jnp.full(3, value)}, device=InlineDevice(), **options) as peer,
         ):
             found[name] = peer
             while True:
@@ -171,29 +163,28 @@ async def test_nodes_whose_experts_compute_otherwise_do_not_fit(text: Path, tmp_
     """Two heads and four have parameters of the same shapes."""
     async with served_swarm() as (_, swarm):
         settings = command(tmp_path / "run", str(text), layer=replace(SIZES, num_heads=4))
-        with pytest.raises(
-            UsageError, match=r"compute otherwise: .* has heads: 2, this model needs heads: 4; .*num-heads"
-        ):
+        with pytest.raises(UsageError, match=r"compute otherwise: .* has heads: 2, .* needs heads: 4; .*num-heads"):
             await run_training(settings, settings.prepared(), swarm)
 
 
 async def test_a_run_whose_samples_had_no_expert_ends_with_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes that answer what they are and refuse every call: too few samples by default, after the report; enough for
-    a share of 1. A longer run is stopped on the way."""
+    """Nodes refuse every call: a short run ends with its report and an error, a longer one on the way."""
     async with served_swarm() as (served, swarm):
         served.node.refuse_calls()
         short: dict[str, Any] = {"steps": 2, "eval_every": 2, "num_trainers": 1, "timeout_s": 2.0}
-        settings = command(tmp_path / "short", str(text), **short)
+
+        async def run(name: str, **changes: Any) -> dict[str, Any]:
+            settings = command(tmp_path / name, str(text), **short | changes)
+            return await run_training(settings, settings.prepared(), swarm)
+
         with pytest.raises(UsageError, match=r"no expert answered for (\d+) of \1 samples of the run.* allows 50%"):
-            await run_training(settings, settings.prepared(), swarm)
+            await run("short")
         assert (tmp_path / "short" / "report.md").exists()
-        settings = command(tmp_path / "never", str(text), max_skipped=1.0, **short)
-        assert (await run_training(settings, settings.prepared(), swarm))["complete"]
+        assert (await run("never", max_skipped=1.0))["complete"]
         monkeypatch.setattr(statistics, "HOLD_S", 0.1)
-        settings = command(tmp_path / "long", str(text), **short | {"steps": 100, "eval_every": 100})
         with pytest.raises(UsageError, match=r"of the last 32 calls; .* stopped at step \d+$"):
-            await run_training(settings, settings.prepared(), swarm)
+            await run("long", steps=100, eval_every=100)
     with pytest.raises(ValueError, match=r"max_skipped is a share from 0 to 1, got 1.5"):
         command(tmp_path / "none", str(text), max_skipped=1.5)

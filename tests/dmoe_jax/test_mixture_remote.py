@@ -1,7 +1,8 @@
 """The mixture over the network: equal to the local one without faults, and calm with them."""
 
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,13 +43,9 @@ def project(params: Any, mixed: Any, targets: Any) -> Any:
 
 def make_problem() -> tuple[Any, Any, Any]:
     """Trunk parameters, an input and targets. The input is a parameter, so that its gradient is seen."""
-    key = jax.random.key(3)
-    params = {
-        "gate": ROUTER.init(jax.random.key(4), 8),
-        "x": jax.random.normal(key, (5, 8)),
-        "out": jax.random.normal(jax.random.key(5), (8, 3)),
-    }
-    return params, jnp.ones((5, 3)), optax.sgd(0.1)
+    sizes = {"x": (3, (5, 8)), "out": (5, (8, 3))}
+    params = {name: jax.random.normal(jax.random.key(seed), shape) for name, (seed, shape) in sizes.items()}
+    return params | {"gate": ROUTER.init(jax.random.key(4), 8)}, jnp.ones((5, 3)), optax.sgd(0.1)
 
 
 def remote_step(mixture: Any) -> Any:
@@ -60,11 +57,12 @@ def remote_step(mixture: Any) -> Any:
     return value_and_grad(forward)
 
 
-def local_loss(params: Any, experts: Any, targets: Any) -> tuple[Any, Any]:
+def local_loss(params: Any, experts: Any, targets: Any, x: Any = None) -> tuple[Any, Any]:
+    """(loss, which experts were used); `x`: the experts' input, if it is another than the gate's."""
     scores = ROUTER.scores(params["gate"], params["x"])
     indices, mask = ROUTER.select(scores, K_BEST)
     weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
-    mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, params["x"])
+    mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, params["x"] if x is None else x)
     used = jnp.zeros(GRID, bool).at[indices[..., 0], indices[..., 1]].set(True).reshape(-1)
     return project(params, mixed, targets), used
 
@@ -73,48 +71,37 @@ LOCAL_STEP = jax.jit(jax.value_and_grad(local_loss, argnums=(0, 1), has_aux=True
 UPDATE_EXPERTS = jax.jit(functools.partial(update_experts, OPTIMIZER))
 
 
-async def check_equals_local(swarm: SmallSwarm) -> None:
-    params, targets, trunk_optimizer = make_problem()
-    experts = swarm.stacked_params("ffn", GRID)
-    opt_states = init_opt_states(OPTIMIZER, experts)
-    step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT))
-    trunk_state = trunk_optimizer.init(params)
-    for _ in range(2):
-        (expected_loss, used), (expected_grads, expert_grads) = LOCAL_STEP(params, experts, targets)
-        loss, grads = await step(params, targets)
-        np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
-        close(grads, expected_grads)
-        experts, opt_states = UPDATE_EXPERTS(experts, opt_states, expert_grads, used)
-        close(swarm.stacked_params("ffn", GRID), experts)
-        updates, trunk_state = trunk_optimizer.update(grads, trunk_state, params)
-        params = optax.apply_updates(params, updates)
-    assert swarm.statistics.failed == swarm.statistics.late == 0
-    assert sum(swarm.statistics.load.values()) == 2 * 5 * K_BEST
-
-
 async def test_equals_local_over_tcp() -> None:
     """Loss, gradients of gate, input and head, and expert updates equal one jit to 1e-5 over two steps."""
     async with (
         tcp_callers(3) as callers,
         open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID, node_config=LASTING) as swarm,
     ):
-        await check_equals_local(swarm)
-
-
-async def test_equals_local_over_a_direct_network(autojump_clock: trio.testing.MockClock) -> None:
-    """The same in virtual time: nothing above the callers knows which network it is on."""
-    callers = direct_callers(DirectNetwork(latency_s=0.5), 3)
-    async with open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
-        await check_equals_local(swarm)
+        params, targets, trunk_optimizer = make_problem()
+        experts = swarm.stacked_params("ffn", GRID)
+        opt_states = init_opt_states(OPTIMIZER, experts)
+        step = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT))
+        trunk_state = trunk_optimizer.init(params)
+        for _ in range(2):
+            (expected_loss, used), (expected_grads, expert_grads) = LOCAL_STEP(params, experts, targets)
+            loss, grads = await step(params, targets)
+            np.testing.assert_allclose(loss, expected_loss, atol=1e-5)
+            close(grads, expected_grads)
+            experts, opt_states = UPDATE_EXPERTS(experts, opt_states, expert_grads, used)
+            close(swarm.stacked_params("ffn", GRID), experts)
+            updates, trunk_state = trunk_optimizer.update(grads, trunk_state, params)
+            params = optax.apply_updates(params, updates)
+        assert swarm.statistics.failed == swarm.statistics.late == 0
+        assert sum(swarm.statistics.load.values()) == 2 * 5 * K_BEST
 
 
 @asynccontextmanager
 async def direct_swarm(
-    network: DirectNetwork | None = None, nodes: int = 2
+    optimizer: Any = OPTIMIZER,
 ) -> AsyncIterator[tuple[SmallSwarm, list[DirectCaller], DirectNetwork]]:
-    network = network or DirectNetwork(latency_s=0.1)
-    callers = direct_callers(network, nodes + 1)
-    async with open_small_swarm(callers, EXPERT, OPTIMIZER, prefixes=["ffn"], grid_size=GRID) as swarm:
+    network = DirectNetwork(latency_s=0.1)
+    callers = direct_callers(network, 3)
+    async with open_small_swarm(callers, EXPERT, optimizer, prefixes=["ffn"], grid_size=GRID) as swarm:
         yield swarm, callers, network
 
 
@@ -138,18 +125,6 @@ async def test_dead_node_is_masked_then_avoided(autojump_clock: trio.testing.Moc
         assert swarm.statistics.failed + swarm.statistics.late == silent
 
 
-async def test_a_mixture_looks_its_grid_up_when_it_is_made(autojump_clock: trio.testing.MockClock) -> None:
-    """The first step asks the DHT for nothing."""
-    async with direct_swarm() as (swarm, _, network):
-        params, targets, _ = make_problem()
-        mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST)
-        await trio.sleep(1.0)
-        network.calls.clear()
-        await remote_step(mixture)(params, targets)
-        asked = {method for source, _, method in network.calls if source is None}
-        assert asked == {"expert.forward", "expert.backward"}
-
-
 async def test_nobody_answers_leaves_the_input(autojump_clock: trio.testing.MockClock) -> None:
     """Without any expert a sample passes unchanged, its gradient too; "raise" gives the step up instead."""
     async with direct_swarm() as (swarm, callers, network):
@@ -165,9 +140,7 @@ async def test_nobody_answers_leaves_the_input(autojump_clock: trio.testing.Mock
             await remote_step(strict)(params, targets)
 
 
-async def test_expert_lost_between_forward_and_backward_is_a_constant(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_expert_lost_before_backward_is_a_constant(autojump_clock: trio.testing.MockClock) -> None:
     """Losing the nodes after the forward leaves the gradient of everything but the experts' inputs."""
     async with direct_swarm() as (swarm, callers, network):
         params, targets, _ = make_problem()
@@ -181,12 +154,7 @@ async def test_expert_lost_between_forward_and_backward_is_a_constant(
             return run(project, params, mixed, targets)
 
         def constant_experts(params: Any) -> Any:
-            scores = ROUTER.scores(params["gate"], params["x"])
-            indices, mask = ROUTER.select(scores, K_BEST)
-            weights = ROUTER.combine(gather_logits(scores, indices, ROUTER.grid_size), mask)
-            frozen_input = jax.lax.stop_gradient(params["x"])
-            mixed = local_mixture(EXPERT, experts, GRID, indices, mask, weights, frozen_input)
-            return project(params, mixed, targets)
+            return local_loss(params, experts, targets, jax.lax.stop_gradient(params["x"]))[0]
 
         loss, grads = await value_and_grad(forward)(params, targets)
         expected_loss, expected = jax.jit(jax.value_and_grad(constant_experts))(params)
@@ -208,7 +176,8 @@ async def test_a_lying_node_counts_as_silent(autojump_clock: trio.testing.MockCl
         return Reply(body={"answers": answers}, tensors=(wrong,))
 
     async with direct_swarm() as (swarm, callers, _):
-        callers[0]._handlers["expert.forward"] = liar
+        callers[0].remove_handler("expert.forward")
+        callers[0].add_handler("expert.forward", liar)
         params, targets, _ = make_problem()
         loss, grads = await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6))(params, targets)
         assert np.isfinite(loss)
@@ -222,17 +191,16 @@ async def test_a_lying_node_counts_as_silent(autojump_clock: trio.testing.MockCl
 
 
 @pytest.mark.parametrize(("max_parts", "expected"), [(64, 2), (2, 4), (1, 6)])
-async def test_one_request_per_node_not_per_sample(
-    autojump_clock: trio.testing.MockClock, max_parts: int, expected: int
-) -> None:
-    """Five samples on six experts of two nodes make two requests each way, however many pairs there are; or as many as
-    are needed for so many experts each."""
+async def test_one_request_per_node_not_per_sample(autojump_clock: Any, max_parts: int, expected: int) -> None:
+    """Six experts of two nodes get two requests each way, or as many as are needed for so many experts each."""
     async with direct_swarm() as (swarm, _, network):
         params, targets, _ = make_problem()
+        mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6, max_parts=max_parts)
+        await trio.sleep(1.0)  # it looks its grid up, so that the first step asks the DHT for nothing
         network.calls.clear()
-        await remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=6, max_parts=max_parts))(params, targets)
-        methods = [method for _, _, method in network.calls]
-        assert methods.count("expert.forward") == methods.count("expert.backward") == expected
+        await remote_step(mixture)(params, targets)
+        asked = Counter(method for source, _, method in network.calls if source is None)
+        assert asked == {"expert.forward": expected, "expert.backward": expected}
         assert swarm.statistics.ok == 12
 
 
@@ -245,59 +213,33 @@ LOSSES = {
 }
 
 
-def taken(network: DirectNetwork) -> dict[str, int]:
-    """By method, the bytes of tensors since the last time."""
-    nbytes = dict(network.tensor_bytes)
-    network.tensor_bytes.clear()
-    return nbytes
-
-
-async def steps_with_and_without(
-    swarm: SmallSwarm, compression: Compression, after_each: Callable[[], None] = lambda: None
-) -> tuple[Any, Any]:
-    """(loss, gradients) of one step uncompressed, then compressed. The swarm's experts must not learn."""
+@pytest.mark.parametrize("compression", LOSSES)
+async def test_compression_costs_little_accuracy_and_takes_fewer_bytes(
+    autojump_clock: Any, compression: Compression
+) -> None:
+    """A value takes 2 bytes instead of 4, or 1 and a scale, both ways; a sample goes to a node once."""
     params, targets, _ = make_problem()
-    plainly = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT))
-    compressed = remote_step(swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, compression=compression, **PATIENT))
-    results = []
-    for step in (plainly, compressed):
-        results.append(await step(params, targets))
-        after_each()
-    return results[0], results[1]
-
-
-def check_loss_of_compression(exact: Any, lossy: Any, compression: Compression) -> None:
-    """The step differs, and by no more than roundings of inputs, outputs and their gradients explain.
-
-    Four roundings on the way, each within the bound for every value, through experts and a loss whose gain is near
-    one: eight times the bound leaves room.
-    """
-    (exact_loss, exact_grads), (lossy_loss, lossy_grads) = exact, lossy
+    async with direct_swarm(optimizer=None) as (swarm, _, network):
+        network_bytes, steps = [], []
+        for options in ({}, {"compression": compression}):
+            network.tensor_bytes.clear()
+            mixture = swarm.mixture(EXPERT, ROUTER, "ffn", k_best=K_BEST, **PATIENT, **options)
+            steps.append(await remote_step(mixture)(params, targets))
+            network_bytes.append(dict(network.tensor_bytes))
+        assert swarm.statistics.failed == swarm.statistics.late == 0
+    # The step differs, and by no more than roundings of inputs, outputs and their gradients explain: four on the way,
+    # each within the bound for every value, through experts and a loss whose gain is near one: eight times the bound
+    # leaves room.
+    (exact_loss, exact), (lossy_loss, lossy) = steps
     bound = 8 * LOSSES[compression]
     assert lossy_loss != exact_loss
     np.testing.assert_allclose(lossy_loss, exact_loss, rtol=bound)
-    for name in ("x", "out", "gate"):
-        exact_leaves, lossy_leaves = (jax.tree.leaves(grads[name]) for grads in (exact_grads, lossy_grads))
-        for leaf, lossy_leaf in zip(exact_leaves, lossy_leaves, strict=True):
-            assert 0 < np.linalg.norm(lossy_leaf - leaf) < bound * np.linalg.norm(leaf), name
-
-
-@pytest.mark.parametrize("compression", LOSSES)
-async def test_compression_costs_little_accuracy_and_takes_fewer_bytes(
-    autojump_clock: trio.testing.MockClock, compression: Compression
-) -> None:
-    """Inputs and outputs of [n, 8] take 2 bytes a value instead of 4, or 1 and a scale, in both directions; a sample
-    that several experts of a node are to get travels once."""
-    network = DirectNetwork(latency_s=0.1)
-    async with open_small_swarm(direct_callers(network, 3), EXPERT, None, prefixes=["ffn"], grid_size=GRID) as swarm:
-        network_bytes = []
-        exact, lossy = await steps_with_and_without(swarm, compression, lambda: network_bytes.append(taken(network)))
-        check_loss_of_compression(exact, lossy, compression)
-        assert swarm.statistics.failed == swarm.statistics.late == 0
-        # Outputs for each pair of a sample and an expert; inputs for each that a node gets; and the index.
-        (plainly, lossily), pairs = network_bytes, 5 * K_BEST
-        assert 4 * 8 * (pairs + 5) <= plainly["expert.forward"] < 4 * 8 * 2 * pairs + 2 * 128
-        share = 0.26 if compression is Compression.BLOCKWISE_8BIT else 0.5
-        for method in ("expert.forward", "expert.backward"):
-            # The index and the gaps between tensors stay.
-            assert lossily[method] < share * plainly[method] + 4 * pairs + 3 * 64 * 4
+    for leaf, lossy_leaf in zip(*map(jax.tree.leaves, (exact, lossy)), strict=True):
+        assert 0 < np.linalg.norm(lossy_leaf - leaf) < bound * np.linalg.norm(leaf)
+    # Outputs for each pair of a sample and an expert; inputs for each that a node gets; and the index.
+    (plainly, lossily), pairs = network_bytes, 5 * K_BEST
+    assert 4 * 8 * (pairs + 5) <= plainly["expert.forward"] < 4 * 8 * 2 * pairs + 2 * 128
+    share = 0.26 if compression is Compression.BLOCKWISE_8BIT else 0.5
+    for method in ("expert.forward", "expert.backward"):
+        # The index and the gaps between tensors stay.
+        assert lossily[method] < share * plainly[method] + 4 * pairs + 3 * 64 * 4

@@ -14,8 +14,8 @@ CONFIG = mlp.MLPConfig(input_dim=6, num_classes=3, d_model=8, num_layers=2, grid
 ROUTER = product_key(CONFIG.grid_size, init_scale=1.0)
 
 
-def make_params():
-    return mlp.init_trunk(jax.random.key(0), CONFIG, ROUTER), mlp.init_experts(jax.random.key(1), CONFIG)
+def make_params(config=CONFIG, router=ROUTER):
+    return mlp.init_trunk(jax.random.key(0), config, router), mlp.init_experts(jax.random.key(1), config)
 
 
 def make_batch(n=12):
@@ -57,12 +57,11 @@ def test_float64(name):
     """Parameters and gradients are what they are called, and the loss is that of float32 to its rounding."""
     router, batch = ROUTERS[name](CONFIG.grid_size), make_batch()
     grad = jax.jit(jax.value_and_grad(mlp.local_forward, argnums=(0, 1), has_aux=True), static_argnums=(2, 3))
-    trunk, experts = mlp.init_trunk(jax.random.key(0), CONFIG, router), mlp.init_experts(jax.random.key(1), CONFIG)
+    trunk, experts = make_params(router=router)
     (loss, _), _ = grad(trunk, experts, CONFIG, router, batch)
     with jax.enable_x64(True):
         config = dataclasses.replace(CONFIG, dtype="float64")
-        made = mlp.init_trunk(jax.random.key(0), config, router), mlp.init_experts(jax.random.key(1), config)
-        assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {np.dtype("float64")}
+        assert {leaf.dtype for leaf in jax.tree.leaves(make_params(config, router))} == {np.dtype("float64")}
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), (trunk, experts))
         (wide_loss, _), grads = grad(*wide, config, router, batch._replace(x=batch.x.astype(np.float64)))
         assert {leaf.dtype for leaf in [wide_loss, *jax.tree.leaves(grads)]} == {np.dtype("float64")}
@@ -70,30 +69,21 @@ def test_float64(name):
         assert 0 < abs(float(wide_loss) - float(loss)) < 1e-6
 
 
+def test_segments_are_stable_objects():
+    assert mlp.segments(CONFIG, ROUTER) is mlp.segments(dataclasses.replace(CONFIG), ROUTER)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "message"),
+    ("changes", "message"),
     [
-        ("float16", "dtype must be 'float32' or 'float64', got 'float16'"),
-        ("float64", "dtype 'float64' needs JAX's 64-bit types"),
+        ({"dtype": "float16"}, "dtype must be 'float32' or 'float64', got 'float16'"),
+        ({"dtype": "float64"}, "dtype 'float64' needs JAX's 64-bit types"),
+        ({"num_classes": 0}, "num_classes must be a positive integer, got 0"),
+        ({"k_best": 7}, r"k_best is at most .* got 7"),
+        ({"grid_size": (6,)}, r"is for grid \(2, 3\), the model's grid is \(6,\)"),
     ],
 )
-def test_types_that_it_cannot_have(dtype, message):
+def test_configurations_that_cannot_work_are_refused(changes, message):
+    """Mistakes surface when the configuration is made, or meets a router."""
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, dtype=dtype)
-
-
-def test_segments_are_stable_objects():
-    """Equal arguments give the same functions."""
-    again = mlp.MLPConfig(**{name: getattr(CONFIG, name) for name in CONFIG.__slots__})
-    assert mlp.segments(CONFIG, ROUTER) is mlp.segments(again, ROUTER)
-
-
-def test_configurations_that_cannot_work_are_refused():
-    """Mistakes surface when the configuration is made."""
-    sizes = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
-    with pytest.raises(ValueError, match="num_classes must be a positive integer, got 0"):
-        mlp.MLPConfig(**sizes | {"num_classes": 0})
-    with pytest.raises(ValueError, match=r"k_best is at most .* got 7"):
-        mlp.MLPConfig(**sizes | {"k_best": 7})
-    with pytest.raises(ValueError, match=r"is for grid \(6,\), the model's grid is \(2, 3\)"):
-        mlp.init_trunk(jax.random.key(0), CONFIG, product_key((6,)))
+        mlp.init_trunk(jax.random.key(0), dataclasses.replace(CONFIG, **changes), ROUTER)

@@ -9,32 +9,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from dmoe_jax.cli import main
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.experts import feedforward
-from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of_untrusted
+from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD
+from dmoe_jax.node import lockstep
 from dmoe_jax.node.backend import make_backends
-from dmoe_jax.node.lockstep import (
-    Order,
-    _devices,
-    encode_order,
-    nbytes_of_arrays,
-    parse_header_untrusted,
-    with_arrays,
-)
+from dmoe_jax.node.lockstep import Order, encode_order, nbytes_of_arrays, parse_header_untrusted, with_arrays
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Contact
 from dmoe_net.wire import codec
 from dmoe_net.wire.tensors import plain
-from tests.dmoe_jax.node_rig import rows
+from tests.dmoe_jax.node_rig import ask_expert, rows
+from tests.dmoe_jax.training_rig import outcome
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:2] --warm-up-rows 4"
 
 
@@ -43,47 +37,33 @@ def two_processes(tmp_path: Path, *more: str) -> Iterator[tuple[list[subprocess.
     """A node of two processes with two devices each, and its contact."""
     # Below the ports that the system gives away, and another one for each process of tests.
     coordinator = f"127.0.0.1:{20000 + os.getpid() % 10000}"
-    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", "--distributed", coordinator, *more]
+    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", "--distributed", coordinator, "--num-processes", "2", *more]
     xla = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    options = {"env": os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}, "cwd": Path(__file__).parents[2]}
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(2):
             log = stack.enter_context((tmp_path / f"{number}.log").open("w"))
-            own = ["--num-processes", "2", "--process-id", str(number)]
-            process = subprocess.Popen(
-                [sys.executable, "-m", "dmoe_jax.cli", "node", *flags, *own],
-                env=os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            command = [sys.executable, "-m", "dmoe_jax.cli", "node", *flags, "--process-id", str(number)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, **options)
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        lines = processes[0].stdout
-        assert lines is not None
-        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in lines)), None)
+        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in processes[0].stdout)), None)
         assert found is not None, (tmp_path / "0.log").read_text()
         yield processes, found[1]
 
 
 async def ask(contact: str, method: str, uid: str, *tensors: np.ndarray) -> np.ndarray:
-    """Answer of an expert to all rows."""
-    count = len(tensors[0])
-    index = np.arange(count, dtype=np.int32)
-    body = {"parts": [{"uid": uid, "rows": count} | ({"id": os.urandom(8)} if method == BACKWARD else {})]}
+    body = {"uid": uid} | ({"id": os.urandom(8)} if method == BACKWARD else {})
     async with join_swarm(NetworkOptions(insecure_loopback=True), join=[contact]) as peer:
-        reply = await peer.rpc.call(Contact.parse(contact), method, body, (index, *tensors), timeout_s=60)
-    ((_, outcome),) = outcomes_of_untrusted(reply, {0: count})
-    assert isinstance(outcome, Answer)
-    return np.asarray(plain(outcome.tensors[0]))
+        reply = await ask_expert(peer.rpc, Contact.parse(contact), method, body, *tensors)
+    return np.asarray(plain(reply.tensors[0]))
 
 
 @pytest.mark.slow
 async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
-    """Gradients and outputs over three updates are those of one process. Stopped, both end in order; started again they
-    go on from the checkpoint that one of them has written."""
+    """Three updates are those of one process. Stopped and started again, both go on from the checkpoint."""
     optimizer = NodeCommand().learning.make()
     alone = make_backends({"ffn.[0:2]": feedforward(d_model=16)}, optimizer, seed=0)["ffn.1"]
     saving = "--checkpoint-dir", str(tmp_path / "experts")
@@ -118,7 +98,7 @@ async def test_whichever_is_stopped_all_leave_in_order(tmp_path: Path, stopped: 
 
 async def test_several_processes_never_compute_in_the_loop() -> None:
     """However short the work: the loop tells the other processes of it, for whom XLA waits."""
-    (placed,) = _devices(None, None)
+    (placed,) = lockstep._devices(None, None)
     for device in (placed.device, placed.device.another()):
         assert await device.run(threading.get_ident, expected_s=0.0) != threading.get_ident()
 
@@ -146,16 +126,11 @@ def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
         ("--distributed a:1 --num-processes 2 --process-id 0 --replicas 2", "--distributed does not go together with"),
     ],
 )
-def test_wrong_flags(
-    flags: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line before anything is started."""
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)  # how such a process ends; this one is pytest's
-    with pytest.raises(SystemExit) as exit_:
-        main(["node", *flags.split()])
-    assert exit_.value.code == 2
-    assert re.match(f"dmoe: error: {line}", error := capsys.readouterr().err), error
+def test_wrong_flags(flags: str, line: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "_exit", lambda status: None)  # how such a process ends; this one is pytest's
+    status, error = outcome(["node", *flags.split()], capsys)
+    assert status == 2
+    assert re.match(f"dmoe: error: {line}", error), error
     assert error.count("\n") == 1
 
 
@@ -174,9 +149,7 @@ def test_orders_come_back_as_they_were() -> None:
     assert nbytes_of_arrays(specs) == len(body)
     found = with_arrays(parsed, specs, body)
     assert (found.kind, found.uid, found.number, found.one("keys")) == ("run", "ffn.1", 7, None)
-    assert {name: len(several) for name, several in found.arrays.items()} == dict(
-        zip(arrays, (2, 1, 1, 2), strict=True)
-    )
+    assert [(name, len(several)) for name, several in found.arrays.items()] == [*zip(arrays, (2, 1, 1, 2), strict=True)]
     for name, several in arrays.items():
         for a, b in zip(found.arrays[name], several, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -184,22 +157,23 @@ def test_orders_come_back_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
+    "changes",
     [
-        7,
-        {},
-        {"kind": "obey", "uid": "", "number": 0, "arrays": []},
-        {"kind": "load", "uid": 3, "number": 0, "arrays": []},
-        {"kind": "load", "uid": "", "number": -1, "arrays": []},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "object", [1]]]},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float99", [1]]]},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["kind", "float32", [1]]]},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32", [-1]]]},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32", [2**40, 2**40]]]},
-        {"kind": "load", "uid": "", "number": 0, "arrays": [["state", "float32"]]},
+        {"kind": "obey"},
+        {"uid": 3},
+        {"number": -1},
+        {"arrays": [["state", "object", [1]]]},
+        {"arrays": [["state", "float99", [1]]]},
+        {"arrays": [["kind", "float32", [1]]]},
+        {"arrays": [["state", "float32", [-1]]]},
+        {"arrays": [["state", "float32", [2**40, 2**40]]]},
+        {"arrays": [["state", "float32"]]},
+        None,
     ],
 )
-def test_what_is_no_order_is_refused(body: object) -> None:
-    """With the one error for what a peer sent."""
-    with pytest.raises(RemoteProtocolError):
-        parse_header_untrusted(codec.encode(body))
+def test_what_is_no_order_is_refused(changes: dict[str, object] | None) -> None:
+    sound = {"kind": "load", "uid": "", "number": 0, "arrays": []}
+    parse_header_untrusted(codec.encode(sound))
+    for body in (7, {}) if changes is None else (sound | changes,):
+        with pytest.raises(RemoteProtocolError):
+            parse_header_untrusted(codec.encode(body))

@@ -1,5 +1,6 @@
 """Experts whose programs call the host: found, run one at a time, and never in the event loop."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from threading import get_ident
@@ -15,11 +16,11 @@ import trio.testing
 from dmoe_jax.experts import expert_from_functions
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import InlineDevice, ThreadDevice
-from dmoe_jax.node.backend import ExpertBackend, make_backends
+from dmoe_jax.node.backend import make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.host_calls import calls_host
 from dmoe_jax.node.sharding import Place, PlacedDevice
-from tests.dmoe_jax.node_rig import SGD, open_rig, rows
+from tests.dmoe_jax.node_rig import SGD, Rig, open_rig, rows
 
 WIDTH = 512
 """Width of arguments that are large enough for one of XLA's threads to give them to the host."""
@@ -38,9 +39,9 @@ def _sin(array: Any) -> Any:
     return np.sin(np.asarray(array))
 
 
-def on_host(array: Any) -> Any:
+def on_host(array: Any, *, function: Callable[[Any], Any] = _sin) -> Any:
     """The sine, by Python."""
-    return jax.pure_callback(_sin, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+    return jax.pure_callback(function, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
 
 
 def expert_with(function: Callable[[Any], Any]) -> Expert:
@@ -73,29 +74,29 @@ def test_calls_of_the_host_are_found_wherever_they_are(function: Callable[[Any],
     assert calls_host(jax.make_jaxpr(function)(jnp.ones(3))) == expected
 
 
-@pytest.mark.parametrize(
-    ("function", "strategy"), [(jnp.sin, "single"), (on_host, "single"), (jnp.sin, "stacked"), (on_host, "stacked")]
-)
-async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(
-    function: Callable[[Any], Any], strategy: Any
-) -> None:
-    """In real time, on a real device; also experts that call the host, which would wait for ever if they overlapped."""
-    expert, uids = expert_with(function), [f"ffn.{index}" for index in range(4)]
-    ours, alone = (
-        {uid: ExpertBackend(expert, SGD, expert.init(jax.random.key(index))) for index, uid in enumerate(uids)}
-        for _ in range(2)
-    )
+async def ask_each(rig: Rig, *, forward: bool = False) -> None:
+    """Six times a backward of every expert at once, and a forward of each beside it."""
     x, grads = rows(256, WIDTH), rows(256, WIDTH, seed=1)
+    for number in range(6):
+        async with trio.open_nursery() as nursery:
+            for uid in rig.backends:
+                nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
+                if forward:
+                    nursery.start_soon(rig.forward, uid, x)
+
+
+@pytest.mark.parametrize("strategy", ["single", "stacked"])
+@pytest.mark.parametrize("function", [jnp.sin, on_host])
+async def test_a_node_answers_several_experts_at_once_as_one_after_the_other(function: Any, strategy: Any) -> None:
+    """In real time, on a real device; also experts that call the host, which would wait for ever if they overlapped."""
+    ours, alone = (make_backends({"ffn.[0:4]": expert_with(function)}, SGD, seed=0) for _ in range(2))
     with trio.fail_after(60.0):
         async with open_rig(device=LongTurnDevice(), backends=ours, config=NodeConfig(strategy=strategy)) as rig:
-            for number in range(6):
-                async with trio.open_nursery() as nursery:
-                    for uid in uids:
-                        nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
-    for uid in uids:
+            await ask_each(rig)
+    for uid, backend in alone.items():
         for _ in range(6):
-            alone[uid].backward([x], grads)
-        jax.tree.map(np.testing.assert_array_equal, ours[uid].params, alone[uid].params)
+            backend.backward([rows(256, WIDTH)], rows(256, WIDTH, seed=1))
+        jax.tree.map(np.testing.assert_array_equal, ours[uid].params, backend.params)
 
 
 @pytest.mark.parametrize("strategy", ["single", "stacked"])
@@ -110,21 +111,12 @@ async def test_devices_take_turns_with_experts_that_call_the_host(strategy: Any)
         inside[get_ident()] -= 1
         return result
 
-    def function(array: Any) -> Any:
-        return jax.pure_callback(counted, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
-
     devices = [PlacedDevice(place=Place(number=number), device=LongTurnDevice()) for number in range(3)]
-    uids = [f"ffn.{index}" for index in range(6)]
-    places = [each.place for each in devices]
-    ours = make_backends(dict.fromkeys(uids, expert_with(function)), SGD, seed=0, places=places)
-    x, grads = rows(256, WIDTH), rows(256, WIDTH, seed=1)
+    expert, places = expert_with(functools.partial(on_host, function=counted)), [each.place for each in devices]
+    ours = make_backends({"ffn.[0:6]": expert}, SGD, seed=0, places=places)
     with trio.fail_after(60.0):
         async with open_rig(device=devices, backends=ours, config=NodeConfig(strategy=strategy)) as rig:
-            for number in range(6):
-                async with trio.open_nursery() as nursery:
-                    for uid in uids:
-                        nursery.start_soon(rig.backward, uid, b"%d" % number + uid.encode(), x, grads)
-                        nursery.start_soon(rig.forward, uid, x)
+            await ask_each(rig, forward=True)
             assert all(each["batches"] for each in rig.node.status()["devices"])
     assert {backend.update_count for backend in ours.values()} == {6}
     assert all(backend.programs.calls_host for backend in ours.values())
@@ -139,12 +131,10 @@ async def test_what_calls_the_host_never_runs_in_the_event_loop() -> None:
         trio.from_thread.run_sync(calls.append, 1, trio_token=loop)
         return _sin(array)
 
-    def function(array: Any) -> Any:
-        return jax.pure_callback(asks_the_loop, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
-
     loop = trio.lowlevel.current_trio_token()
+    function = functools.partial(on_host, function=asks_the_loop)
     expert = await trio.to_thread.run_sync(expert_with, function)  # which tries it
-    backends = {"ffn.0": ExpertBackend(expert, SGD, expert.init(jax.random.key(0)))}
+    backends = make_backends({"ffn.0": expert}, SGD, seed=0)
     calls.clear()
     with trio.fail_after(60.0):
         async with open_rig(device=ThreadDevice(inline_s=100.0), backends=backends) as rig:

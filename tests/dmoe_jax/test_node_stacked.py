@@ -1,25 +1,38 @@
-"""Stacked experts compute what experts by themselves do, in place, and each is refused alone."""
+"""Stacked experts compute what experts by themselves do, in place, and each is refused alone; and what is stacked."""
 
+import functools
 import gc
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import trio
 from flax import linen as nn
 
 from dmoe_jax.experts import expert_from_functions, expert_from_linen, feedforward
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.experts.transformer_xl import transformer_xl_layer
 from dmoe_jax.layer_config import Recipe
+from dmoe_jax.machine.device import ThreadDevice
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup, UpdateRejected, make_backends
+from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import Batch, nbytes_of
-from dmoe_jax.node.stacked import Form, stack_up
+from dmoe_jax.node.saving import ExpertSaver, saved_uids
+from dmoe_jax.node.sharding import Place, PlacedDevice, placed
+from dmoe_jax.node.stacked import MOST_STACKED_BYTES, Form, Strategies, stack_up
 from dmoe_jax.optim.recipe import make_optimizer
-from tests.dmoe_jax.node_rig import rows
+from dmoe_jax.placement.averager import add_average
+from dmoe_jax.placement.copies import CopyLayout
+from tests.dmoe_jax.node_rig import SGD, open_rig, rows
+from tests.dmoe_jax.test_node_overload import UIDS, TurnDevice, ask_all, backends, check_as_alone
+from tests.dmoe_jax.training_rig import outcome
 
 RECIPE = make_optimizer(Recipe(total_steps=None, learning_rate=1e-2, warmup_steps=5, grad_clip=1.0))
 """Adam, a bound on the gradient's norm, a schedule, and smaller steps where an update is stale."""
@@ -94,8 +107,7 @@ def test_twenty_turns_are_those_of_single_experts() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("optimizer", [RECIPE, optax.sgd(0.01), None], ids=["adam", "sgd", "frozen"])
 def test_twenty_turns_of_transformers_with_dropout(form: Form, optimizer: Any) -> None:
-    """Adam divides by the gradient's size: where a gradient is nothing but rounding, as a bias of attention keys has,
-    other rounding gives another update. One expert after the other rounds as its own program does."""
+    """Adam amplifies rounding where a gradient is nothing else; looped programs round as single ones do."""
     expert = transformer_xl_layer(d_model=8, num_heads=2, d_ff=16, seq_len=3, mem_len=2, dropout=0.2)
     amplified = form == "vmapped" and optimizer is RECIPE
     agree(*twenty_turns(expert, optimizer, form), relative=1e-3 if amplified else 1e-6)
@@ -143,18 +155,23 @@ def test_nothing_is_compiled_for_batches_that_are_warm(form: Form, compilations:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
-    """The single states are gone; an update's arrays lie where the old ones did, and XLA needs less room than a second
-    copy of the stack takes."""
+    """Single states are gone, an update reuses the arrays' memory, and XLA needs no second copy of the stack."""
     gc.collect()  # what earlier tests left behind is not freed meanwhile
     held = sum(leaf.nbytes for leaf in jax.live_arrays())
-    backends, group = stacked_backends(32, form=form)
+    count = 37  # no other array of this process has as many rows
+    backends, group = stacked_backends(count, form=form)
     one = nbytes_of(group.read(0))
-    assert sum(leaf.nbytes for leaf in jax.live_arrays()) - held == 32 * one == 32 * backends[0].nbytes
-    leaves = jax.tree.leaves(group._state)
+    assert sum(leaf.nbytes for leaf in jax.live_arrays()) - held == count * one == count * backends[0].nbytes
+
+    def stack() -> list[Any]:
+        return [leaf for leaf in jax.live_arrays() if leaf.shape[:1] == (count,)]
+
+    leaves = stack()
+    assert sum(leaf.nbytes for leaf in leaves) == count * one
     pointers = {leaf.unsafe_buffer_pointer() for leaf in leaves}
     run([(backend, Batch(inputs=(rows(2),), output_grads=rows(2))) for backend in backends[:2]])
     assert all(leaf.is_deleted() for leaf in leaves)
-    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(group._state)} == pointers
+    assert {leaf.unsafe_buffer_pointer() for leaf in stack()} == pointers
     (program,) = group.programs.backward.values()  # type: ignore[attr-defined]
     # Vmapped, the states of its 16, their gradients and what becomes of them; looped, those of one.
     most = 16 * one if form == "looped" else 5 * 16 * one
@@ -163,10 +180,9 @@ def test_states_are_held_once_and_changed_in_place(form: Form) -> None:
 
 def test_few_batches_are_not_computed_as_many() -> None:
     """At once, there are programs for 16 experts and for 64, and of large experts one for a single batch."""
-    small, _ = stacked_backends(4, form="vmapped")
-    many, _ = stacked_backends(40, form="vmapped")
-    large, _ = stacked_backends(4, expert_from_linen(nn.Dense(1200, name="large"), rows(1, 1200)), form="vmapped")
-    for backends, expected in ((small, [4]), (many, [16, 64]), (large, [1, 4])):
+    large = expert_from_linen(nn.Dense(1200, name="large"), rows(1, 1200))
+    for number, expert, expected in ((4, EXPERT, [4]), (40, EXPERT, [16, 64]), (4, large, [1, 4])):
+        backends, _ = stacked_backends(number, expert, form="vmapped")
         for count in (1, 2, 4, len(backends)):
             batch = Batch(inputs=(np.zeros((2, *backends[0].expert.inputs[0].shape), np.float32),))
             run([(each, batch) for each in backends[:count]])
@@ -190,22 +206,18 @@ def test_loading_one_leaves_the_others_alone() -> None:
 def test_states_are_read_from_another_thread_while_experts_learn() -> None:
     """An update takes the arrays of the whole stack; whoever reads one expert never finds them gone."""
     backends, _ = stacked_backends(4)
-    done, errors = threading.Event(), []
+    done = threading.Event()
 
     def read() -> None:
-        try:
-            while not done.is_set():
-                jax.block_until_ready(backends[3].state)
-        except RuntimeError as error:
-            errors.append(error)
+        while not done.is_set():
+            jax.block_until_ready(backends[3].state)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    for _ in range(100):
-        run([(each, Batch(inputs=(rows(2),), output_grads=rows(2))) for each in backends[:3]])
-    done.set()
-    reader.join()
-    assert errors == []
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        for _ in range(100):
+            run([(each, Batch(inputs=(rows(2),), output_grads=rows(2))) for each in backends[:3]])
+        done.set()
+        reading.result()
 
 
 def test_what_cannot_be_stacked() -> None:
@@ -220,3 +232,124 @@ def test_what_cannot_be_stacked() -> None:
         stack_up([alone, narrow])
     with pytest.raises(ValueError, match="experts that share a program must lie in one stack"):
         run([(each, Batch(inputs=(rows(1),))) for each in (backends[0], narrow)])
+
+
+def dense(count: int, optimizer: Any = SGD) -> dict[str, ExpertBackend]:
+    return make_backends({f"ffn.[0:{count}]": EXPERT}, optimizer, seed=0)
+
+
+@pytest.mark.slow
+async def test_a_turn_of_stacked_experts_is_one_program(autojump_clock: trio.testing.MockClock) -> None:
+    """Answers, updates and refusals are those of experts alone, and metrics count each batch by itself."""
+    device, alone, rounds = TurnDevice(), backends(), []
+    async with open_rig(device=device, backends=backends(), config=NodeConfig(strategy="stacked")) as rig:
+        assert all(backend.programs.size == 4 for backend in rig.backends.values())
+        (settled,) = rig.node.status()["strategies"]
+        assert (settled["strategy"], settled["experts"], settled["why"]) == ("stacked", 4, "it was asked for")
+        for number in range(3):
+            device.turns.clear()
+            rounds.append(await ask_all(rig, number))
+            assert number == 0 or device.turns == ["forward", "turn"]
+        assert rounds[0][3].endswith("its gradient would make expert ffn.3 not finite")
+        check_as_alone(rig, alone, rounds, rtol=1e-5, atol=1e-6)
+        # Each time 1 forward and 4 backward batches, of 1 and 2 rows; the one that was refused is none.
+        assert rig.node.status()["batches"] == 3 * 5 - 1
+        assert rig.node.recorder.experts[UIDS[0], "backward"].rows == 6
+
+
+async def test_in_virtual_time_experts_are_single(autojump_clock: trio.testing.MockClock) -> None:
+    async with open_rig(backends=dense(2)) as rig:
+        (settled,) = rig.node.status()["strategies"]
+        assert settled["strategy"] == "single"
+        assert settled["why"] == "in virtual time starting a program costs nothing"
+        assert rig.backends["ffn.0"].programs.size == 1
+
+
+@pytest.mark.parametrize(("more", "strategy"), [(1, "single"), (0, "stacked")])
+async def test_small_experts_are_stacked(more: int, strategy: str, compilations: Any) -> None:
+    """Up to a bound on their parameters. Then nothing is compiled but what is warmed up."""
+    size = MOST_STACKED_BYTES["looped"] // 4 + more
+
+    def apply(params: Any, x: Any) -> Any:
+        return x * params["w"][:4]
+
+    expert = expert_from_functions(lambda key: {"w": jnp.ones(size)}, apply, rows(1), name="bounded")
+    said: list[str] = []
+    experts = make_backends({"ffn.[0:3]": expert}, SGD, seed=0)
+    strategies = Strategies(experts, placed(ThreadDevice()), NodeConfig(strategy="auto"), may_adopt=False)
+    await strategies.settle(said.append)
+    (settled,) = strategies.status()
+    assert settled["strategy"] == strategy
+    assert {backend.programs.size for backend in experts.values()} == {3 if strategy == "stacked" else 1}
+    expected = f"3 experts bounded in place 0: stacked, since parameters of {4 * size} bytes are at most {4 * size},"
+    assert [text.startswith(expected) for text in said] == ([True] if strategy == "stacked" else [])
+    experts["ffn.0"].warm_up(2)
+    compiled = compilations.count
+    experts["ffn.1"].backward([rows(2)], rows(2))
+    assert compilations.count == compiled
+
+
+@pytest.mark.parametrize("strategy", ["auto", "stacked"])
+async def test_what_cannot_be_stacked_is_single_or_refused(strategy: Any, autojump_clock: Any) -> None:
+    """A lone expert, experts that come and go, and a node of several processes."""
+    told = PlacedDevice(place=Place(led=lambda uid, programs: programs), device=TurnDevice())
+    cases = [
+        (dense(1), placed(TurnDevice()), False, "there is only one of them here"),
+        (dense(2), placed(TurnDevice()), True, "a stack cannot grow"),
+        (make_backends({"ffn.[0:2]": EXPERT}, SGD, seed=0, places=[told.place]), (told,), False, "several processes"),
+    ]
+    for experts, devices, may_adopt, why in cases:
+        make = functools.partial(Strategies, experts, devices, NodeConfig(strategy=strategy), may_adopt=may_adopt)
+        if strategy == "stacked":
+            with pytest.raises(ValueError, match=f"the strategy stacked does not do for .*{why}"):
+                make()
+        else:
+            strategies = make()
+            await strategies.settle(lambda text: None)
+            (settled,) = strategies.status()
+            assert settled["strategy"] == "single"
+            assert why in settled["why"]
+
+
+def test_strategies_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+    config = NodeConfig()
+    object.__setattr__(config, "strategy", "fast")  # the tests' check of types refuses it before the config does
+    with pytest.raises(ValueError, match="strategy must be one of auto, single, stacked, got 'fast'"):
+        config.__post_init__()
+    for flags in (["--mesh", "model=2"], ["--claim", "4", "--of", "ffn.[0:8]"]):
+        _, error = outcome(["node", "--strategy", "stacked", *flags], capsys)
+        assert f"--strategy stacked does not go together with {flags[0]}" in error
+
+
+@pytest.mark.slow
+async def test_stacked_experts_are_saved_one_by_one(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    """And taken up by nodes of either strategy, each expert with its own state and count."""
+    adam = optax.adam(0.1)
+    states: dict[str, Any] = {}
+    for number, strategy in enumerate(("stacked", "single", "stacked"), start=1):
+        experts = dense(3, adam)
+        saver = ExpertSaver(tmp_path, experts, TurnDevice())
+        await saver.restore()
+        async with open_rig(device=TurnDevice(), backends=experts, config=NodeConfig(strategy=strategy)) as rig:
+            for uid, state in states.items():
+                jax.tree.map(np.testing.assert_array_equal, rig.backends[uid].state, state)
+            await rig.backward("ffn.1", b"%d" % number, rows(2), rows(2))
+            await saver.save()
+            states = {uid: jax.tree.map(np.asarray, backend.state) for uid, backend in experts.items()}
+        assert experts["ffn.1"].update_count == number
+    assert saved_uids(tmp_path) == ("ffn.1",)  # the others have learnt nothing
+
+
+def test_replicas_average_a_stacked_expert() -> None:
+    """As they do a single one: what came back less what was sent is added, and the others keep their states."""
+    stacked, single = dense(2), dense(2)
+    stack_up(list(stacked.values()))
+    for experts in (stacked, single):
+        backend = experts["ffn.1"]
+        backend.backward([rows(2)], rows(2))
+        layout = CopyLayout(backend.state)
+        sent = layout.vector(backend.state)
+        assert add_average(backend, layout, sent, sent + 1)
+        assert backend.update_count == 1
+    for uid in stacked:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), stacked[uid].state, single[uid].state)

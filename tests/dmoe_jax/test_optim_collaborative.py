@@ -9,12 +9,17 @@ import optax
 import pytest
 
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, LossScale, collaborative
+from dmoe_jax.optim.moshpit import moshpit_average
 
 PARAMS = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array(0.25)}
 
 
 def loss(params: Any, x: Any, y: Any) -> Any:
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def close(found: Any, expected: Any) -> None:
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), found, expected)
 
 
 def data(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -40,10 +45,8 @@ def gathered(together: Collaborative, state: CollaborativeState, sizes: list[int
         scale = 1.0 if state.scale is None else state.scale
         return together.gather(state, jax.grad(lambda params: loss(params, x, y) * scale)(state.params), len(x))
 
-    start = 0
-    for size in sizes:
-        state = step(state, x[start : start + size], y[start : start + size])
-        start += size
+    for part in zip(*(np.split(array, np.cumsum(sizes)[:-1]) for array in (x, y)), strict=True):
+        state = step(state, *part)
     return state
 
 
@@ -61,7 +64,7 @@ def test_unequal_micro_batches_of_two_peers_make_the_step_of_one_batch() -> None
         updates, inner = oracle.update(jax.grad(loss)(params, x, y), inner, params)
         params = optax.apply_updates(params, updates)
         for state in states:
-            jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, params)
+            close(state.params, params)
     assert int(states[0].steps) == 4
     assert float(states[0].samples) == 0
 
@@ -74,26 +77,23 @@ def test_parameters_are_averaged_by_samples() -> None:
     by_hand = jax.tree.map(lambda a, b: (4 * a + 8 * b) / 12, one.params, two.params)
     whole = whole_of([together.contribution(one), together.contribution(two)])
     for state in (together.step(one, whole), together.step(two, whole)):
-        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), state.params, by_hand)
+        close(state.params, by_hand)
 
 
 def test_pseudo_gradients_are_diloco() -> None:
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     together = collaborative(optax.adam(0.01), shared="pseudo_gradients")
+    settings = {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True), "average": lambda tree, _: tree}
+    diloco = moshpit_average(optax.adam(0.01), every=2, what="pseudo_gradients", **settings)
     x, y = data(16)
-    state, anchor, outer_state = together.init(PARAMS), PARAMS, outer.init(PARAMS)
-    inner, inner_state, params = optax.adam(0.01), optax.adam(0.01).init(PARAMS), PARAMS
+    state, params, of_diloco = together.init(PARAMS), PARAMS, diloco.init(PARAMS)
     for _ in range(3):
         state = gathered(together, state, [8, 8], x, y)
+        state = together.step(state, together.contribution(state))
         for start in (0, 8):
             grads = jax.grad(loss)(params, x[start : start + 8], y[start : start + 8])
-            updates, inner_state = inner.update(grads, inner_state, params)
+            updates, of_diloco = diloco.update(grads, of_diloco, params)
             params = optax.apply_updates(params, updates)
-        way = jax.tree.map(jnp.subtract, anchor, params)
-        updates, outer_state = outer.update(way, outer_state, anchor)
-        params = anchor = optax.apply_updates(anchor, updates)
-        state = together.step(state, together.contribution(state))
-        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, params)
+        close(state.params, params)
 
 
 def test_an_overflow_anywhere_halves_the_scale_everywhere_and_costs_one_micro_batch() -> None:
@@ -110,7 +110,7 @@ def test_an_overflow_anywhere_halves_the_scale_everywhere_and_costs_one_micro_ba
     by_hand = jax.tree.map(lambda own, grad: own - 0.1 * grad, PARAMS, jax.grad(loss)(PARAMS, x, y))
     for state in states:
         assert float(state.scale) == 2.0
-        jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), state.params, by_hand)
+        close(state.params, by_hand)
     for expected in (2.0, 4.0):  # it grows after two good steps
         states = [gathered(together, state, [4], x[:4], y[:4]) for state in states]
         whole = whole_of([together.contribution(state) for state in states])
@@ -125,7 +125,7 @@ def test_finite_gradients_whose_sum_is_not_are_left_out() -> None:
     state = together.gather(state, jax.tree.map(jnp.ones_like, PARAMS), 4)
     assert (float(state.samples), float(state.overflows)) == (4, 1)
     state = together.step(state, together.contribution(state))
-    jax.tree.map(lambda got, old: np.testing.assert_allclose(got, old - 1), state.params, PARAMS)
+    close(state.params, jax.tree.map(lambda old: old - 1, PARAMS))
 
 
 def test_a_step_of_nothing_changes_nothing_and_counts() -> None:

@@ -1,26 +1,36 @@
-"""The rules of claiming: who wins a claim, who takes how many, who gives up, and what is read and written for it."""
+"""The rules of placement: who wins a claim, takes how many and gives up; how copies count; whom readers ask."""
 
 import heapq
+import itertools
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from dmoe_jax.directory.directory import Announcer
-from dmoe_jax.directory.grid import expand_grid_pattern, parse_uid
+from dmoe_jax.directory.directory import Announcer, ExpertDirectory, open_expert_directory
+from dmoe_jax.directory.grid import Coordinates, expand_grid_pattern, parse_uid
 from dmoe_jax.directory.members import declare_member
+from dmoe_jax.directory.preference import Renewals, by_preference
+from dmoe_jax.directory.records import Replica, Replicas, experts_in_untrusted
 from dmoe_jax.placement.claiming import Actions, Claiming, Stage, View
 from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.contest import Standing, gives_up_to, standing_untrusted
-from dmoe_jax.placement.sharing import MAX_PAIRS, Claimant, dealt_out, own_order, those_who_share, weight
+from dmoe_jax.placement.copies import LEAST_WEIGHT, CopyLayout, Progress
+from dmoe_jax.placement.rounds import bundles_of, group_of, next_round, unweighted, weighted
+from dmoe_jax.placement.sharing import MAX_PAIRS, Claimant, dealt_out, those_who_share, weight
 from dmoe_jax.placement.survey import Claims, Survey, check_claimable, claims_in_untrusted
-from dmoe_jax.placement.watch import to_watch
 from dmoe_net.dht.entries import Found
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, Contact, PeerId
@@ -29,15 +39,11 @@ from tests.net.direct_network import DirectNetwork, open_swarm
 PEERS = [PeerId.draw(random.Random(number)) for number in range(6)]
 CONTACTS = {peer_id: Contact(peer_id, Address(f"node{number}", 1)) for number, peer_id in enumerate(PEERS)}
 UIDS = [f"ffn.{number}" for number in range(6)]
+SOME = list(CONTACTS.values())[:3]
 
 
 def config(most: int = 3, replicas: int = 1) -> PlacementConfig:
     return PlacementConfig(max_experts=most, replicas=replicas, settle_s=2.0, claim_life_s=12.0)
-
-
-# What follows is a store that keeps its promise: a read sees what was written before it began. Reads and writes take
-# any time up to more than the settling time, in any order; which is all that the theory of operation supposes. A read
-# may also bring nothing at all.
 
 
 @dataclass
@@ -48,21 +54,23 @@ class Peer:
     served: set[str] = field(default_factory=set)
 
 
-def play(peers: list[Peer], durations: list[float], lost: list[bool], until_s: float = 80.0) -> None:
-    """Claimers that want the same experts, whose operations take these times, again and again from the first one; of
-    their reads these are lost, again and again.
+def copied(record: Mapping[str, Mapping[PeerId, Any]]) -> dict[str, dict[PeerId, Any]]:
+    return {uid: dict(each) for uid, each in record.items()}
 
-    A write counts from the end of its operation, whole and at once. Each claimer announces an expert when it has won
-    it, in the write after that, so that every gap is looked into.
+
+def play(peers: list[Peer], durations: list[float], lost: list[bool], until_s: float = 80.0) -> None:
+    """Claimers that want the same experts; what they do takes these times and their reads are lost so, again and again.
+
+    A read sees what was written before it began, all that the theory of operation supposes; a write counts from its
+    end. An expert that was won is announced in the next write, so that every gap is looked into.
     """
     claims: dict[str, dict[PeerId, bool]] = {uid: {} for uid in UIDS}
     holders: dict[str, dict[PeerId, Contact]] = {uid: {} for uid in UIDS}
-    order, looks, ticket = iter(range(10**9)), iter(range(10**9)), iter(range(10**9))
+    took_s, is_lost, ticket = itertools.cycle(durations), itertools.cycle(lost), itertools.count()
     events: list[tuple[float, int, int, object]] = []
 
     def after(now: float, number: int, what: object) -> None:
-        took_s = durations[next(order) % len(durations)]
-        heapq.heappush(events, (now + took_s, next(ticket), number, what))
+        heapq.heappush(events, (now + next(took_s), next(ticket), number, what))
 
     for number in range(len(peers)):
         after(0.0, number, "read")
@@ -72,26 +80,21 @@ def play(peers: list[Peer], durations: list[float], lost: list[bool], until_s: f
         if what == "read":
             # What it sees is fixed when the reading begins, what it does with it is done when it ends.
             seen = View(read_at=now, holders=copied(holders), claims=copied(claims))
-            after(now, number, view(at=now) if lost[next(looks) % len(lost)] else seen)
+            after(now, number, view(at=now) if next(is_lost) else seen)
         elif isinstance(what, View):
             after(now, number, peer.core.step(what, peer.served, is_warm=True, now=now))
         elif isinstance(what, Actions):
             for uid in what.drop:
                 claims[uid].pop(own, None)
-            written = dict.fromkeys(what.claim, False) | dict.fromkeys(what.confirm, True)
-            for uid, is_confirmed in written.items():
-                claims[uid][own] = is_confirmed
-            after(now, number, what.take_up + peer.core.wrote(dict.fromkeys(written, True), now))
+            for uid in (*what.claim, *what.confirm):
+                claims[uid][own] = uid in what.confirm
+            after(now, number, what.take_up + peer.core.wrote(dict.fromkeys([*what.claim, *what.confirm], True), now))
         elif isinstance(what, list):
             for uid in what:
                 peer.served.add(uid)
                 holders[uid][own] = CONTACTS[own]
                 peer.core.served(uid, "seed")
             after(now, number, "read")
-
-
-def copied(record: Mapping[str, Mapping[PeerId, Any]]) -> dict[str, dict[PeerId, Any]]:
-    return {uid: dict(each) for uid, each in record.items()}
 
 
 @given(
@@ -104,8 +107,7 @@ def copied(record: Mapping[str, Mapping[PeerId, Any]]) -> dict[str, dict[PeerId,
 def test_no_interleaving_gives_an_expert_more_holders_than_places(
     num_peers: int, replicas: int, durations: list[float], lost: list[bool]
 ) -> None:
-    """However long reads and writes take, longer than the settling time too, and whatever reads are lost: no expert
-    has more holders than are wanted, and no bound of a node is exceeded."""
+    """However long operations take and whatever reads fail, no expert has too many holders and no node too much."""
     peers = [Peer(Claiming(peer_id, UIDS, config(replicas=replicas))) for peer_id in PEERS[:num_peers]]
     play(peers, durations, lost, until_s=60.0)
     for uid in UIDS:
@@ -122,8 +124,7 @@ def test_in_the_end_all_experts_have_their_holders(num_peers: int, most: int, re
         play(peers, [rng.uniform(0.05, 0.8) for _ in range(50)], [False])
         assert [sum(uid in peer.served for peer in peers) for uid in UIDS] == [replicas] * 6
         for peer in peers:
-            assert peer.core.totals.won == len(peer.served)
-            assert peer.core.totals.adopted == {"seed": len(peer.served)}
+            assert (peer.core.totals.won, peer.core.totals.adopted) == (len(peer.served), {"seed": len(peer.served)})
 
 
 def view(*, at: float, claims: Mapping[str, Mapping[PeerId, bool]] | None = None, **known: Any) -> View:
@@ -144,7 +145,7 @@ def one_claimer(peer_id: PeerId = PEERS[0], replicas: int = 1) -> Claiming:
 
 
 def test_a_claim_is_read_again_only_after_it_has_settled() -> None:
-    """Two seconds from the end of its write, and then it is confirmed."""
+    """It is read two seconds from the end of its write, and then confirmed."""
     core = one_claimer()
     own = {"ffn.0": {PEERS[0]: False}}
     assert core.settles_at() == 2.0
@@ -157,7 +158,7 @@ def test_a_claim_is_read_again_only_after_it_has_settled() -> None:
 
 
 def test_a_late_confirmation_is_read_once_more() -> None:
-    """Others may have read in the meantime; whoever of them has confirmed too serves already, perhaps."""
+    """Others may have read in the meantime, and one that has confirmed too may serve already."""
     for rival, won in ((False, ["ffn.0"]), (True, [])):
         core = one_claimer()
         core.step(view(at=2.0, claims={"ffn.0": {PEERS[0]: False}}), (), is_warm=True, now=2.1)
@@ -203,7 +204,7 @@ def test_why_claims_are_lost(replicas: int, claims: Any, known: dict[str, Any], 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_expert_is_vacant_while_it_has_too_few_living_holders_and_nobody_claims_it(replicas: int) -> None:
-    """And more of them than are wanted are to meet: whoever is dead is none."""
+    """If it has more than are wanted these are to meet; whoever is dead does not count."""
     others, own = PEERS[1 : replicas + 1], PEERS[0]
 
     def step(served: tuple[str, ...] = (), **known: Any) -> Actions:
@@ -222,7 +223,7 @@ def test_an_expert_is_vacant_while_it_has_too_few_living_holders_and_nobody_clai
 
 
 def test_what_cannot_be_taken_up_is_left_to_others_for_a_while() -> None:
-    """For a minute."""
+    """It is claimed again after a minute. A claim that reached nobody has failed at once."""
     core = one_claimer()
     core.step(view(at=2.0, claims={"ffn.0": {PEERS[0]: False}}), (), is_warm=True, now=2.0)
     core.wrote({"ffn.0": True}, 2.5)
@@ -230,14 +231,8 @@ def test_what_cannot_be_taken_up_is_left_to_others_for_a_while() -> None:
     assert core.totals.failed == 1
     assert core.step(view(at=62.0), (), is_warm=True, now=62.0).claim == []
     assert core.step(view(at=63.5), (), is_warm=True, now=63.5).claim == ["ffn.0"]
-
-
-def test_a_claim_that_reached_nobody_is_none() -> None:
-    """It counts as failed."""
-    core = Claiming(PEERS[0], ["ffn.0"], config())
-    core.step(view(at=0.0), (), is_warm=True, now=0.0)
-    core.wrote({"ffn.0": False}, 0.0)
-    assert (core.totals.failed, dict(core.held)) == (1, {})
+    core.wrote({"ffn.0": False}, 63.5)
+    assert (core.totals.failed, dict(core.held)) == (2, {})
 
 
 def test_what_others_leave_lying_is_taken_after_some_rounds() -> None:
@@ -266,10 +261,9 @@ def test_what_others_leave_lying_is_taken_after_some_rounds() -> None:
 def test_dealing_out_is_fair_and_agreed_upon(
     num_vacant: int, rooms: list[tuple[int, bool]], holders: list[set[PeerId]]
 ) -> None:
-    """Whatever the order: nobody above its room or its share, nobody what it holds, nothing twice, nothing left that
-    somebody might take."""
+    """Whatever the order, nobody gets more than its room or share or what it holds; nothing is left or dealt twice."""
     claimants = [
-        Claimant(peer_id=peer_id, room=room, is_warm=warm) for peer_id, (room, warm) in zip(PEERS, rooms, strict=False)
+        Claimant(peer_id=each, room=room, is_warm=warm) for each, (room, warm) in zip(PEERS, rooms, strict=False)
     ]
     vacant = {f"ffn.{number}": holders[number] if number < len(holders) else set() for number in range(num_vacant)}
     dealt = dealt_out(vacant, claimants)
@@ -287,7 +281,7 @@ def test_dealing_out_is_fair_and_agreed_upon(
 
 @pytest.mark.slow
 def test_of_very_many_experts_the_same_ones_are_dealt_out_by_all() -> None:
-    """With six claimers, 16,666 of 20,000 experts, and no more."""
+    """Six claimers are dealt 16,666 of 20,000 experts, and no more."""
     claimants = [Claimant(peer_id=peer_id, room=10**6, is_warm=True) for peer_id in PEERS]
     vacant: dict[str, tuple[PeerId, ...]] = {f"ffn.{row}.{column}": () for row in range(100) for column in range(200)}
     dealt = dealt_out(vacant, claimants)
@@ -296,7 +290,7 @@ def test_of_very_many_experts_the_same_ones_are_dealt_out_by_all() -> None:
 
 
 def test_those_who_are_warm_go_first() -> None:
-    """If they have room for all; those without room are not counted."""
+    """They go alone if they have room for all; those without room are not counted."""
     warm, cold, full = (
         Claimant(peer_id=peer_id, room=room, is_warm=is_warm)
         for peer_id, room, is_warm in zip(PEERS, (4, 9, 0), (True, False, True), strict=False)
@@ -305,31 +299,10 @@ def test_those_who_are_warm_go_first() -> None:
     assert those_who_share([warm, cold, full], 5) == [warm, cold]
 
 
-def test_each_peer_walks_in_an_order_of_its_own() -> None:
-    """It depends on the peer, and not on the order in which it heard of the experts."""
-    orders = [own_order(peer_id, UIDS) for peer_id in PEERS]
-    assert all(sorted(order) == UIDS for order in orders)
-    assert len(set(map(tuple, orders))) > 1
-    assert orders == [own_order(peer_id, reversed(UIDS)) for peer_id in PEERS]
-
-
-def test_the_nearest_nodes_are_watched() -> None:
-    """By XOR of the ids: 1 is nearer to 0 than 2 is, and a node does not watch itself."""
-
-    def contact(number: int) -> Contact:
-        return Contact(PeerId(number.to_bytes(32, "big")), Address("host", 1))
-
-    nodes = {contact(number).peer_id: contact(number) for number in (4, 2, 1, 0, 7)}
-    assert to_watch(contact(0).peer_id, nodes, 3) == [contact(1), contact(2), contact(4)]
-    # 7 ^ 4 = 3, 7 ^ 2 = 5, 7 ^ 1 = 6.
-    assert to_watch(contact(7).peer_id, nodes, 2) == [contact(4), contact(2)]
-
-
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6), st.integers(1, 3))
 @settings(max_examples=40)
 def test_the_weakest_give_up_until_as_many_are_left_as_are_wanted(rest: list[tuple[int, bool]], replicas: int) -> None:
-    """Fewer updates; then the smaller id. Who was told to serve an expert keeps it. Those to whom one gives it up are
-    as many as are wanted, and keep it."""
+    """Fewer updates give way, then the smaller id, to as many as are wanted; who was told to serve keeps it."""
     nodes = [
         Standing(peer_id=peer_id, updates=updates, is_fixed=is_fixed)
         for peer_id, (updates, is_fixed) in zip(PEERS, rest, strict=False)
@@ -353,34 +326,18 @@ def test_standings_are_read_from_a_status() -> None:
     assert standing_untrusted(plain, "ffn.1", PEERS[0]) is None
     claiming = plain | {"claims": {"fixed": []}}
     assert standing_untrusted(claiming, "ffn.0", PEERS[0]) == Standing(peer_id=PEERS[0], updates=7)
-    for garbage in (
-        {},
-        {"updates": 3},
-        {"updates": {"ffn.0": "7"}},
-        {"updates": {"ffn.0": -1}},
-        {"updates": {"ffn.0": True}},
-        plain | {"claims": 1},
-        plain | {"claims": {"fixed": 3}},
-    ):
+    counts = ({"updates": {"ffn.0": count}} for count in ("7", -1, True))
+    for garbage in ({}, {"updates": 3}, *counts, plain | {"claims": 1}, plain | {"claims": {"fixed": 3}}):
         with pytest.raises(RemoteProtocolError):
             standing_untrusted(garbage, "ffn.0", PEERS[0])
 
 
+# The last but one is an expert that we do not claim, the last one of another record.
+WRONG: list[Any] = [[3, "1"], [3, -1], [3, 1] * 1537, [3], [3, 2], [9, 1]]
+
+
 @pytest.mark.parametrize(
-    "value",
-    [
-        "junk",
-        [],
-        [[3, 1]],
-        [[3, 1], True],
-        [[3, 1], [1]],
-        [[3, "1"], [True]],
-        [[3, -1], [True]],
-        [[3, 1] * 1537, [True]],
-        [[3], [True]],
-        [[3, 2], [True]],  # an expert that we do not claim
-        [[9, 1], [True]],  # one of another record
-    ],
+    "value", ["junk", [], [[3, 1]], [[3, 1], True], [[3, 1], [1]], *([numbers, [True]] for numbers in WRONG)]
 )
 def test_only_well_formed_claims_are_read(value: Any) -> None:
     """Whatever a stranger writes is left out, and hides no other claims."""
@@ -394,31 +351,25 @@ GRID = {str(uid): uid for uid in expand_grid_pattern("ffn.[6:10].[0:3]")}
 
 
 async def test_a_survey_sees_claims_holders_and_claimers(autojump_clock: MockClock) -> None:
-    """Claims of one node share an entry for each record, also where two tasks write them at once. What is taken back is
-    gone at once, and what is not written again after twelve seconds: a dead node's claims end."""
-    async with open_swarm(DirectNetwork(), 4) as nodes:
-        writer, host, reader = nodes[:3]
+    """Claims share an entry for each record, also if two tasks write; they end when taken back or not renewed."""
+    async with open_swarm(DirectNetwork(), 4) as (writer, host, reader, _):
         assert host.address is not None
         claims, survey = Claims(writer, GRID, life_s=12.0), Survey(reader, "dmoe", GRID)
 
-        async def seen() -> dict[str, bool]:
+        async def known() -> View:
             await survey.scan()
-            found = survey.view(reader.peer_id, frozenset(), read_at=trio.current_time()).claims
-            assert all(each.keys() == {writer.peer_id} for each in found.values())
-            return {uid: each[writer.peer_id] for uid, each in found.items()}
+            return survey.view(reader.peer_id, frozenset(), read_at=trio.current_time())
+
+        async def seen() -> dict[str, bool]:
+            return {uid: each[writer.peer_id] for uid, each in (await known()).claims.items()}
 
         assert await claims.write(["ffn.6.0", "ffn.9.0"]) == {"ffn.6.0": True, "ffn.9.0": True}
         assert await seen() == {"ffn.6.0": False, "ffn.9.0": False}
         await claims.write(["ffn.6.2"], confirmed=["ffn.6.0"], gone=["ffn.9.0"])
         assert await seen() == {"ffn.6.0": True, "ffn.6.2": False}
-        await trio.sleep(8.0)
-
-        async def write(uid: str) -> None:
-            await claims.write(confirmed=[uid])
-
         async with trio.open_nursery() as nursery:
             for uid in ("ffn.6.1", "ffn.7.1", "ffn.7.2", "ffn.6.0"):
-                nursery.start_soon(write, uid)
+                nursery.start_soon(partial(claims.write, confirmed=[uid]))
         assert await seen() == dict.fromkeys(("ffn.6.0", "ffn.6.1", "ffn.7.1", "ffn.7.2"), True) | {"ffn.6.2": False}
         await claims.withdraw_all()
         assert await seen() == {}
@@ -433,10 +384,9 @@ async def test_a_survey_sees_claims_holders_and_claimers(autojump_clock: MockClo
         facts = {"role": "node", "state": "serving", "room": 3, "scope": survey.scope}
         await declare_member(host, "dmoe", contact, facts, life_s=30.0)
         await declare_member(writer, "dmoe", None, facts | {"scope": "of other experts"}, life_s=30.0)
-        await survey.scan()
-        known = survey.view(reader.peer_id, frozenset(), read_at=trio.current_time())
-        assert known.holders == {"ffn.6.0": {host.peer_id: contact}}
-        assert known.claimants == (Claimant(peer_id=host.peer_id, room=3, is_warm=True),)
+        found = await known()
+        assert found.holders == {"ffn.6.0": {host.peer_id: contact}}
+        assert found.claimants == (Claimant(peer_id=host.peer_id, room=3, is_warm=True),)
         assert survey.nodes() == {host.peer_id: contact}
 
 
@@ -468,3 +418,213 @@ def test_patterns_too_large_to_look_after_are_refused() -> None:
         check_claimable({str(number): uid for number in range(65_537)})
     with pytest.raises(ValueError, match="in 257 groups of rows of their grids, at most 256"):
         check_claimable({str(uid): uid for uid in expand_grid_pattern("ffn.[0:2049].0")})
+
+
+def state(*values: float, count: int = 0) -> dict[str, Any]:
+    """State of an expert with two parameters and Adam: parameters, first and second moments."""
+    w, m, v = (np.full(2, value, np.float32) for value in values)
+    return {"params": {"w": w}, "opt_state": {"m": m, "v": v, "count": np.int32(count)}}
+
+
+def test_parameters_take_the_difference_and_moments_the_average() -> None:
+    """Sent 1, 2, 3; the average is 2, 4, 1; meanwhile parameters went to 1.5: 1.5 + (2 - 1) = 2.5. A second moment is
+    never below zero, as 0.5 + (1 - 3) would be. Counts stay."""
+    sent, now, average = state(1, 2, 3, count=5), state(1.5, 2.5, 0.5, count=7), state(2, 4, 1, count=9)
+    layout = CopyLayout(sent)
+    assert layout.size == 6
+    sent, average = layout.vector(sent), layout.vector(average)
+    new = layout.with_average(now, sent, average)
+    jax.tree.map(np.testing.assert_array_equal, new, state(2.5, 4, 1, count=7))
+    for broken in (np.nan, np.inf):
+        vector = np.where(np.arange(6) == 3, broken, average)
+        assert layout.with_average(now, sent, vector) is None
+    assert layout.with_average(state(np.nan, 0, 0), sent, average) is None
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    """An average of float32 becomes what the expert has."""
+    tree = {"params": {"w": jnp.ones(3, jnp.bfloat16)}, "opt_state": ()}
+    layout = CopyLayout(tree)
+    assert layout.vector(tree).dtype == np.float32
+    new = layout.with_average(tree, layout.vector(tree), np.full(3, 2.0, np.float32))
+    np.testing.assert_array_equal(new["params"]["w"], [2, 2, 2])
+
+
+def test_a_copy_counts_as_what_it_has_learnt_since_all_were_the_same() -> None:
+    """That is all from a seed, and from another's state what came after; one that is behind counts nearly nothing."""
+    seeded, newcomer, behind = Progress(), Progress(), Progress()
+    assert seeded.weight(0) == LEAST_WEIGHT
+    assert seeded.weight(500) == 500
+    newcomer.took(500)
+    seeded.gave(500)
+    assert (newcomer.weight(507), seeded.weight(520)) == (7, 20)
+    behind.missed()
+    assert behind.weight(40) == LEAST_WEIGHT
+    behind.averaged(40)
+    assert behind.weight(42) == 2
+    seeded.averaged(520)
+    seeded.gave(530)  # to a third one: those that average with it already know less of it
+    assert seeded.weight(530) == 10
+
+
+def test_a_copy_that_is_not_finite_spoils_no_others() -> None:
+    """It counts nothing in the mean; where none counts there is no mean."""
+    sound, broken = np.array([1, 2], np.float32), np.array([np.nan, 2], np.float32)
+    mean = np.mean([weighted([sound, broken], [2.0, 1.0]), weighted([broken, broken], [2.0, 1.0])], axis=0)
+    first, second = unweighted(mean, [2, 2])
+    np.testing.assert_array_equal(first, sound)
+    assert second is None
+
+
+def test_bundles_are_of_the_same_nodes_and_bounded() -> None:
+    """They are in the order of names; experts that nobody else serves are left out, and one too large is alone."""
+    ab, abc, alone = frozenset(SOME[:2]), frozenset(SOME), frozenset(SOME[:1])
+    members = {"e.3": ab, "e.1": ab, "e.2": abc, "e.4": ab, "e.5": alone, "e.6": ab}
+    bundles = bundles_of(members, dict.fromkeys(members, 4) | {"e.6": 99}, max_size=8)
+    assert [bundle.uids for bundle in bundles] == [("e.1", "e.3"), ("e.2",), ("e.4",), ("e.6",)]
+    assert set(bundles[1].members) == abc
+    assert list(bundles[0].members) == sorted(ab, key=lambda each: each.peer_id)
+
+
+def test_those_who_see_the_same_find_the_same_group() -> None:
+    """Another round, swarm, expert, shape or member is another group."""
+    ((bundle,), (same,), (larger,)) = (
+        bundles_of({"e.1": frozenset(hosts)}, {"e.1": 4}) for hosts in (SOME[:2], reversed(SOME[:2]), SOME)
+    )
+
+    def group(bundle: Any, swarm: str = "s", number: int = 1, schema: str = "w") -> Any:
+        return group_of(bundle, swarm=swarm, round_number=number, schemas=[schema])
+
+    assert group(bundle) == group(same)
+    groups = [group(bundle), group(bundle, number=2), group(bundle, "t"), group(bundle, schema="v"), group(larger)]
+    assert len({each.group_id for each in groups}) == 5
+    assert sorted(groups[0].slots) == [0, 1]
+    assert [next_round(now, 30.0) for now in (61.0, 90.0)] == [(3, 90.0), (4, 120.0)]
+
+
+UID = parse_uid("ffn.1.7")
+
+
+def test_a_node_counts_once_however_often_it_announces_an_expert() -> None:
+    """It counts with what lives longest, and would otherwise draw several shares of the load."""
+    ends = {"": 9.0, "1": 30.0, "2": 20.0}
+    record = [Found(SOME[0].peer_id, suffix, ["node0", 1, [1, 7], None], at) for suffix, at in ends.items()]
+    assert experts_in_untrusted("ffn.2d0", record) == {(1, 7): (Replica(contact=SOME[0], ends_at=30.0, due_at=30.0),)}
+
+
+def experts(count: int, hosts: dict[int, range]) -> dict[Coordinates, Replicas]:
+    """Experts 0..count-1 of row 1, and which of them each host serves."""
+    return {
+        (1, index): tuple(Replica(contact=SOME[host], ends_at=100.0) for host in hosts if index in hosts[host])
+        for index in range(count)
+    }
+
+
+def firsts(found: dict[Coordinates, Replicas], readers: int) -> Counter[int]:
+    """Number of times that each host comes first, over many readers and all experts."""
+    rng, counts = random.Random(5), Counter[int]()
+    for _ in range(readers):
+        for replicas in by_preference(found, "ffn", PeerId.draw(rng)).values():
+            counts[SOME.index(replicas[0].contact)] += 1
+    return counts
+
+
+def test_readers_spread_over_replicas() -> None:
+    """2400 choices of 3: 800 each, deviation 23; when one leaves, nothing changes but for readers who had it first."""
+    three, two = (experts(24, {host: range(24) for host in range(count)}) for count in (3, 2))
+    assert all(abs(count - 800) < 4 * 23 for count in firsts(three, 100).values())
+    before, after = (by_preference(found, "ffn", PeerId.draw(random.Random(9))) for found in (three, two))
+    for coordinates, replicas in before.items():
+        assert tuple(each for each in replicas if each.contact != SOME[2]) == after[coordinates]
+
+
+@pytest.mark.slow
+def test_a_node_that_serves_more_is_preferred_less() -> None:
+    """A serves 8 experts, B two of them: each of the two goes to B with 1/2 : 1/8, four of five times."""
+    counts = firsts(experts(8, {0: range(8), 1: range(2)}), 200)
+    assert counts[0] + counts[1] == 1600
+    assert abs(counts[1] - 320) < 4 * 8, "400 choices of 0.8: a deviation of 8"
+
+
+def test_who_failed_is_waited_for_until_it_announces_itself_anew() -> None:
+    """The first look after a failure may find an announcement from before it; only a later end is a sign of life."""
+    renewals, who, failed = Renewals(), SOME[0].peer_id, dict[PeerId, float]()
+
+    def awaited(ends_at: float, asked_at: float) -> bool:
+        renewals.note([Replica(contact=SOME[0], ends_at=ends_at)], failed.get, asked_at)
+        return renewals.awaits(who, failed.get(who))
+
+    assert not awaited(30.0, 0.0)
+    failed[who] = 10.0
+    assert renewals.awaits(who, 10.0)
+    # Asked before it failed; perhaps announced before it failed; and so again.
+    assert [awaited(40.0, asked_at) for asked_at in (9.0, 11.0, 15.0)] == [True] * 3
+    assert not awaited(50.0, 20.0)
+    failed[who] = 30.0
+    assert awaited(60.0, 31.0), "it failed again"
+    assert not renewals.awaits(who, None)
+
+
+@asynccontextmanager
+async def two_hosts() -> AsyncIterator[tuple[dict[Contact, Announcer], ExpertDirectory, Callable[[], Any]]]:
+    """Two hosts of an expert that have announced it for 30 s, a reader, and the host that it would ask."""
+    async with open_swarm(DirectNetwork(), 4) as nodes:
+        hosts = {Contact(node.peer_id, node.address): node for node in nodes[:2] if node.address is not None}
+        announcers = {host: Announcer(node, host, life_s=30.0) for host, node in hosts.items()}
+        for announcer in announcers.values():
+            assert await announcer.announce([UID]) == []
+        async with open_expert_directory(nodes[3]) as directory:
+
+            async def chosen() -> Contact | None:
+                return (await directory.living("ffn", (2, 8))).get(UID.coordinates)
+
+            yield announcers, directory, chosen
+
+
+async def test_a_reader_goes_on_to_another_replica(autojump_clock: MockClock) -> None:
+    """One that is busy or failed comes last, the latter until it is announced anew; the expert is dead when all are."""
+    async with two_hosts() as (announcers, directory, chosen):
+        first = await chosen()
+        (other,) = (host for host in announcers if host != first)
+        assert directory.another(str(UID), first) == other
+        directory.busy(first, 2.0)
+        assert await chosen() == other
+        await trio.sleep(2.0)
+        assert await chosen() == first
+        directory.avoid(str(UID), first, "refused")
+        assert await chosen() == other
+        await trio.sleep(1.0)
+        assert await chosen() == first
+        directory.health.failed((first.peer_id, "expert"), trio.current_time(), "no answer")
+        assert not directory.answers(str(UID), first)
+        await trio.sleep(5.0)
+        assert directory.answers(str(UID), first), "its pause of 1 s is over"
+        assert await chosen() == other
+        directory.health.failed((other.peer_id, "expert"), trio.current_time(), "no answer")
+        assert await chosen() == first
+        directory.health.succeeded((other.peer_id, "expert"))
+        assert await chosen() == other
+        await trio.sleep(8.0)
+        for announcer in announcers.values():
+            await announcer.announce([UID])
+        await trio.sleep(10.0)
+        assert await chosen() == first, "it has announced itself since"
+        for announcer in announcers.values():
+            await announcer.withdraw([UID])
+        await trio.sleep(10.0)
+        assert await chosen() is None
+
+
+async def test_one_that_is_late_to_announce_itself_comes_last(autojump_clock: MockClock) -> None:
+    """In the last third of its announcement another one is preferred; alone it is listed to the end."""
+    async with two_hosts() as (announcers, _, chosen):
+        silent = await chosen()
+        (other,) = (host for host in announcers if host != silent)
+        for _ in range(4):
+            assert await chosen() == silent
+            await announcers[other].announce([UID])
+            await trio.sleep(6.0)
+        assert await chosen() == other
+        await announcers[other].withdraw([UID])
+        await trio.sleep(3.0)  # until the reader has looked again
+        assert await chosen() == silent

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,7 @@ def test_every_expert_has_one_home_and_no_node_owns_a_row(num_nodes: int) -> Non
 def test_columns_are_shared_out_too() -> None:
     """As many nodes as columns: dealt row after row without a shift, each would own a column."""
     hands = deal(expand_grid_pattern("ffn.[0:4].[0:4]"), 4)
-    assert [len(hand) for hand in hands] == [4] * 4
-    for hand in hands:
-        assert len({uid.rpartition(".")[2] for uid in hand}) == 4
+    assert [len({uid.rpartition(".")[2] for uid in hand}) for hand in hands] == [len(hand) for hand in hands] == [4] * 4
 
 
 @pytest.mark.parametrize(
@@ -63,42 +62,37 @@ def test_what_failed_ends_in_one_line(error: Exception, line: str, capsys: pytes
 def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:
     """A mistake beside something else does not hide it; Ctrl-C before the handlers stand is an interruption."""
 
-    async def fail(stop: Stop) -> int:
-        raise ExceptionGroup("", [UsageError("wrong"), KeyError("bug")])
+    async def end(error: BaseException, stop: Stop) -> int:
+        raise error
 
     with pytest.raises(ExceptionGroup):
-        run_until_done(fail)
-
-    async def interrupted(stop: Stop) -> int:
-        raise BaseExceptionGroup("", [KeyboardInterrupt()])
-
-    assert run_until_done(interrupted) == 130
-
-
-def handlers() -> list[object]:
-    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        run_until_done(partial(end, ExceptionGroup("", [UsageError("wrong"), KeyError("bug")])))
+    assert run_until_done(partial(end, BaseExceptionGroup("", [KeyboardInterrupt()]))) == 130
 
 
 def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:
     """The first signal ends the body and leaves time to end in order, the second everything; no handler stays."""
-    before, events = handlers(), []
+
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     async def command(stop: Stop) -> int:
         with stop.body() as body:
             signal.raise_signal(signal.SIGTERM)
             await trio.sleep_forever()
-        events.append(body.cancelled_caught)
+        assert body.cancelled_caught
+        events.append("body")
         signal.raise_signal(signal.SIGINT)
         await trio.sleep_forever()
         return 0
-
-    assert run_until_done(command, leave_timeout_s=1000.0) == 130
-    assert events == [True]
 
     async def fail(stop: Stop) -> int:
         await trio.lowlevel.checkpoint()
         raise UsageError("wrong")
 
+    before, events = handlers(), list[str]()
+    assert run_until_done(command, leave_timeout_s=1000.0) == 130
+    assert events == ["body"]
     with pytest.raises(SystemExit):
         run_until_done(fail)
     assert handlers() == before
@@ -159,8 +153,8 @@ async def test_how_a_process_ended_decides_whether_it_failed(tmp_path: Path) -> 
     """Done or killed from outside is no failure of its own; any other status is, with what it said last."""
     async with open_local_swarm(tmp_path) as swarm:
         process = await run_script(swarm, "train", QUIET, tmp_path / "trainer0")
-    check_status(process, 0)
-    check_status(process, -signal.SIGKILL)
+    for status in (0, -signal.SIGKILL):
+        check_status(process, status)
     with pytest.raises(ProcessFailed, match="trainer0 ended with status 1: it printed nothing"):
         check_status(process, 1)
     (tmp_path / "trainer0").write_text("first\nsecond\nthird\nfourth\n")

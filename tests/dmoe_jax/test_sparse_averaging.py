@@ -1,8 +1,7 @@
 """Averaging in which only the largest values travel, among real averagers in virtual time, beside its oracle in JAX."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from dmoe_net.rpc.peer import RpcPeer
 from dmoe_net.transport.sim.events import HostDown
 from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes
 from tests.dmoe_jax.averaging_peers import Loop, peer_at, start, swarm_lived
-from tests.net.averaging_swarm import Swarm, in_swarm, open_place
+from tests.dmoe_jax.test_optim_moshpit import train_peers
+from tests.net.averaging_swarm import Swarm, in_swarm, open_place, swarm_test
 
 FEEDBACK = ErrorFeedback(coding=SparseCoding(block_size=16, kept=3), decay=0.9)
 OTHER = ErrorFeedback(coding=SparseCoding(block_size=16, kept=4), decay=0.9)
@@ -57,6 +57,10 @@ def grads_of(rounds: int, peers: int) -> list[PyTree]:
     ]
 
 
+def stacked(trees: Sequence[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
 def at(tree: PyTree, peer: int) -> PyTree:
     """One peer's part."""
     return jax.tree.map(lambda leaf: leaf[peer], tree)
@@ -82,22 +86,18 @@ class Peers:
         self.averagers: dict[int, TreeAverager] = {}
         self._config, self._roles = config, roles
 
-    def run(self, live: Callable[..., Any], *, dying: Mapping[int, int] | None = None, silent: bool = True) -> None:
-        """Let all live at once: `live(averager, loop, index=...)`.
-
-        Who is `dying` is gone at its n-th piece of a payload in the second round.
-        """
-        dying = dying or {}
+    def run(self, live: Callable[..., Any], *, dying: int | None = None, dies_at: int = 1, silent: bool = True) -> None:
+        """Let all live, as `live(averager, loop, index=...)`; who is `dying` is gone at its n-th piece of round two."""
 
         async def body(swarm: Swarm) -> None:
             for index, loop in enumerate(self.loops):
-                name = f"peer{index}"
-                config, wrap = self._roles.get(name, self._config), dict[str, Any]()
-                if index in dying:
+                name, settings = f"peer{index}", dict[str, Any]()
+                if index == dying:
                     death = HostDown(name, silent=silent)
-                    wrap["wrap"] = partial(Mortal, swarm=swarm, death=death, dies_at=dying[index])
-                start(swarm, name, loop, partial(live, index=index), config=config, **wrap)
-            alive = [index for index in range(len(self.loops)) if index not in dying]
+                    settings["wrap"] = partial(Mortal, swarm=swarm, death=death, dies_at=dies_at)
+                config = self._roles.get(name, self._config)
+                start(swarm, name, loop, partial(live, index=index), config=config, **settings)
+            alive = [index for index in range(len(self.loops)) if index != dying]
             await swarm_lived(swarm, *(f"peer{index}" for index in alive))
             self.averagers = {index: swarm.done[f"peer{index}"] for index in alive}
 
@@ -131,19 +131,9 @@ def on_one_device(what: str, grads: Sequence[PyTree], samples: Sequence[float]) 
         total = jax.lax.psum(weight, "peers")
         return jax.tree.map(lambda leaf: jax.lax.psum(leaf * weight, "peers") / total, tree)
 
-    optimizer = optimizer_of(what, mean)
-    counts = jnp.array(samples)
-
-    def one(params: PyTree, state: PyTree, grad: PyTree, count: Any) -> tuple[PyTree, PyTree]:
-        updates, state = optimizer.update(grad, state, params, samples=count)
-        return optax.apply_updates(params, updates), state
-
     params = {name: jnp.zeros((len(samples), *shape)) for name, shape in SHAPES.items()}
-    state = jax.vmap(optimizer.init)(params)
-    step = jax.jit(jax.vmap(one, axis_name="peers"))
-    for each in grads:
-        params, state = step(params, state, each, counts)
-    return params
+    of_steps = np.tile(np.float32(samples), (len(grads), 1))
+    return train_peers(optimizer_of(what, mean), params, stacked(grads), samples=of_steps)[0]
 
 
 async def together(
@@ -156,29 +146,25 @@ async def together(
         await one_round(averager, loop, [at(each, index) for each in steps], samples[index])
 
 
-def weighted_mean(weights: Sequence[float], trees: Sequence[PyTree]) -> PyTree:
-    """In float64."""
-    return jax.tree.map(lambda *leaves: np.average(np.stack(leaves), axis=0, weights=weights), *trees)
+def check_close(found: PyTree, expected: PyTree) -> None:
+    """Equal to rounding."""
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
 @pytest.mark.parametrize("what", ["pseudo_gradients", pytest.param("gradients", marks=pytest.mark.slow)])
 def test_four_peers_end_where_the_oracle_does(what: str) -> None:
-    """To rounding, after three rounds, in which each counts by its samples; one of them cannot be called.
-
-    Each node brings its payload of blocks of 16, 16, 13 and 7 values to the two others, and gives it to the client.
-    """
+    """They do to rounding, after three rounds in which each counts by its samples; one is a client, never called."""
     samples, grads = [1.0, 2.0, 3.0, 6.0], grads_of(3, 4)
     peers = Peers([loop_of(what) for _ in samples], config_of(4), peer3=config_of(4, role="client"))
     peers.run(partial(together, grads, samples))
     expected = on_one_device(what, grads, samples)
     for index, loop in enumerate(peers.loops):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), loop.params, at(expected, index))
+        check_close(loop.params, at(expected, index))
         totals = peers.averagers[index].totals
         assert (totals.done, totals.peers_met, totals.missed, totals.rejected) == (3, 9, 0, 0)
         assert not totals.peers_lost
-        if index < 3:
-            # In each of three rounds to two others; what the client fetched last may not be counted any more.
-            assert totals.moved_bytes >= 3 * all_gather_nbytes(FEEDBACK.coding, (45, 7), 3)
+        # In each of three rounds to two others; what the client fetched last may not be counted any more.
+        assert index == 3 or totals.moved_bytes >= 3 * all_gather_nbytes(FEEDBACK.coding, (45, 7), 3)
     # Not because nothing was kept back.
     residual = peers.loops[0].opt_state.residual
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(residual)) > 0.01
@@ -186,134 +172,108 @@ def test_four_peers_end_where_the_oracle_does(what: str) -> None:
 
 @pytest.mark.parametrize(("dies_at", "silent"), [(1, True), (1, False), (2, True)])
 def test_who_dies_in_a_round_is_left_out_or_in_by_all(dies_at: int, silent: bool) -> None:
-    """It brings its payload to nobody, or to one other only, and is gone in the second round, with a word or without.
-
-    The three others end with the same parameters: without its payload, or, as they ask each other for it, with it.
-    """
-    samples, grads = [1.0] * 4, grads_of(3, 4)
+    """It brings its payload to nobody, or to one whom the others ask, and is gone; they end at the same anchor."""
     # A payload is one piece.
-    peers = Peers([loop_of() for _ in samples], config_of(4))
-    peers.run(partial(together, grads, samples), dying={3: dies_at}, silent=silent)
-    alive = peers.loops[:3]
-    for index in range(3):
-        totals = peers.averagers[index].totals
+    peers = Peers([loop_of() for _ in range(4)], config_of(4))
+    peers.run(partial(together, grads_of(3, 4), [1.0] * 4), dying=3, dies_at=dies_at, silent=silent)
+    for index, averager in peers.averagers.items():
         # The third round begins without the fourth peer, and its group when the window ends.
-        assert (totals.done, totals.missed) == (3, 0)
-        assert totals.peers_lost.total() == (1 if dies_at == 1 else 0)
-    for loop in alive[1:]:
-        jax.tree.map(np.testing.assert_array_equal, loop.opt_state.anchor, alive[0].opt_state.anchor)
+        assert (averager.totals.done, averager.totals.missed) == (3, 0)
+        assert averager.totals.peers_lost.total() == (1 if dies_at == 1 else 0)
+        anchors = [peers.loops[each].opt_state.anchor for each in (0, index)]
+        jax.tree.map(np.testing.assert_array_equal, *anchors)
     assert peers.averagers[0].totals.peers_met == 3 + 3 + 2
 
 
 def test_what_a_lost_round_offered_is_offered_again() -> None:
-    """In the second of three rounds the two do not meet: residual and anchor stay as they were, and in the end each is
-    where pure functions lead in which that round had no average. Nothing is lost, and nothing is applied twice."""
-    samples, grads = [1.0, 3.0], grads_of(3, 2)
-    before, after = dict[int, Any](), dict[int, Any]()
+    """It leaves residual and anchor as they were, and all end where pure functions lead in which it had no average."""
+    samples, rounds = [1.0, 3.0], [grads_of(1, 2) for _ in range(3)]
+    states: list[list[Any]] = [[], []]  # of each peer, at the beginning of each round
 
     async def live(averager: TreeAverager, loop: Loop, *, index: int) -> None:
-        for number in range(3):
+        for number, grads in enumerate(rounds):
             # In the second round the other comes when the first one's step has ended.
             await trio.sleep_until(40.0 * (number + 1) + (20.0 if number == 1 and index == 1 else 0.0))
-            steps = [at(each, index) for each in grads[number * EVERY : (number + 1) * EVERY]]
-            if number == 1:
-                before[index] = loop.opt_state
-            await one_round(averager, loop, steps, samples[index])
-            if number == 1:
-                after[index] = loop.opt_state
+            states[index].append(loop.opt_state)
+            await one_round(averager, loop, [at(each, index) for each in grads], samples[index])
 
-    peers = Peers([loop_of() for _ in samples], config_of(2))
+    peers, pure = Peers([loop_of() for _ in samples], config_of(2)), [loop_of() for _ in samples]
     peers.run(live)
     for index, averager in peers.averagers.items():
-        assert (averager.totals.done, averager.totals.missed) == (2, 1)
-        assert averager.why_not == ""
-        for name in ("residual", "anchor"):
-            kept, was = getattr(after[index], name), getattr(before[index], name)
-            jax.tree.map(np.testing.assert_array_equal, kept, was)
-        assert any(leaf.any() for leaf in jax.tree.leaves(after[index].residual))
-
-    pure = [loop_of() for _ in samples]
-    for number in range(3):
-        sent = []
+        assert (averager.totals.done, averager.totals.missed, averager.why_not) == (2, 1, "")
+        _, before, after = states[index]
+        jax.tree.map(np.testing.assert_array_equal, (after.residual, after.anchor), (before.residual, before.anchor))
+        assert any(leaf.any() for leaf in jax.tree.leaves(after.residual))
+    for number, grads in enumerate(rounds):
         for index, loop in enumerate(pure):
-            for each in grads[number * EVERY : (number + 1) * EVERY]:
+            for each in grads:
                 loop.learn(at(each, index), samples=samples[index])
-            sent.append(what_to_send(loop.opt_state, loop.params))
-        weights = [float(each.weight) for each in sent]
-        mean = weighted_mean(weights, [each.tree for each in sent])
+        sent = [what_to_send(loop.opt_state, loop.params) for loop in pure]
+        mean = partial(np.average, axis=0, weights=[float(each.weight) for each in sent])
+        average = jax.tree.map(mean, stacked([each.tree for each in sent]))
         for loop, each in zip(pure, sent, strict=True):
-            loop.opt_state = with_average(loop.opt_state, each, None if number == 1 else mean)
+            loop.opt_state = with_average(loop.opt_state, each, None if number == 1 else average)
             loop.apply()
     for loop, expected in zip(peers.loops, pure, strict=True):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), loop.params, expected.params)
+        check_close(loop.params, expected.params)
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     """Two rounds, a checkpoint on disk, two rounds of new processes: bit for bit as four rounds at once."""
     samples, grads = [1.0, 3.0], grads_of(4, 2)
 
-    def trained(rounds: Sequence[PyTree], loops: list[Loop]) -> list[Loop]:
+    def trained(rounds: Sequence[PyTree], loops: list[Loop]) -> list[dict[str, PyTree]]:
         peers = Peers(loops, config_of(2))
         peers.run(partial(together, rounds, samples))
         assert [averager.totals.done for averager in peers.averagers.values()] == [len(rounds) // EVERY] * 2
-        return loops
+        return [{"params": loop.params, "opt_state": loop.opt_state} for loop in loops]
 
-    whole = trained(grads, [loop_of() for _ in samples])
-    resumed = []
-    for index, loop in enumerate(trained(grads[: 2 * EVERY], [loop_of() for _ in samples])):
-        checkpoints = Checkpoints(tmp_path / f"{index}")
-        checkpoints.save(1, {"params": loop.params, "opt_state": loop.opt_state}, {})
-        new = loop_of()
+    whole, resumed = trained(grads, [loop_of() for _ in samples]), [loop_of() for _ in samples]
+    for index, state in enumerate(trained(grads[: 2 * EVERY], [loop_of() for _ in samples])):
+        checkpoints, new = Checkpoints(tmp_path / f"{index}"), resumed[index]
+        checkpoints.save(1, state, {})
         _, state, _ = checkpoints.restore_latest({"params": new.params, "opt_state": new.opt_state})
         new.params, new.opt_state = jax.tree.map(jnp.asarray, (state["params"], state["opt_state"]))
-        resumed.append(new)
         checkpoints.close()
-    for new, old in zip(trained(grads[2 * EVERY :], resumed), whole, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, (new.params, new.opt_state), (old.params, old.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, trained(grads[2 * EVERY :], resumed), whole)
 
 
 def test_numbers_that_are_none_are_not_sent() -> None:
     """They are counted, nobody gets them, and the residual stays finite."""
-    loops = [loop_of() for _ in range(2)]
-    bad = {name: jnp.full(shape, jnp.nan) for name, shape in SHAPES.items()}
 
     async def live(averager: TreeAverager, loop: Loop, *, index: int) -> None:
         await trio.sleep_until(PERIOD_S)
-        good = jax.tree.map(jnp.ones_like, bad)
-        await one_round(averager, loop, [bad if index == 0 else good] * EVERY, 1.0)
+        value = jnp.nan if index == 0 else 1.0
+        await one_round(averager, loop, [{name: jnp.full(shape, value) for name, shape in SHAPES.items()}] * EVERY, 1.0)
 
-    peers = Peers(loops, config_of(2))
+    peers = Peers([loop_of() for _ in range(2)], config_of(2))
     peers.run(live)
     assert peers.averagers[0].why_not == "this peer's pseudo-gradients are not finite"
     assert (peers.averagers[0].totals.rejected, peers.averagers[1].totals.missed) == (1, 1)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loops[0].opt_state.residual))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(peers.loops[0].opt_state.residual))
 
 
-def test_wrong_combinations_are_refused_at_start() -> None:
-    """Settings that contradict each other, or the optimiser; and peers of other settings do not meet."""
+@swarm_test
+async def test_wrong_combinations_are_refused_at_start(swarm: Swarm) -> None:
+    """Settings that contradict each other, or the optimiser."""
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    async with open_place(swarm, "ann") as place:
+        for optimizer, settings, message in (
+            (optimizer_of(), {"sparse": OTHER}, "give the same to the averager's config as `sparse`"),
+            (moshpit_average(optax.sgd(1.0)), {"sparse": OTHER}, "make the optimiser with moshpit_av"),
+            (optimizer_of(), {"compression": "float16"}, "compression 'float16' is for all"),
+            (optimizer_of(), {"share": 0.5}, "is for an optimiser that averages parameters"),
+            (optimizer_of(), {"side": 2**30}, "bytes of memory, more than the"),
+        ):
+            config = config_of(**{"side": 2} | settings)
+            given = {"optimizer": optimizer, "name": "run", "device": InlineDevice(), "config": config}
+            with pytest.raises(ValueError, match=message):
+                async with open_tree_averager(peer_at(place), params, **given):
+                    raise AssertionError("it was opened")
 
-    @asynccontextmanager
-    async def opened(place: Any, optimizer: Any, config: TreeAveragerConfig) -> Any:
-        params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
-        async with open_tree_averager(
-            peer_at(place), params, optimizer=optimizer, name="run", device=InlineDevice(), config=config
-        ) as averager:
-            yield averager
 
-    async def body(swarm: Swarm) -> None:
-        async with open_place(swarm, "ann") as place:
-            for optimizer, config, message in (
-                (optimizer_of(), config_of(2, sparse=OTHER), "give the same to the averager's config as `sparse`"),
-                (moshpit_average(optax.sgd(1.0)), config_of(2, sparse=OTHER), "make the optimiser with moshpit_av"),
-                (optimizer_of(), config_of(2, compression="float16"), "compression 'float16' is for all"),
-                (optimizer_of(), config_of(2, share=0.5), "is for an optimiser that averages parameters"),
-                (optimizer_of(), config_of(2**30), "bytes of memory, more than the"),
-            ):
-                with pytest.raises(ValueError, match=message):
-                    async with opened(place, optimizer, config):
-                        raise AssertionError("it was opened")
-
-    in_swarm(body)
+def test_peers_of_other_settings_do_not_meet() -> None:
+    """Each keeps another number of values."""
     peers = Peers([loop_of(), loop_of(feedback=OTHER)], config_of(2))
     peers.run(partial(together, grads_of(1, 2), [1.0, 1.0]))
     assert [(each.totals.done, each.totals.missed) for each in peers.averagers.values()] == [(0, 1)] * 2

@@ -10,6 +10,7 @@ import optax
 import pytest
 import trio
 
+from dmoe_jax import optim
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.cli.node_options import ExpertRecipe
 from dmoe_jax.cli.train_options import TrunkRecipe
@@ -19,19 +20,12 @@ from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, Answer, outcomes_of
 from dmoe_jax.model import Model, Outcome
 from dmoe_jax.models import mlp
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.optim import (
-    apply_average,
-    compensate_delay,
-    moshpit_average,
-    scale_by_stale_adam,
-    scale_by_staleness,
-    what_to_send,
-    with_average,
-)
+from dmoe_jax.optim import compensate_delay, moshpit_average, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import CallRefused, ConnectionLost
+from dmoe_net.identity import PeerId
 from dmoe_net.rpc.base import Reply, Request
 from tests.dmoe_jax.node_rig import EXPERT, Rig, open_rig, rows
 from tests.dmoe_jax.small_swarm import direct_callers, open_small_swarm
@@ -48,13 +42,13 @@ def test_updates_are_divided_by_a_power_of_the_staleness(power: float, scale: fl
     adam = optax.adam(0.5)
     optimizer = optax.with_extra_args_support(optax.chain(adam, scale_by_staleness(power)))
     plain, _ = jax.jit(adam.update)(params, adam.init(params), params)
-    stale, fresh, untold = (
+    stale, *fresh = (
         jax.jit(optimizer.update)(params, optimizer.init(params), params, **told)[0]
         for told in ({"staleness": jnp.int32(3)}, {"staleness": np.float32(0)}, {})
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, np.asarray(b) * scale, rtol=1e-6), stale, plain)
-    jax.tree.map(np.testing.assert_array_equal, fresh, plain)
-    jax.tree.map(np.testing.assert_array_equal, untold, plain)
+    for each in fresh:
+        jax.tree.map(np.testing.assert_array_equal, each, plain)
     assert [leaf.dtype for leaf in jax.tree.leaves(stale)] == [jnp.float32, jnp.bfloat16]
     assert jax.tree.leaves(optimizer.init(params)[1]) == []
 
@@ -64,7 +58,7 @@ def test_stale_gradients_get_no_momentum(amsgrad: bool) -> None:
     """Fresh ones are Adam's to the bit; from staleness 1 on only the second moment counts; between, a mixture."""
     params = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16)}
     plain = (optax.scale_by_amsgrad if amsgrad else optax.scale_by_adam)()
-    ours = scale_by_stale_adam(amsgrad=amsgrad)
+    ours = optim.scale_by_stale_adam(amsgrad=amsgrad)
     state, own_state = plain.init(params), ours.init(params)
     assert jax.tree.structure(state) == jax.tree.structure(own_state)
     for step in range(3):
@@ -73,9 +67,7 @@ def test_stale_gradients_get_no_momentum(amsgrad: bool) -> None:
         told = [{"staleness": np.float32(s)} for s in (1, 7, 0.25)]
         one, many, some = (jax.jit(ours.update)(grads, own_state, params, **each)[0] for each in told)
         fresh, own_state = jax.jit(ours.update)(grads, own_state, params)
-        jax.tree.map(np.testing.assert_array_equal, fresh, adam)
-        jax.tree.map(np.testing.assert_array_equal, one, many)
-        jax.tree.map(np.testing.assert_array_equal, own_state, state)
+        jax.tree.map(np.testing.assert_array_equal, (fresh, one, own_state), (adam, many, state))
         np.testing.assert_allclose(some["a"], 0.75 * adam["a"] + 0.25 * one["a"], rtol=1e-6)
         # Of the squares 9, 1, 1 the corrected mean, of which amsgrad keeps the largest so far.
         second = [9.0, 4.998, 3.664][step] if not amsgrad else 9.0
@@ -85,27 +77,32 @@ def test_stale_gradients_get_no_momentum(amsgrad: bool) -> None:
 
 @pytest.mark.parametrize("value", [-0.5, float("inf"), float("nan")])
 def test_powers_and_strengths_that_cannot_be_meant_are_refused(value: float) -> None:
-    """By what was got."""
+    """The message has what was got."""
     with pytest.raises(ValueError, match=f"power of the staleness must be finite and at least 0, got {value}"):
         scale_by_staleness(value)
     with pytest.raises(ValueError, match=f"strength of a delay compensation .* at least 0, got {value}"):
         compensate_delay(value)
 
 
-@pytest.mark.parametrize("what", ["parameters", "gradients", "pseudo_gradients"])
-def test_averages_are_not_scaled(what: Any) -> None:
+@pytest.mark.parametrize(
+    ("what", "own", "factor", "after"),
+    [
+        ("parameters", -0.5, 7.0, -3.5),  # 7 * -0.5
+        ("gradients", 0.0, 8.0, -4.0),  # a step of half the average
+        ("pseudo_gradients", -0.5, -7.0, 3.5),  # the anchor 0 minus -7 * 0.5
+    ],
+)
+def test_averages_are_not_scaled(what: Any, own: float, factor: float, after: float) -> None:
     """Inside a `moshpit_average` the optimiser's own update is halved, and what others bring counts in full."""
     outer = optax.sgd(1.0) if what == "pseudo_gradients" else None
     optimizer = moshpit_average(optax.chain(optax.sgd(1.0), scale_by_staleness()), what=what, outer=outer)
     params = jnp.zeros(1)
     updates, state = optimizer.update(jnp.ones(1), optimizer.init(params), params, staleness=3)
     params = optax.apply_updates(params, updates)
-    assert params.tolist() == ([0.0] if what == "gradients" else [-0.5])
-    sent = what_to_send(state, params)
-    state = with_average(state, sent, {"parameters": 7.0, "gradients": 8.0, "pseudo_gradients": -7.0}[what] * sent.tree)
-    params, _ = apply_average(optimizer, state, params, staleness=3)
-    # Parameters: 7 * -0.5. Gradients: a step of half the average. Pseudo-gradients: the anchor 0 minus -7 * 0.5.
-    assert params.tolist() == {"parameters": [-3.5], "gradients": [-4.0], "pseudo_gradients": [3.5]}[what]
+    assert params.tolist() == [own]
+    sent = optim.what_to_send(state, params)
+    params, _ = optim.apply_average(optimizer, optim.with_average(state, sent, factor * sent.tree), params, staleness=3)
+    assert params.tolist() == [after]
 
 
 def test_delay_compensation_is_that_of_the_paper() -> None:
@@ -125,27 +122,26 @@ def test_a_command_scales_as_the_recipe_does() -> None:
     assert ExpertRecipe().staleness_power == TrunkRecipe().staleness_power == Recipe().staleness_power == 0.5
 
 
-def trained(count: int, seen: list[int] | None = None) -> tuple[ExpertBackend, Any]:
-    """A backend that has taken so many updates, after one more; and what it moved by."""
+def trained(count: int, seen: list[int] | None = None) -> tuple[tuple[int, float], Any]:
+    """One more update of a backend that has taken so many: its updates here and their staleness, and its movement."""
     params = EXPERT.init(jax.random.key(0))
     backend = ExpertBackend(EXPERT, STALE_SGD, params)
     backend.load(backend.state, update_count=count)
     backend.backward([rows(2)], rows(2, seed=1), None, None if seen is None else np.array(seen))
-    return backend, jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), backend.params, params)
+    moved = jax.tree.map(lambda new, old: np.asarray(new) - np.asarray(old), backend.params, params)
+    return (backend.steps_here, backend.staleness_total), moved
 
 
 def test_an_expert_moves_by_half_of_it_at_staleness_three(compilations: Any) -> None:
-    """Rows that saw 2 and 6 of 7 updates have 3 in the mean. What lies beyond the count is not stale; no value compiles
-    anew."""
+    """Rows that saw 2 and 6 of 7 updates have 3 in the mean; counts beyond 7 are not stale; no value compiles anew."""
     fresh, whole = trained(7)
     compiled = compilations.count
-    stale, half = trained(7, [2, 6])
+    (stale, half), (ahead, as_whole) = trained(7, [2, 6]), trained(7, [9, 2**63 - 1])
+    assert compilations.count == compiled
+    assert (fresh, stale, ahead) == ((1, 0.0), (1, 3.0), (1, 0.0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b / 2, rtol=1e-3, atol=1e-8), half, whole)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(whole)) > 0.01
-    ahead, as_whole = trained(7, [9, 2**63 - 1])
     jax.tree.map(np.testing.assert_array_equal, as_whole, whole)
-    assert [(each.steps_here, each.staleness_total) for each in (fresh, stale, ahead)] == [(1, 0.0), (1, 3.0), (1, 0.0)]
-    assert compilations.count == compiled
 
 
 def backends(count: int = 0) -> dict[str, ExpertBackend]:
@@ -195,11 +191,10 @@ async def test_staleness_is_that_of_the_moment_of_computing(autojump_clock: trio
 
 async def test_what_a_request_says_of_its_forward_is_checked(autojump_clock: trio.testing.MockClock) -> None:
     """Counts beyond the node's own, as after a restart, are not stale; what is no count is refused."""
+    refusal = r"expert ffn\.0\.1: seen must be an integer from 0 to .*, or null, got"
     async with open_rig(backends=backends(count=5)) as rig:
         for seen in (-1, 2**63, 1.0, True, "3", b"3", [3], {}):
-            with pytest.raises(
-                CallRefused, match=r"expert ffn\.0\.1: seen must be an integer from 0 to .*, or null, got"
-            ):
+            with pytest.raises(CallRefused, match=refusal):
                 await learn(rig, b"bad", rows(1), rows(1), seen=seen)
         assert rig.backends[UID].update_count == 5
         for number, said in enumerate([{}, {"seen": None}, {"seen": 99}, {"seen": 2**63 - 1}]):
@@ -219,29 +214,24 @@ def mlp_batches(seed: int) -> Any:
         yield mlp.Batch(rng.normal(size=(2, 6)).astype(np.float32), rng.integers(0, 3, 2).astype(np.int32))
 
 
-class Spy:
+class Spy(DirectCaller):
     """A caller that notes what is said of experts, part by part, and loses the answer to the first backward call."""
 
-    def __init__(self, caller: DirectCaller) -> None:
-        self._caller = caller
-        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
-        self.moved_bytes, self.is_reached, self.reach = caller.moved_bytes, caller.is_reached, caller.reach
-        self.bulk = caller.bulk
-        self.add_handler, self.remove_handler = caller.add_handler, caller.remove_handler
+    def __init__(self, network: DirectNetwork, peer_id: PeerId) -> None:
+        super().__init__(network, None, peer_id)
         self.said: dict[str, list[tuple[dict[str, Any], bytes, Any]]] = {FORWARD: [], BACKWARD: []}
         """By method, for each part: its description, the samples that it took, and the updates of the answer."""
         self.lost: list[dict[str, Any]] = []
 
     async def call(self, target: Any, method: str, body: Any, tensors: Any = (), **options: Any) -> Reply:
         options["on_partial"] = None  # all comes in the reply
-        reply = await self._caller.call(target, method, body, tensors, **options)
+        reply = await super().call(target, method, body, tensors, **options)
         if method in self.said:
             is_first = not self.said[method]
             request = Request(method=method, body=body, tensors=tensors, peer_id=self.peer_id, peer_address=None)
             parts = parts_of_untrusted(request)
-            for number, outcome in outcomes_of_untrusted(
-                reply, {n: part["rows"] for n, (part, *_) in enumerate(parts)}
-            ):
+            counts = {number: part["rows"] for number, (part, *_) in enumerate(parts)}
+            for number, outcome in outcomes_of_untrusted(reply, counts):
                 assert isinstance(outcome, Answer)
                 part, _, rows = parts[number]
                 self.said[method].append((dict(part), tensors[1][rows].tobytes(), outcome.updates))
@@ -252,18 +242,21 @@ class Spy:
 
 
 async def test_a_backward_pass_says_what_its_forward_pass_saw(autojump_clock: trio.testing.MockClock) -> None:
-    """Two trainers that overtake each other say which updates they saw, retries too; nodes count what trainers see."""
-    *nodes, last = direct_callers(DirectNetwork(latency_s=0.1), 2)
-    spy = Spy(last)
-    opened = open_small_swarm([*nodes, spy], CONFIG.expert(), STALE_SGD, prefixes=["layer0"], grid_size=(2, 2))
+    """Trainers say which updates they saw, in retries too, and nodes count the same; one alone is never stale."""
+    network = DirectNetwork(latency_s=0.1)
+    node, last = direct_callers(network, 2)
+    spy = Spy(network, last.peer_id)
+    opened = open_small_swarm([node, spy], CONFIG.expert(), STALE_SGD, prefixes=["layer0"], grid_size=(2, 2))
     async with opened as swarm:
         model = mlp.MLP.on(swarm.swarm, CONFIG, ROUTER)
         trunk = SharedTrunk(model.init(jax.random.key(1)), STALE_SGD, InlineDevice())
         trainers = [Trainer(index, model, trunk, mlp_batches(index)) for index in range(2)]
-        await trainers[0].step()  # finds the experts, so that nobody waits for the same answer of the DHT
+        await trainers[0].run(3)  # finds the experts, so that nobody waits for the same answer of the DHT
+        assert trunk.step == 3
+        assert swarm.statistics.staleness_total == 0
         async with trio.open_nursery() as nursery:
             for trainer in trainers:
-                nursery.start_soon(trainer.run, 12)
+                nursery.start_soon(trainer.run, 14)
                 await trio.sleep(0.05)  # never at the same moment: no two requests are one update
         saw = {(body["uid"], inputs): updates for body, inputs, updates in spy.said[FORWARD]}
         backward = spy.said[BACKWARD]
@@ -277,26 +270,6 @@ async def test_a_backward_pass_says_what_its_forward_pass_saw(autojump_clock: tr
         assert sum(backend.staleness_total for backend in swarm.backends.values()) == swarm.statistics.staleness_total
 
 
-async def mlp_params(optimizer: optax.GradientTransformation) -> Any:
-    """Trunk and experts after three steps of one trainer."""
-    callers = direct_callers(DirectNetwork(latency_s=0.1), 2)
-    async with open_small_swarm(callers, CONFIG.expert(), optimizer, prefixes=["layer0"], grid_size=(2, 2)) as swarm:
-        model = mlp.MLP.on(swarm.swarm, CONFIG, ROUTER)
-        trunk = SharedTrunk(model.init(jax.random.key(1)), optimizer, InlineDevice())
-        await Trainer(0, model, trunk, mlp_batches(0)).run(3)
-        assert sum(backend.update_count for backend in swarm.backends.values()) >= 6
-        return jax.device_get((trunk.params, swarm.stacked_params("layer0", (2, 2))))
-
-
-async def test_one_trainer_is_never_stale(autojump_clock: trio.testing.MockClock) -> None:
-    """With and without the scaling, trunk and experts are the same to the last bit."""
-    plain, scaled = (
-        await mlp_params(optax.adam(0.1)),
-        await mlp_params(optax.chain(optax.adam(0.1), scale_by_staleness())),
-    )
-    jax.tree.map(np.testing.assert_array_equal, plain, scaled)
-
-
 class Slow(Model):
     """One number that is to become 0, after as many seconds as the batch says; its gradient is the number."""
 
@@ -305,31 +278,23 @@ class Slow(Model):
 
     async def forward(self, run: Recording, params: Any, batch: Any, state: Any, keys: Any) -> Outcome:
         await trio.sleep(batch)
-        return Outcome(loss=run(half_square, params), items=1)
+        return Outcome(loss=run(optax.l2_loss, params), items=1)
 
 
-def half_square(weight: Any) -> Any:
-    return weight**2 / 2
-
-
-async def two_trainers(optimizer: optax.GradientTransformation) -> tuple[list[StepRecord], float]:
-    """The second trainer makes three updates while the first one makes its only one."""
+async def two_trainers(optimizer: optax.GradientTransformation) -> float:
+    """The second trainer makes three updates while the first one makes its only one; what becomes of the number."""
     trunk = SharedTrunk(Slow().init(None), optimizer, InlineDevice())
     records: list[StepRecord] = []
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(Trainer(0, Slow(), trunk, iter([10.0])).run, 4, records.append)
-        nursery.start_soon(Trainer(1, Slow(), trunk, iter([1.0, 1.0, 1.0])).run, 4, records.append)
+        for index, seconds in enumerate(([10.0], [1.0, 1.0, 1.0])):
+            nursery.start_soon(Trainer(index, Slow(), trunk, iter(seconds)).run, 4, records.append)
     assert [(record.trainer, record.staleness) for record in records] == [(1, 0), (1, 0), (1, 0), (0, 3)]
-    return records, float(trunk.params)
+    return float(trunk.params)
 
 
 async def test_a_stale_step_of_the_trunk_is_smaller(autojump_clock: trio.testing.MockClock) -> None:
-    """16 is halved three times to 2; then comes 16's own step of 8, of which the staleness 3 leaves half: 2 - 4."""
-    assert (await two_trainers(optax.sgd(0.5)))[1] == 2 - 8
-    assert (await two_trainers(optax.chain(optax.sgd(0.5), scale_by_staleness())))[1] == 2 - 4
-
-
-async def test_trainers_tell_what_they_read(autojump_clock: trio.testing.MockClock) -> None:
-    """Delay compensation with 1/32: of the gradient 16 that was read at 16 remains, at 2, 16 + 256 / 32 * (2 - 16)."""
-    _, found = await two_trainers(optax.chain(compensate_delay(1 / 32), optax.sgd(0.5)))
-    assert found == 2 - (16 - 112) / 2
+    """16 is halved three times to 2; then comes 16's own step of 8, of which the staleness 3 leaves half: 2 - 4. With a
+    delay compensation of 1/32, of the gradient 16 that was read at 16 remains, at 2, 16 + 256 / 32 * (2 - 16)."""
+    assert await two_trainers(optax.sgd(0.5)) == 2 - 8
+    assert await two_trainers(optax.chain(optax.sgd(0.5), scale_by_staleness())) == 2 - 4
+    assert await two_trainers(optax.chain(compensate_delay(1 / 32), optax.sgd(0.5))) == 2 - (16 - 112) / 2

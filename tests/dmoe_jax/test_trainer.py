@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import trio
+from trio.testing import MockClock
 
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
@@ -22,10 +23,10 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.routing.combinators import add_noise
+from dmoe_jax.routing.combinators import add_noise, drop_experts, with_balancing_loss
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.routing.registry import ROUTERS
-from dmoe_jax.trainer import StepRecord, Trainer, all_finite, loss_and_grads
+from dmoe_jax.trainer import StepRecord, Trainer, loss_and_grads
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import NetError
 from tests.dmoe_jax.small_swarm import SmallSwarm, close, direct_callers, open_small_swarm, tcp_callers
@@ -42,29 +43,29 @@ CONFIG = TransformerXLConfig(
 )
 ROUTER = product_key(GRID, init_scale=1.0)
 ONE_LAYER = CONFIG.replace(num_layers=1)
-DROPPING = CONFIG.replace(
-    dropout=0.2,
-    attention_dropout=0.1,
-    position_dropout=0.3,
-    embedding_dropout=0.1,
-    input_dropout=0.3,
-    output_dropout=0.2,
+DROPPING = CONFIG.replace(dropout=0.2, attention_dropout=0.1, position_dropout=0.3).replace(
+    embedding_dropout=0.1, input_dropout=0.3, output_dropout=0.2
 )
 NOISY = add_noise(ROUTER, stddev=1.0)
-OPTIMIZER = optax.sgd(0.5)
+OPTIMIZER, ADAM = optax.sgd(0.5), optax.adam(1e-3)
 LAYERS = ["layer0", "layer1"]
-LONG_LISTED = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
-"""Node settings that keep experts listed while a busy machine compiles the reference on the event loop."""
+CASES = {**ROUTERS, "a stack": lambda grid: with_balancing_loss(drop_experts(add_noise(product_key(grid), 1.0), 0.3))}
 TEXT = np.random.default_rng(0).integers(0, 40, 400)
 
 
-def make_model(swarm: SmallSwarm, **options: Any) -> txl.TransformerXL:
-    mixtures = [swarm.mixture(CONFIG.expert(), ROUTER, layer, k_best=2, **options) for layer in LAYERS]
-    return txl.TransformerXL(CONFIG, ROUTER, mixtures)
+def make_model(swarm: SmallSwarm, config: Any = CONFIG, router: Any = ROUTER, **options: Any) -> txl.TransformerXL:
+    layers = LAYERS[: config.num_layers]
+    mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2, **options) for layer in layers]
+    return txl.TransformerXL(config, router, mixtures)
 
 
-def swarm_on(callers: Any) -> Any:
-    return open_small_swarm(callers, CONFIG.expert(), OPTIMIZER, prefixes=LAYERS, grid_size=GRID)
+def make_trunk(optimizer: optax.GradientTransformation = ADAM) -> SharedTrunk:
+    return SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optimizer, InlineDevice())
+
+
+def swarm_on(callers: Any, config: Any = CONFIG, optimizer: Any = OPTIMIZER, **options: Any) -> Any:
+    layers = LAYERS[: config.num_layers]
+    return open_small_swarm(callers, config.expert(), optimizer, prefixes=layers, grid_size=GRID, **options)
 
 
 def stream(batch_size: int = 3, **kwargs: Any) -> SegmentStream:
@@ -82,43 +83,38 @@ def local_step(config: Any, router: Any, trunk: Any, experts: Any, batch: Any, m
 update = jax.jit(update_experts, static_argnums=0)
 
 
-async def check_equals_local(callers: Any, config: Any, router: Any, *, seed: int | None) -> None:
-    """Two steps with memory: loss, trunk gradients and expert parameters agree with `local_forward` to 1e-5.
-
-    Args: seed: of the chance in a step; None: without any.
-    """
-    layers = LAYERS[: config.num_layers]
-    opened = open_small_swarm(
-        callers, config.expert(), OPTIMIZER, prefixes=layers, grid_size=GRID, node_config=LONG_LISTED
-    )
-    async with opened as swarm:
-        mixtures = [swarm.mixture(config.expert(), router, layer, k_best=2) for layer in layers]
-        model = txl.TransformerXL(config, router, mixtures)
+async def check_equals_local(
+    callers: Any, config: Any, router: Any, *, seed: int | None, max_rows: int = 1024, optimizer: Any = OPTIMIZER
+) -> None:
+    """Two steps with memory are those of `local_forward` to 1e-5; seed: of chance; max_rows: that nodes take."""
+    layers, calls = LAYERS[: config.num_layers], 0
+    # Experts stay listed while a busy machine compiles the reference on the event loop.
+    node_config = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0, max_batch_rows=max_rows)
+    async with swarm_on(callers, config, optimizer, node_config=node_config) as swarm:
+        model = make_model(swarm, config, router, max_rows=max_rows)
         trunk = txl.init_trunk(jax.random.key(1), config, router)
         experts = tuple(swarm.stacked_params(layer, GRID) for layer in layers)
-        states = tuple(init_opt_states(OPTIMIZER, params) for params in experts)
+        states = tuple(init_opt_states(optimizer, params) for params in experts)
         memory = remote_memory = empty_memory(config, 3)
         text = stream()
         for _ in range(2):
-            position = text.position
-            batch = next(text)
+            position, batch = text.position, next(text)
             keys = None if seed is None else model.keys(batch, seed=seed, trainer=0, step=position)
-            (expected_total, aux), (expected, expert_grads) = local_step(
-                config, router, trunk, experts, batch, memory, keys
-            )
-            (total, outcome), grads = await loss_and_grads(model)(trunk, batch, remote_memory, keys)
-            loss, remote_memory = outcome.reported, outcome.state
-            np.testing.assert_allclose([total, loss], [expected_total, aux.nll], atol=1e-5)
-            close(grads, expected)
-            memory = aux.memory
-            close(remote_memory, memory)
+            (total, aux), (expected, expert_grads) = local_step(config, router, trunk, experts, batch, memory, keys)
+            (found, outcome), grads = await loss_and_grads(model)(trunk, batch, remote_memory, keys)
+            memory, remote_memory = aux.memory, outcome.state
+            np.testing.assert_allclose([found, outcome.reported], [total, aux.nll], atol=1e-5)
+            close((grads, remote_memory), (expected, memory))
             stepped = [
-                update(OPTIMIZER, params, state, layer_grads, layer.load > 0)
-                for params, state, layer_grads, layer in zip(experts, states, expert_grads, aux.layers, strict=True)
+                update(optimizer, *each, layer.load > 0)
+                for *each, layer in zip(experts, states, expert_grads, aux.layers, strict=True)
             ]
-            experts, states = tuple(s[0] for s in stepped), tuple(s[1] for s in stepped)
+            experts, states = zip(*stepped, strict=True)
             close(tuple(swarm.stacked_params(layer, GRID) for layer in layers), experts)
             trunk = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), trunk, grads)
+            loads = [int(load) for layer in aux.layers for load in layer.load]
+            calls += 2 * sum(-(-load // max_rows) for load in loads)  # forward and backward
+        assert (swarm.statistics.ok, swarm.statistics.failed, swarm.statistics.late) == (calls, 0, 0)
 
 
 async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
@@ -128,9 +124,17 @@ async def test_transformer_xl_equals_one_jit_over_tcp() -> None:
 
 
 @pytest.mark.slow
-async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: trio.testing.MockClock) -> None:
-    """With every dropout and a noisy router: experts elsewhere drop what one jit drops, forward and backward."""
-    await check_equals_local(direct_callers(DirectNetwork(), 3), DROPPING, NOISY, seed=7)
+async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: MockClock) -> None:
+    """Experts elsewhere drop what one jit drops, forward and backward, for routed sequences and for tokens."""
+    for config in (DROPPING, DROPPING.replace(route="token")):
+        await check_equals_local(direct_callers(DirectNetwork(), 3), config, NOISY, seed=7)
+
+
+@pytest.mark.slow
+async def test_large_calls_are_split(autojump_clock: MockClock) -> None:
+    """Nodes take three rows at once of 18. As several calls are several updates, equal are loss and gradients."""
+    callers, config = direct_callers(DirectNetwork(), 3), ONE_LAYER.replace(route="token")
+    await check_equals_local(callers, config, ROUTER, seed=None, max_rows=3, optimizer=optax.sgd(0.0))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +142,12 @@ async def test_dropout_and_noise_are_those_of_one_jit(autojump_clock: trio.testi
     # One of each kind always: chosen by samples, chosen by experts, by the words alone.
     [
         name if name in ("noisy_top_k", "expert_choice", "hash") else pytest.param(name, marks=pytest.mark.slow)
-        for name in sorted(ROUTERS)
+        for name in sorted(CASES)
     ],
 )
-async def test_every_router_routes_alike_locally_and_remotely(
-    name: str, autojump_clock: trio.testing.MockClock
-) -> None:
-    """Per sequence: loss, auxiliary loss, gradients and expert updates are those of one jit, whichever the router."""
-    await check_equals_local(direct_callers(DirectNetwork(), 3), ONE_LAYER, ROUTERS[name](GRID), seed=3)
+async def test_every_router_routes_alike_locally_and_remotely(name: str, autojump_clock: MockClock) -> None:
+    """Loss, auxiliary loss, gradients and expert updates are those of one jit, whichever the router."""
+    await check_equals_local(direct_callers(DirectNetwork(), 3), ONE_LAYER, CASES[name](GRID), seed=3)
 
 
 async def test_second_training_step_compiles_nothing(compilations: Any) -> None:
@@ -153,22 +155,18 @@ async def test_second_training_step_compiles_nothing(compilations: Any) -> None:
     async with tcp_callers(2) as callers, swarm_on(callers) as swarm:
         for backend in swarm.backends.values():
             backend.warm_up(3)
-        trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainer = Trainer(0, make_model(swarm), trunk, stream())
-        await trainer.step()
-        first = compilations.count
-        assert first > 0
-        await trainer.step()
-        await trainer.step()
-        assert compilations.count == first
+        trainer = Trainer(0, make_model(swarm), make_trunk(), stream())
+        counts = []
+        for _ in range(3):
+            await trainer.step()
+            counts.append(compilations.count)
+        assert 0 < counts[0] == counts[1] == counts[2]
 
 
-async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClock) -> None:
+async def test_trainers_overlap_their_waits(autojump_clock: MockClock) -> None:
     """With 1 s on every remote call a step of 16 trainers takes the four calls of its critical path, not 64."""
-    network = DirectNetwork(latency_s=1.0)
-    async with swarm_on(direct_callers(network, 3)) as swarm:
-        model = make_model(swarm, grace_s=30.0, timeout_s=30.0)
-        trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
+    async with swarm_on(direct_callers(DirectNetwork(latency_s=1.0), 3)) as swarm:
+        model, trunk = make_model(swarm, grace_s=30.0, timeout_s=30.0), make_trunk()
         trainers = [Trainer(i, model, trunk, stream(shard=i, num_shards=16)) for i in range(16)]
         await trainers[0].step()  # finds the experts, so that what follows is steps alone
         started = trio.current_time()
@@ -180,12 +178,10 @@ async def test_trainers_overlap_their_waits(autojump_clock: trio.testing.MockClo
         assert trunk.step == 17
 
 
-async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio.testing.MockClock) -> None:
+async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: MockClock) -> None:
     """Perplexity of a repeated text falls; evaluating it leaves the experts alone and counts every target once."""
     async with swarm_on(direct_callers(DirectNetwork(latency_s=0.01), 3)) as swarm:
-        model = make_model(swarm)
-        trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-2), InlineDevice())
-        text = np.tile(TEXT[:30], 12)
+        model, trunk, text = make_model(swarm), make_trunk(optax.adam(1e-2)), np.tile(TEXT[:30], 12)
 
         async def perplexity() -> float:
             batches = evaluation_segments(text[:102], batch_size=3, seq_len=CONFIG.seq_len)
@@ -195,14 +191,11 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
 
         before = await perplexity()
         assert {backend.update_count for backend in swarm.backends.values()} == {0}
-        records: list[StepRecord] = []
-        lost: list[Exception] = []
-        trainers = [
-            Trainer(i, model, trunk, SegmentStream(text, batch_size=3, seq_len=6, shard=i, num_shards=3))
-            for i in range(3)
-        ]
+        records, lost = list[StepRecord](), list[Exception]()
         async with trio.open_nursery() as nursery:
-            for trainer in trainers:
+            for i in range(3):
+                own = SegmentStream(text, batch_size=3, seq_len=6, shard=i, num_shards=3)
+                trainer = Trainer(i, model, trunk, own)
                 nursery.start_soon(trainer.run, 60, records.append, lambda _, error: lost.append(error))
         assert lost == []
         assert sorted(record.step for record in records) == list(range(1, 61))
@@ -211,25 +204,21 @@ async def test_training_learns_and_evaluation_trains_nobody(autojump_clock: trio
         assert await perplexity() < 0.5 * before
 
 
-async def test_a_step_without_quorum_is_dropped_and_training_goes_on(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
+async def test_a_step_without_quorum_is_dropped_and_training_goes_on(autojump_clock: MockClock) -> None:
     """While the whole swarm is silent steps are lost, not the trainer; when it returns training continues."""
     network = DirectNetwork(latency_s=0.1)
     callers = direct_callers(network, 3)
+    nodes = [caller.address for caller in callers[:2]]
     async with swarm_on(callers) as swarm:
-        model = make_model(swarm, timeout_s=1.0, on_shortfall="raise")
-        trunk = SharedTrunk(txl.init_trunk(jax.random.key(1), CONFIG, ROUTER), optax.adam(1e-3), InlineDevice())
-        trainer = Trainer(0, model, trunk, stream())
-        lost: list[Exception] = []
-        records: list[StepRecord] = []
+        trainer = Trainer(0, make_model(swarm, timeout_s=1.0, on_shortfall="raise"), make_trunk(), stream())
+        records, lost = list[StepRecord](), list[Exception]()
         await trainer.step()
-        network.take_down(callers[0].address, callers[1].address)
+        network.take_down(*nodes)
 
         def on_lost(_: int, error: Exception) -> None:
             lost.append(error)
             if len(lost) == 3:
-                network.bring_up(callers[0].address, callers[1].address)
+                network.bring_up(*nodes)
 
         await trainer.run(4, records.append, on_lost)
         assert len(lost) >= 3
@@ -237,12 +226,12 @@ async def test_a_step_without_quorum_is_dropped_and_training_goes_on(
         assert [record.step for record in records] == [2, 3, 4]
 
 
-async def test_not_a_number_is_not_applied(autojump_clock: trio.testing.MockClock) -> None:
+async def test_not_a_number_is_not_applied(autojump_clock: MockClock) -> None:
     """A trunk that has gone bad is reported, and the step changes nothing."""
     async with swarm_on(direct_callers(DirectNetwork(latency_s=0.1), 2)) as swarm:
         params = txl.init_trunk(jax.random.key(1), CONFIG, ROUTER)
         params["head"]["bias"] = params["head"]["bias"].at[0].set(jnp.nan)
-        trunk = SharedTrunk(params, optax.adam(1e-3), InlineDevice())
+        trunk = SharedTrunk(params, ADAM, InlineDevice())
         before = trunk.params
         with pytest.raises(FloatingPointError, match="trainer 0"):
             await Trainer(0, make_model(swarm), trunk, stream()).step()
@@ -253,46 +242,45 @@ async def test_not_a_number_is_not_applied(autojump_clock: trio.testing.MockCloc
 class Quadratic(Model):
     """One number that is to become the batch's; no expert."""
 
+    def __init__(self, reported: Any = None) -> None:
+        self.reported = reported
+
     def init(self, key: Any) -> Any:
         return jnp.zeros(())
 
     async def forward(self, run: Recording, params: Any, batch: Any, state: Any, keys: Any) -> Outcome:
-        return Outcome(loss=run(distance, params, batch), items=2)
+        return Outcome(loss=run(optax.squared_error, params, batch), items=2, reported=self.reported)
 
 
-def distance(weight: Any, place: Any) -> Any:
-    return (weight - place) ** 2
+class Noted:
+    """A loss that notes who waits for it."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+    def __float__(self) -> float:
+        self.threads.append(threading.current_thread())
+        return 1.0
 
 
-async def test_the_device_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients are waited for off the event loop, which stays free meanwhile."""
-    threads = []
-
-    def all_finite_somewhere(*args: Any) -> bool:
-        threads.append(threading.current_thread())
-        return all_finite(*args)
-
-    monkeypatch.setattr("dmoe_jax.trainer.all_finite", all_finite_somewhere)
+async def test_the_device_waits_for_a_step() -> None:
+    """The loss is waited for off the event loop, which stays free meanwhile."""
+    noted = Noted()
     trunk = SharedTrunk(jnp.zeros(()), optax.sgd(0.25), ThreadDevice())
-    record = await Trainer(0, Quadratic(), trunk, iter([jnp.ones(())])).step()
+    record = await Trainer(0, Quadratic(noted), trunk, iter([jnp.ones(())])).step()
     assert (record.loss, float(trunk.params)) == (1.0, 0.5)
-    assert threading.current_thread() not in threads
+    assert noted.threads
+    assert threading.current_thread() not in noted.threads
 
 
 async def test_evaluation_reads_one_batch_after_the_other() -> None:
     """Data of a user's own may be larger than memory: a batch is asked for once the one before is done."""
-    asked, done = 0, 0
+    events = list[str]()
 
     def batches() -> Iterator[Any]:
-        nonlocal asked
         for _ in range(3):
-            assert asked == done
-            asked += 1
+            events.append("asked")
             yield jnp.ones(())
 
-    def on_batch() -> None:
-        nonlocal done
-        done += 1
-
-    evaluation = await Quadratic().evaluate(jnp.zeros(()), batches(), on_batch)
-    assert (evaluation.loss, evaluation.items, done) == (1.0, 6, 3)
+    evaluation = await Quadratic().evaluate(jnp.zeros(()), batches(), lambda: events.append("done"))
+    assert (evaluation.loss, evaluation.items, events) == (1.0, 6, ["asked", "done"] * 3)

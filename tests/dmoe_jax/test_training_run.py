@@ -6,7 +6,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,48 +20,48 @@ import trio
 
 import dmoe_jax.runs
 from dmoe_jax.arrays import host_copy
-from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.cli import main
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.model import Evaluation
-from dmoe_jax.runs import run_folder
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
-from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, cut_metrics, finished_headline, prepare_run
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
-from dmoe_jax.training.run import Plan, train, train_without_waiting, training_figure
+from dmoe_jax.training.run import Plan, train, train_without_waiting
 from dmoe_jax.training.task import Task, language_task
 from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
 
 
+@dataclass(eq=False)
 class CountingEngine:
     """Its state is the sum of the steps; its perplexity that sum. Every second step goes to expert layer0.1."""
 
     name = "counting"
     layers: ClassVar = {"layer0": ("layer0.0", "layer0.1")}
-
-    def __init__(self, *, fails_at: int | None = None, error: BaseException | None = None, step_s: float = 0.0) -> None:
-        self.step = 0
-        self.sum = np.zeros(1)
-        self.stretches: list[int] = []
-        self.evaluated: list[tuple[str, int | None]] = []
-        self.evaluation_s = 0.0
-        self._fails_at = fails_at
-        self._error = error if error is not None else KeyboardInterrupt()
-        self._step_s = step_s
+    fails_at: int | None = None
+    error: BaseException = field(default_factory=KeyboardInterrupt)
+    step_s: float = 0.0
+    evaluation_s: float = 0.0
+    around: Callable[[int], Any] = lambda step: nullcontext()
+    """A context for the word of each step."""
+    step: int = 0
+    sum: np.ndarray = field(default_factory=lambda: np.zeros(1))
+    stretches: list[int] = field(default_factory=list)
+    evaluated: list[tuple[str, int | None]] = field(default_factory=list)
 
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         self.stretches.append(num_steps)
         for _ in range(num_steps):
-            if self.step == self._fails_at:
-                raise self._error
-            if self._step_s:
-                await trio.sleep(self._step_s)
+            if self.step == self.fails_at:
+                raise self.error
+            if self.step_s:  # else there may be no event loop
+                await trio.sleep(self.step_s)
             self.step += 1
             self.sum = self.sum + self.step
-            on_step(StepRecord(step=self.step, trainer=0, loss=1.0, items=10, staleness=2))
+            with self.around(self.step):
+                on_step(StepRecord(step=self.step, trainer=0, loss=1.0, items=10, staleness=2))
 
     async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
         self.evaluated.append((split, max_items))
@@ -81,34 +85,25 @@ class CountingEngine:
         self.sum, self.step = np.array(state["sum"]), step
 
     def totals(self) -> Totals:
-        odd = (self.step + 1) // 2
-        return Totals(
-            items=10 * self.step,
-            staleness=2 * self.step,
-            calls_ok=3 * self.step,
-            failures={"timeout": self.step} if self.step else {},
-            steps_lost=self.step // 4,
-            virtual_s=0.5 * self.step,
-            load={"layer0.0": odd, "layer0.1": self.step - odd},
-        )
+        odd, failures = (self.step + 1) // 2, {"timeout": self.step} if self.step else {}
+        counts = {"items": 10 * self.step, "staleness": 2 * self.step, "calls_ok": 3 * self.step, "failures": failures}
+        load = {"layer0.0": odd, "layer0.1": self.step - odd}
+        return Totals(**counts, steps_lost=self.step // 4, virtual_s=0.5 * self.step, load=load)
 
 
-def count(
-    folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool = False, **more: Any
-) -> dict[str, Any]:
+def count(folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool = False, **plan: Any) -> dict:
     """A run of the counting engine: pauses after 4 and 8 steps."""
-    plan = Plan(steps=steps, eval_every=4, eval_items=50, pause=True, **more)
-    run = prepare_run(folder, {"steps": steps}, resume=resume)
+    settings = Plan(**{"steps": steps, "eval_every": 4, "eval_items": 50, "pause": True} | plan)
+    run, progress = prepare_run(folder, {"steps": steps}, resume=resume), TrainingProgress(steps)
     task = language_task(small_corpus(), splits=("valid", "test"))
-    return train_without_waiting(train(engine, run, plan, task, TrainingProgress(steps), facts={"model": "counting"}))
+    return train_without_waiting(train(engine, run, settings, task, progress, facts={"model": "counting"}))
 
 
-async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = False, **plan: Any) -> dict[str, Any]:
+async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = False, **plan: Any) -> dict:
     """A run that is evaluated and saved beside its training, every four steps."""
-    settings = {"steps": 10, "eval_every": 4, "eval_items": 50, "checkpoint_every": 4} | plan
+    settings = Plan(**{"steps": 10, "eval_every": 4, "eval_items": 50, "checkpoint_every": 4} | plan)
     run = prepare_run(folder, {}, resume=resume)
-    task = language_task(small_corpus())
-    return await train(engine, run, Plan(**settings), task, TrainingProgress(settings["steps"]))
+    return await train(engine, run, settings, language_task(small_corpus()), TrainingProgress(10))
 
 
 @pytest.fixture(autouse=True)
@@ -122,34 +117,44 @@ def records(folder: Path, kind: str, *fields: str) -> list[tuple[Any, ...]]:
     return [tuple(record.get(field) for field in fields) for record in found]
 
 
+def steps_told(folder: Path) -> list[int]:
+    return [step for (step,) in records(folder, "train", "step")]
+
+
+def events(folder: Path) -> list[str]:
+    """The names of events, without the lost steps that the engine makes up."""
+    return [name for (name,) in records(folder, "event", "name") if name != "steps_lost"]
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / CHECKPOINT_FOLDER).iterdir())
+
+
 def test_a_run_pauses_evaluates_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of 4, 4 and 2 steps; part of the validation text in the pauses, all texts at the end."""
     monkeypatch.undo()
     engine = CountingEngine()
     assert isinstance(engine, Engine)
-    headline = count(tmp_path, engine)
-    corpus = small_corpus()
+    headline, corpus = count(tmp_path, engine), small_corpus()
     assert engine.stretches == [4, 4, 2]
     assert engine.evaluated == [("valid", 50)] * 3 + [("valid", None), ("test", None)]
     assert records(tmp_path, "train", "step", "items", "staleness") == [(n, 10, 2) for n in range(1, 11)]
-    evals = records(tmp_path, "eval", "step", "split", "perplexity", "items_seen", "virtual_s")
+    evals = records(tmp_path, "eval", "step", "split", "items_seen", "virtual_s")
+    assert evals == [(4, "valid", 40, 2.0), (8, "valid", 80, 4.0), (10, "valid", 100, 5.0)]
     # 1 + ... + 4 = 10, ... + 8 = 36, ... + 10 = 55.
-    expected = [(4, "valid", 10, 40, 2.0), (8, "valid", 36, 80, 4.0), (10, "valid", 55, 100, 5.0)]
-    assert [(*row[:2], round(row[2], 6), *row[3:]) for row in evals] == expected
+    assert [row[0] for row in records(tmp_path, "eval", "perplexity")] == pytest.approx([10, 36, 55])
     assert records(tmp_path, "final_eval", "step", "split", "items_seen") == [(10, "valid", 100), (10, "test", 100)]
     assert records(tmp_path, "calls", "step", "ok", "failed") == [(4, 12, 4), (8, 24, 8), (10, 30, 10)]
     balances = records(tmp_path, "balance", "step", "layer", "histogram", "share_lost")
     assert balances == [(4, "layer0", [2, 2], 0.25), (8, "layer0", [2, 2], 0.25), (10, "layer0", [1, 1], 0.25)]
     assert records(tmp_path, "experts", "step", "load")[-1] == (10, {"layer0.0": 5, "layer0.1": 5})
     assert records(tmp_path, "event", "name", "step") == [("steps_lost", 4), ("steps_lost", 8)]
-    assert headline["model"] == "counting"
-    assert headline["validation_perplexity"] == pytest.approx(55)
-    assert headline["test_perplexity"] == pytest.approx(55)
+    exact = {"model": "counting", "steps": 10, "training_tokens": 100, "mean_trunk_staleness": 2.0, "complete": True}
+    exact |= {"failed_call_share": 0.25, "load_cv": 0.0, "dead_experts": 0}
+    assert {name: headline[name] for name in exact} == exact
     unigram = unigram_perplexity(corpus.train, corpus.valid[1:], VOCAB_SIZE)
-    assert headline["unigram_perplexity"] == pytest.approx(unigram)
-    assert (headline["steps"], headline["training_tokens"], headline["mean_trunk_staleness"]) == (10, 100, 2.0)
-    assert (headline["failed_call_share"], headline["load_cv"], headline["dead_experts"]) == (0.25, 0.0, 0)
-    assert headline["complete"] is True
+    for name, value in {"validation": 55, "test": 55, "unigram": unigram}.items():
+        assert headline[f"{name}_perplexity"] == pytest.approx(value)
     assert {"report.md", "config.json"} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     assert finished_headline(RunFolder(tmp_path)) == json.loads(json.dumps(headline))
@@ -158,25 +163,23 @@ def test_a_run_pauses_evaluates_and_reports(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("fails_at", [2, 6, 9])
 def test_an_interrupted_run_goes_on_from_its_last_pause(tmp_path: Path, fails_at: int) -> None:
     """Every step and evaluation is in the metrics once, as in a run without a break; the interruption is told, too."""
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
     with pytest.raises(KeyboardInterrupt):
-        count(tmp_path / "broken", CountingEngine(fails_at=fails_at))
-    report = (tmp_path / "broken" / "report.md").read_text()
-    assert "interrupted" in report
-    assert finished_headline(RunFolder(tmp_path / "broken")) is None
-    assert records(tmp_path / "broken", "headline", "complete", "steps") == [(False, fails_at)]
+        count(broken, CountingEngine(fails_at=fails_at))
+    assert "interrupted" in (broken / "report.md").read_text()
+    assert finished_headline(RunFolder(broken)) is None
+    assert records(broken, "headline", "complete", "steps") == [(False, fails_at)]
     engine = CountingEngine()
-    broken = count(tmp_path / "broken", engine, resume=True)
-    whole = count(tmp_path / "whole", CountingEngine())
+    found, expected = count(broken, engine, resume=True), count(whole, CountingEngine())
     assert engine.stretches == [4, 4, 2][fails_at // 4 :]
     fields_of_one = ("step", "split", "loss", "items_seen")
     for kind, fields in (("train", ("step", "items")), ("eval", fields_of_one), ("final_eval", fields_of_one)):
-        assert records(tmp_path / "broken", kind, *fields) == records(tmp_path / "whole", kind, *fields)
+        assert records(broken, kind, *fields) == records(whole, kind, *fields)
     for kind in ("task", "baseline", "calls", "balance", "experts"):
-        assert len(records(tmp_path / "broken", kind)) == len(records(tmp_path / "whole", kind))
-    events = [name for (name,) in records(tmp_path / "broken", "event", "name") if name != "steps_lost"]
-    assert events == ["interrupted", "resumed"]
+        assert len(records(broken, kind)) == len(records(whole, kind))
+    assert events(broken) == ["interrupted", "resumed"]
     same = ("validation_perplexity", "test_perplexity", "steps", "training_tokens", "mean_trunk_staleness", "failures")
-    assert {name: broken[name] for name in same} == {name: whole[name] for name in same}
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
 
 
 def test_a_text_is_evaluated_once_where_the_end_is_over_the_words_of_the_curve(tmp_path: Path) -> None:
@@ -205,14 +208,9 @@ def test_a_failure_is_reported_and_not_saved(tmp_path: Path) -> None:
     """NaN ends the run with its reason in the report; the last checkpoint is from before it."""
     with pytest.raises(FloatingPointError):
         count(tmp_path, CountingEngine(fails_at=6, error=FloatingPointError("loss nan of step 7")))
-    ((name, step, detail),) = [
-        row for row in records(tmp_path, "event", "name", "step", "detail") if row[0] != "steps_lost"
-    ]
-    assert (name, step) == ("failed", 6)
-    assert detail == "loss nan of step 7; at step 6; --resume goes on from step 4"
-    checkpoints = Checkpoints(tmp_path / CHECKPOINT_FOLDER)
-    assert checkpoints.latest_step() == 4
-    checkpoints.close()
+    detail = "loss nan of step 7; at step 6; --resume goes on from step 4"
+    assert records(tmp_path, "event", "name", "step", "detail")[-1] == ("failed", 6, detail)
+    assert saved_steps(tmp_path) == ["4"]
 
 
 def test_an_interrupt_inside_a_group_is_one(tmp_path: Path) -> None:
@@ -227,12 +225,12 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
     """The message names the setting, and nothing is touched; so with a folder that is no run, or is to be new."""
     with pytest.raises(KeyboardInterrupt):
         count(tmp_path, CountingEngine(fails_at=5))
-    before = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes()
+    before = contents(tmp_path)
     with pytest.raises(ValueError, match=r"was begun with steps 10 and cannot be resumed with 12"):
         count(tmp_path, CountingEngine(), steps=12, resume=True)
     with pytest.raises(ValueError, match="not empty"):
         count(tmp_path, CountingEngine())
-    assert before == ((tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes())
+    assert contents(tmp_path) == before
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
     with pytest.raises(ValueError, match="not a run that could be resumed"):
@@ -240,20 +238,9 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
     assert prepare_run(tmp_path / "new", {}, resume=True).begin().path == tmp_path / "new"
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_cut(tmp_path: Path) -> None:
-    """Records after the checkpoint go, but for the run's own ends, and the file ends with a whole line."""
-    folder = prepare_run(tmp_path, {}).begin()
-    folder.log("train", step=1)
-    size = folder.metrics_path.stat().st_size
-    folder.log("train", step=2)
-    folder.log("event", name="steps_lost")
-    folder.log("event", name="interrupted")
-    with folder.metrics_path.open("ab") as file:
-        file.write(b'{"kind":"tra')
-    folder = prepare_run(tmp_path, {}, resume=True).begin()
-    cut_metrics(folder, step=1, size=size)
-    assert records(tmp_path, "train", "step") == [(1,)]
-    assert records(tmp_path, "event", "name") == [("interrupted",), ("resumed",)]
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.mark.parametrize("field", ["steps", "eval_every", "eval_items", "final_eval_items", "checkpoint_every"])
@@ -271,23 +258,19 @@ async def test_evaluations_and_checkpoints_beside_training(tmp_path: Path, autoj
     assert engine.stretches == [1, 9]
     assert engine.evaluated == [("valid", 50)] * 4 + [("valid", None)]
     assert records(tmp_path, "eval", "step", "items_seen") == [(0, 0), (4, 40), (8, 80), (10, 100)]
-    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+    assert steps_told(tmp_path) == list(range(1, 11))
     assert records(tmp_path, "calls", "ok", "failed", "failures")[-1] == (30, 10, {"timeout": 10})
     assert (headline["steps"], headline["training_tokens"], headline["failures"]) == (10, 100, {"timeout": 10})
     # As the figure: of the last window, from step 8 to 10, which used both experts alike.
     assert (headline["load_cv"], headline["dead_experts"]) == (0.0, 0)
-    checkpoints = Checkpoints(tmp_path / CHECKPOINT_FOLDER)
-    assert checkpoints.latest_step() == 10
-    checkpoints.close()
+    assert saved_steps(tmp_path) == ["10"]
     # The load of every expert is a long line: with the evaluations and every ten seconds, not every second.
-    assert [row[0] for row in records(tmp_path, "experts", "step")] == [4, 8, 10]
+    assert records(tmp_path, "experts", "step") == [(4,), (8,), (10,)]
 
 
 async def test_an_evaluation_that_is_left_out_is_told(tmp_path: Path, autojump_clock: Any) -> None:
     """The one of step 4 lasts until step 9."""
-    engine = CountingEngine(step_s=1.0)
-    engine.evaluation_s = 5.5
-    await count_beside(tmp_path, engine)
+    await count_beside(tmp_path, CountingEngine(step_s=1.0, evaluation_s=5.5))
     ((name, step, detail),) = records(tmp_path, "event", "name", "step", "detail")
     assert (name, step) == ("evaluation_left_out", 8)
     assert "step 8: the one before is not done yet" in detail
@@ -309,48 +292,48 @@ async def test_a_run_that_was_cancelled_goes_on_where_it_was(tmp_path: Path, aut
     assert "interrupted" in (tmp_path / "report.md").read_text()
     engine = CountingEngine(step_s=1.0)
     headline = await count_beside(tmp_path, engine, resume=True)
-    assert engine.stretches == [1, 3]
-    assert headline["training_tokens"] == 100
-    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
-    assert [row[0] for row in records(tmp_path, "event", "name")] == ["interrupted", "resumed"]
+    assert (engine.stretches, headline["training_tokens"]) == ([1, 3], 100)
+    assert steps_told(tmp_path) == list(range(1, 11))
+    assert events(tmp_path) == ["interrupted", "resumed"]
+
+
+class Killed(BaseException):
+    """Nothing is saved any more."""
+
+
+class Mortal(CountingEngine):
+    def totals(self) -> Totals:
+        if self.step == 6:
+            raise Killed
+        return super().totals()
 
 
 async def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, autojump_clock: Any) -> None:
     """Records of later steps are cut, whether they stand before or after the checkpoint in the file."""
-
-    class Killed(BaseException):
-        """Nothing is written any more."""
-
-    run = prepare_run(tmp_path, {})
-    engine = CountingEngine(step_s=1.0, fails_at=6, error=Killed())
-    plan = Plan(steps=10, eval_every=4, checkpoint_every=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmoe_jax.training.run._Ledger.end_early", lambda self, error: None)
-        with pytest.raises(BaseExceptionGroup):
-            await train(engine, run, plan, language_task(small_corpus()), TrainingProgress(10))
+    with pytest.raises(Killed):
+        await count_beside(tmp_path, Mortal(step_s=1.0, fails_at=6, error=Killed()))
+    assert not (tmp_path / "report.md").exists()
     await count_beside(tmp_path, CountingEngine(step_s=1.0), resume=True)
-    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+    assert steps_told(tmp_path) == list(range(1, 11))
 
 
 def test_a_checkpoint_of_another_model_leaves_the_run_as_it_was(tmp_path: Path) -> None:
     """The settings are the same, the shapes are not: nothing is written before the checkpoint has been read."""
     count(tmp_path, CountingEngine())
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    other = CountingEngine()
+    before, other = contents(tmp_path), CountingEngine()
     other.sum = np.zeros(2)
     with pytest.raises(CheckpointError, match="of another model"):
         count(tmp_path, other, resume=True)
-    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert contents(tmp_path) == before
 
 
 def test_settings_that_may_differ_are_named(tmp_path: Path) -> None:
     """Nested ones by their path; what may not differ is refused with both values."""
     prepare_run(tmp_path, {"expert": {"d_model": 8}, "steps": 4}).begin()
-    now = {"expert": {"d_model": 16}, "steps": 6}
+    again = partial(prepare_run, tmp_path, {"expert": {"d_model": 16}, "steps": 6}, resume=True)
     with pytest.raises(ValueError, match=r"begun with expert.d_model 8 and cannot be resumed with 16"):
-        prepare_run(tmp_path, now, resume=True, may_differ=("steps",))
-    run = prepare_run(tmp_path, now, resume=True, may_differ=("steps", "expert.d_model"))
-    assert run.changes == ("expert.d_model: 8 -> 16", "steps: 4 -> 6")
+        again(may_differ=("steps",))
+    assert again(may_differ=("steps", "expert.d_model")).changes == ("expert.d_model: 8 -> 16", "steps: 4 -> 6")
 
 
 def test_a_model_of_anything_reports_its_own_figures(tmp_path: Path) -> None:
@@ -360,12 +343,10 @@ def test_a_model_of_anything_reports_its_own_figures(tmp_path: Path) -> None:
         async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
             return Evaluation(loss=0.5, items=7, metrics={"accuracy": 0.75})
 
-    task = Task(name="digits", unit="samples", main="accuracy")
-    plan = Plan(steps=4, eval_every=2, pause=True)
-    run = prepare_run(tmp_path, {})
-    headline = train_without_waiting(train(Classifier(), run, plan, task, TrainingProgress(4)))
-    assert (headline["validation_loss"], headline["validation_accuracy"]) == (0.5, 0.75)
-    assert (headline["training_samples"], headline["evaluated_samples"]) == (40, 7)
+    task, plan = Task(name="digits", unit="samples", main="accuracy"), Plan(steps=4, eval_every=2, pause=True)
+    headline = train_without_waiting(train(Classifier(), prepare_run(tmp_path, {}), plan, task, TrainingProgress(4)))
+    expected = {"validation_loss": 0.5, "validation_accuracy": 0.75, "training_samples": 40, "evaluated_samples": 7}
+    assert {name: headline[name] for name in expected} == expected
     assert not any("perplexity" in name for name in headline)
     report = (tmp_path / "report.md").read_text()
     assert "| validation accuracy | 0.75 |" in report
@@ -382,19 +363,18 @@ def test_an_engine_that_waits_needs_an_event_loop() -> None:
         train_without_waiting(waits())
 
 
-def test_seconds_are_said_of_what_stands_still(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seconds_are_said_of_what_stands_still(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A text that changes, as one that counts seconds itself, gets none; one that has been the same for long does."""
     now = 0.0
-    monkeypatch.setattr("dmoe_jax.training.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     progress = TrainingProgress(3)
+    say = progress._say_if_quiet
     with progress.phase("waiting") as change:
         now = 11.0
-        progress._say_if_quiet()
+        say()
         now = 22.0
         change("waiting (22 s)")
-        progress._say_if_quiet()
+        say()
     assert capsys.readouterr().err.splitlines() == ["waiting", "waiting (11 s)", "waiting (22 s)"]
 
 
@@ -404,28 +384,25 @@ def test_failed_calls_are_named_by_reason() -> None:
     assert describe_failures({}) == "none"
 
 
-def spoil(checkpoint: Path) -> None:
-    for path in checkpoint.rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[:7])
-
-
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on from there, says so once, and saves what it trains anew where it is found."""
     with pytest.raises(KeyboardInterrupt):
         count(tmp_path, CountingEngine(fails_at=9))
-    spoil(tmp_path / CHECKPOINT_FOLDER / "8")
-    engine = CountingEngine(fails_at=9)
+    for path in (tmp_path / CHECKPOINT_FOLDER / "8").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:7])
+    engine, again = CountingEngine(fails_at=9), CountingEngine()
     with pytest.raises(KeyboardInterrupt):
         count(tmp_path, engine, resume=True)
-    assert engine.stretches == [4, 2]
     assert "8 cannot be read" in capsys.readouterr().err
     ((_, detail),) = [row for row in records(tmp_path, "event", "name", "detail") if row[0] == "checkpoint_unusable"]
     assert detail.endswith("it is kept as set-aside-8; checkpoint 4 is taken")
-    again = CountingEngine()
     assert count(tmp_path, again, resume=True)["complete"]
-    assert again.stretches == [2]
-    assert [row[0] for row in records(tmp_path, "train", "step")] == list(range(1, 11))
+    assert (engine.stretches, again.stretches) == ([4, 2], [2])
+    assert steps_told(tmp_path) == list(range(1, 11))
+
+
+has_room_tried = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="room is not tried for there")
 
 
 def full_from(call: int, patch: pytest.MonkeyPatch, *, until: int = 99) -> None:
@@ -442,7 +419,7 @@ def full_from(call: int, patch: pytest.MonkeyPatch, *, until: int = 99) -> None:
     patch.setattr(os, "posix_fallocate", fallocate)
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="room is not tried for there")
+@has_room_tried
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -451,10 +428,10 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert count(tmp_path, CountingEngine())["complete"]
     assert capsys.readouterr().err.count("No space left on device; the run goes on") == 1
     assert "checkpoint lost | checkpoint" in (tmp_path / "report.md").read_text()
-    assert sorted(path.name for path in (tmp_path / CHECKPOINT_FOLDER).iterdir()) == ["10", "8"]
+    assert saved_steps(tmp_path) == ["10", "8"]
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="room is not tried for there")
+@has_room_tried
 def test_a_run_whose_end_is_not_saved_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figure and report are there, one sentence says why, and --resume makes the rest again."""
     with monkeypatch.context() as patch:
@@ -462,61 +439,54 @@ def test_a_run_whose_end_is_not_saved_is_not_complete(tmp_path: Path, monkeypatc
         with pytest.raises(CheckpointError, match=r"10 cannot be written: .*No space left.*--resume goes on"):
             count(tmp_path, CountingEngine())
     assert "end not saved" in (tmp_path / "report.md").read_text()
-    assert {"figure.png", "report.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert (tmp_path / "figure.png").exists()
     assert finished_headline(RunFolder(tmp_path)) is None
-    assert [path.name for path in (tmp_path / CHECKPOINT_FOLDER).iterdir()] == ["4"]
+    assert saved_steps(tmp_path) == ["4"]
     engine = CountingEngine()
     assert count(tmp_path, engine, resume=True)["complete"]
     assert engine.stretches == [4, 2]
 
 
+@contextmanager
+def in_the_way(path: Path) -> Iterator[None]:
+    """A folder where a file is: it cannot be written."""
+    path.rename(path.with_suffix(".aside"))
+    path.mkdir()
+    yield
+    path.rmdir()
+    path.with_suffix(".aside").rename(path)
+
+
 @pytest.mark.parametrize("pauses", [True, False])
-def test_records_without_room_are_counted(
-    pauses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_records_that_cannot_be_written_are_counted(pauses: bool, tmp_path: Path, capsys: Any) -> None:
     """The run goes on without them and says so once; figure and report are of what was written."""
-    real, lost = run_folder.append_metric, 0
-
-    def append(path: Path, /, *, kind: str, **fields: object) -> None:
-        nonlocal lost
-        if kind == "train" and fields["step"] in (5, 6):
-            lost += 1
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(path, kind=kind, **fields)
-
-    monkeypatch.setattr(run_folder, "append_metric", append)
+    metrics = tmp_path / "metrics.jsonl"
+    engine = CountingEngine(around=lambda step: in_the_way(metrics) if step in (5, 6) else nullcontext())
     if pauses:
-        count(tmp_path, CountingEngine())
+        count(tmp_path, engine)
     else:
-        trio.run(count_beside, tmp_path, CountingEngine())
-    assert lost == 2
-    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: No space left on device") == 1
+        trio.run(count_beside, tmp_path, engine)
+    assert steps_told(tmp_path) == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert capsys.readouterr().err.count("metrics.jsonl cannot be written: Is a directory") == 1
     assert "| records lost | 2 records had no room in metrics.jsonl |" in (tmp_path / "report.md").read_text()
 
 
-def test_a_figure_without_room_costs_no_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "other"), [("figure.png", "report.md"), ("report.md", "figure.png")])
+def test_what_cannot_be_written_at_the_end_costs_nothing_else(
+    name: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a report without room costs no headline; a sentence tells of each."""
-
-    def full(*args: Any, **more: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("dmoe_jax.training.run.training_figure", full)
-    assert count(tmp_path / "a", CountingEngine())["complete"]
-    assert (tmp_path / "a" / "report.md").exists()
-    assert "figure.png cannot be written: No space left on device" in capsys.readouterr().err
-    monkeypatch.setattr("dmoe_jax.training.run.write_report", full)
-    assert count(tmp_path / "b", CountingEngine())["complete"]
-    assert "report.md cannot be written: No space left on device" in capsys.readouterr().err
-    assert records(tmp_path / "b", "headline", "complete") == [(True,)]
+    """Without a figure there is a report, and without a report a headline; a sentence tells of each."""
+    folder = tmp_path / name
+    engine = CountingEngine(around=lambda step: folder.mkdir(exist_ok=True) or nullcontext())
+    assert count(tmp_path, engine)["complete"]
+    assert f"{name} cannot be written: Is a directory" in capsys.readouterr().err
+    assert (tmp_path / other).is_file()
+    assert records(tmp_path, "headline", "complete") == [(True,)]
 
 
-def test_a_run_without_matplotlib_has_no_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_matplotlib_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Matplotlib is an extra: a sentence says what to install, the rest is there, and `dmoe inspect` is refused."""
-    monkeypatch.setattr("dmoe_jax.training.run.training_figure", training_figure)
+    monkeypatch.undo()
     for name in list(sys.modules):
         if name.startswith("matplotlib.") or name == "dmoe_jax.runs.figure":
             monkeypatch.delitem(sys.modules, name)
@@ -534,20 +504,19 @@ def test_a_run_without_matplotlib_has_no_figure(
 @pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
 def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     """The second is refused with the first's number, before it has done anything; so is one that begins anew."""
-    seen: list[str] = []
 
-    class Watched(CountingEngine):
-        async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
-            for resume in (True, False):
-                with pytest.raises(FolderInUse, match=rf"is under way: process {os.getpid()} on .* since ") as caught:
-                    prepare_run(tmp_path, {"steps": 10}, resume=resume)
-                seen.append(str(caught.value))
-            await super().advance(num_steps, on_step, on_lost)
+    def come_too(step: int) -> Any:
+        for resume in (True, False):
+            with pytest.raises(FolderInUse, match=rf"is under way: process {os.getpid()} on .* since "):
+                prepare_run(tmp_path, {"steps": 10}, resume=resume)
+        return nullcontext()
+
+    def run(engine: CountingEngine) -> None:
+        plan, task = Plan(steps=10, eval_every=4, pause=True), language_task(small_corpus())
+        train_without_waiting(train(engine, early, plan, task, TrainingProgress(10)))
 
     early = prepare_run(tmp_path, {"steps": 10})
-    plan, task = Plan(steps=10, eval_every=4, pause=True), language_task(small_corpus())
-    train_without_waiting(train(Watched(), early, plan, task, TrainingProgress(10)))
-    assert len(seen) == 6
+    run(CountingEngine(around=come_too))
     with pytest.raises(ValueError, match="not empty"):  # it was prepared before the first one began
-        train_without_waiting(train(CountingEngine(), early, plan, task, TrainingProgress(10)))
+        run(CountingEngine())
     assert records(tmp_path, "headline", "complete") == [(True,)]

@@ -1,6 +1,7 @@
 """Keys of a step, dropout of words and before the softmax, and memory."""
 
 import functools
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ def make_params():
     return {"table": jnp.asarray(rng.uniform(1, 2, embed["table"].shape), jnp.float32)}, head
 
 
-def words(shape, seed=1):
+def words(shape):
     """Random words."""
-    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, shape), jnp.int32)
 
 
 def all_rows(keys):
@@ -38,59 +39,47 @@ def all_rows(keys):
 def test_keys_have_the_promised_shapes_and_are_all_different():
     """uint32 throughout; a step of 3 layers and 5 samples has 2 + 3 + 15 keys."""
     keys = step_keys(num_layers=3, batch=5, seed=1, trainer=2, step=3)
-    assert (keys.embed.shape, keys.head.shape) == ((2,), (2,))
-    assert (keys.gates.shape, keys.experts.shape) == ((3, 2), (3, 5, 2))
+    assert [part.shape for part in (keys.embed, keys.head, keys.gates, keys.experts)] == [(2,), (2,), (3, 2), (3, 5, 2)]
     assert {part.dtype for part in keys} == {np.dtype(np.uint32)}
     assert len(np.unique(all_rows(keys), axis=0)) == 20
 
 
 def test_keys_follow_from_seed_trainer_and_step():
     """Equal arguments give equal keys, and no two steps share one: also when a seed has more than 32 bits."""
-    names = ("seed", "trainer", "step")
+
+    def drawn(seed, trainer, step):
+        return all_rows(step_keys(num_layers=2, batch=2, seed=seed, trainer=trainer, step=step))
+
+    np.testing.assert_array_equal(drawn(1, 2, 3), drawn(1, 2, 3))
     steps = [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (5, 7, 0), (5 + 7 * 2**32, 0, 0), (5, 0, 0), (5, 0, 7)]
-    drawn = [all_rows(step_keys(num_layers=2, batch=2, **dict(zip(names, step, strict=True)))) for step in steps]
-    again = all_rows(step_keys(num_layers=2, batch=2, seed=1, trainer=2, step=3))
-    np.testing.assert_array_equal(drawn[0], again)
-    assert len(np.unique(np.concatenate(drawn), axis=0)) == 8 * len(steps)
+    assert len(np.unique(np.concatenate([drawn(*step) for step in steps]), axis=0)) == 8 * len(steps)
 
 
 def test_no_key_is_zero(monkeypatch):
     """A draw of zeros, which would turn dropout off, becomes another key."""
-
-    class Zeros:
-        def __init__(self, *_, **__):
-            pass
-
-        def generate_state(self, count, dtype):
-            return np.zeros(count, dtype)
-
-    monkeypatch.setattr(np.random, "SeedSequence", Zeros)
+    zeros = Mock(**{"return_value.generate_state": np.zeros})
+    monkeypatch.setattr(np.random, "SeedSequence", zeros)
     assert all_rows(step_keys(num_layers=2, batch=3, seed=0, trainer=0, step=0)).any(axis=1).all()
 
 
 def test_a_dropped_word_is_gone_at_all_its_places():
-    """About a third of the words have no vector, in every row and place but the first, which keeps its own; the others
-    have 1 / (1 - p) of theirs."""
+    """A third have no vector anywhere but in first places, which keep theirs; others have 1 / (1 - p) of theirs."""
     params, _ = make_params()
     tokens = words((10, 60))
-    plain = np.asarray(trunk.embed(params, tokens, CONFIG))
-    dropped = np.asarray(trunk.embed(params, tokens, CONFIG.replace(embedding_dropout=1 / 3), KEY))
-    ratio = (dropped / plain)[:, 1:]
+    dropping = CONFIG.replace(embedding_dropout=1 / 3)
+    plain, dropped = np.asarray(trunk.embed(params, tokens, CONFIG)), trunk.embed(params, tokens, dropping, KEY)
     np.testing.assert_array_equal(dropped[:, 0], plain[:, 0])
-    assert set(np.unique(ratio.round(4))) == {0.0, 1.5}
-    by_word = {int(word): ratio[np.asarray(tokens)[:, 1:] == word] for word in np.unique(tokens[:, 1:])}
-    assert all(len(np.unique(own.round(4))) == 1 for own in by_word.values())
-    gone = np.mean([own.flat[0] == 0 for own in by_word.values()])
-    assert abs(gone - 1 / 3) < 0.15
+    factors, tokens = (np.asarray(dropped) / plain)[:, 1:].round(4), np.asarray(tokens)
+    by_word = [np.unique(factors[tokens[:, 1:] == word]).tolist() for word in np.unique(tokens[:, 1:])]
+    assert all(own in ([0.0], [1.5]) for own in by_word)
+    assert abs(by_word.count([0.0]) / len(by_word) - 1 / 3) < 0.15
 
 
 def test_dropped_words_stay_in_the_softmax():
     """The rates before the first layer change no prediction made from the same hidden states."""
-    params, head = make_params()
-    hidden = jax.random.normal(jax.random.key(2), (2, 4, D_MODEL))
+    (params, head), hidden = make_params(), jax.random.normal(jax.random.key(2), (2, 4, D_MODEL))
     config = CONFIG.replace(embedding_dropout=0.5, input_dropout=0.5)
-    nll = trunk.token_nll(params, head, hidden, words((2, 4)), config, KEY)
-    plain = trunk.token_nll(params, head, hidden, words((2, 4)), CONFIG)
+    nll, plain = (trunk.token_nll(params, head, hidden, words((2, 4)), *each) for each in ((config, KEY), (CONFIG,)))
     np.testing.assert_allclose(nll, plain, rtol=1e-6)
 
 
@@ -104,26 +93,21 @@ def test_input_dropout_is_locked():
 
 def test_the_mean_over_keys_is_the_undropped_embedding():
     """Word and input dropout together: 3,000 steps average to the plain vectors within 5 standard errors."""
-    params, _ = make_params()
-    tokens = words((1, 3))
+    (params, _), tokens = make_params(), words((1, 3))
     config = CONFIG.replace(embedding_dropout=0.2, input_dropout=0.6)
     keys = jnp.asarray(np.random.default_rng(0).integers(1, 2**32, (3000, 2), dtype=np.uint32))
-    vectors = np.asarray(jax.jit(jax.vmap(lambda key: trunk.embed(params, tokens, config, key)))(keys))
+    vectors = jax.jit(jax.vmap(lambda key: trunk.embed(params, tokens, config, key)))(keys)
     # The factor is 1 / (0.8 * 0.4) with probability 0.8 * 0.4: its variance is 1 / 0.32 - 1.
     error = np.sqrt((1 / 0.32 - 1) / 3000)
-    assert np.abs(vectors.mean(axis=0) / np.asarray(trunk.embed(params, tokens, CONFIG)) - 1).max() < 5 * error
+    assert np.abs(vectors.mean(axis=0) / trunk.embed(params, tokens, CONFIG) - 1).max() < 5 * error
 
 
 @pytest.mark.parametrize(("rate", "constant"), [("output_dropout", True), ("dropout", False)])
 def test_dropout_before_the_softmax(rate, constant):
     """Dropped features of the hidden states have no gradient: `output_dropout` is locked, that of layers is not."""
-    config = CONFIG.replace(**{rate: 0.5})
-    params, head = make_params()
-    hidden = jax.random.normal(jax.random.key(2), (4, 6, D_MODEL))
-    targets = words((4, 6))
-    gradient = jax.grad(
-        lambda h: jnp.sum(trunk.token_nll(params, head, h, targets, config, KEY)),
-    )(hidden)
+    (params, head), config = make_params(), CONFIG.replace(**{rate: 0.5})
+    hidden, targets = jax.random.normal(jax.random.key(2), (4, 6, D_MODEL)), words((4, 6))
+    gradient = jax.grad(lambda h: jnp.sum(trunk.token_nll(params, head, h, targets, config, KEY)))(hidden)
     gone = np.asarray(gradient) == 0
     assert 0.25 < gone.mean() < 0.75
     assert (gone == gone[:, :1]).all() == constant

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import trio
 from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.partition import AllReduceConfig, parts_of
-from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.identity import Address, Contact
 from dmoe_net.rpc.base import Body, Caller, Handler, Reply, Request
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
 from dmoe_net.transport.sim import simulate
@@ -34,8 +35,6 @@ class Watched:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self.peer_id, self.address, self.health = caller.peer_id, caller.address, caller.health
-        self.bulk = caller.bulk
         self.before_call: Callable[[], Any] | None = None
         self.before_serving: Callable[[], Any] | None = None
         self.answered: Callable[[Reply], Reply] = lambda reply: reply
@@ -54,19 +53,11 @@ class Watched:
 
         self._caller.add_handler(method, handle, max_concurrent=max_concurrent)
 
-    def remove_handler(self, method: str) -> None:
-        self._caller.remove_handler(method)
-
-    def moved_bytes(self, peer_id: PeerId) -> int:
-        return self._caller.moved_bytes(peer_id)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._caller, name)
 
     async def call(
-        self,
-        target: Contact | Address,
-        method: str,
-        body: Body,
-        tensors: Sequence[Outgoing] = (),
-        **options: Any,
+        self, target: Contact | Address, method: str, body: Body, tensors: Sequence[Outgoing] = (), **options: Any
     ) -> Reply:
         if self.before_call is not None:
             await self.before_call()
@@ -76,23 +67,28 @@ class Watched:
 class Swarm:
     """Peers that can average as one group."""
 
-    def __init__(self, callers: list[Watched], members: list[Member], configs: Sequence[AllReduceConfig]) -> None:
-        self.callers = callers
+    def __init__(self, callers: Sequence[Caller], members: list[Member], configs: Sequence[AllReduceConfig]) -> None:
+        self.callers = list(map(Watched, callers))
         self.group = Group(group_id=GROUP, members=tuple(members), side=len(members))
         self.all_reduces = [
-            AllReduce(caller, prefix="test", config=config) for caller, config in zip(callers, configs, strict=True)
+            AllReduce(caller, prefix="test", config=each) for caller, each in zip(self.callers, configs, strict=True)
         ]
 
     async def run(
-        self, vectors: Sequence[Array | None], *, delays_s: dict[int, float | None] | None = None
+        self,
+        vectors: Sequence[Array | None],
+        weights: Sequence[float | None] | None = None,
+        *,
+        delays_s: dict[int, float | None] | None = None,
     ) -> list[AllReduceResult]:
-        """All of them at once; some later, or (None) not at all. What came of it, in member order."""
+        """All of them at once, with their weights if any; some later, or (None) not at all. In member order."""
         results: dict[int, AllReduceResult] = {}
         size = next(vector.size for vector in vectors if vector is not None)
 
         async def one(index: int, delay_s: float) -> None:
             await trio.sleep(delay_s)
-            results[index] = await self.all_reduces[index].run(self.group, vectors[index], size=size)
+            vector, weight = vectors[index], None if weights is None else weights[index]
+            results[index] = await self.all_reduces[index].run(self.group, vector, size=size, weight=weight)
 
         async with trio.open_nursery() as nursery:
             for index in range(len(vectors)):
@@ -100,6 +96,11 @@ class Swarm:
                 if delay_s is not None:
                     nursery.start_soon(one, index, delay_s)
         return [results[index] for index in sorted(results)]
+
+    async def again(self, number: int, vectors: Sequence[Array | None], *more: Any) -> list[AllReduceResult]:
+        """A further all-reduce of the same members."""
+        self.group = replace(self.group, group_id=number.to_bytes(16))
+        return await self.run(vectors, *more)
 
     def part(self, index: int, size: int = 1234) -> tuple[int, int]:
         """(start, end) of what a member reduces."""
@@ -137,16 +138,14 @@ async def swarm(
     """Members as of `open_members` that average."""
     async with open_members(count, facts or {}, hosts) as (_, callers, members):
         configs = [config] * count if isinstance(config, AllReduceConfig) else config
-        yield Swarm(list(map(Watched, callers)), members, configs)
+        yield Swarm(callers, members, configs)
 
 
 def vectors(count: int, size: int = 1234) -> list[Array]:
-    """Each with its own values."""
     return [np.random.default_rng(index).standard_normal(size).astype(np.float32) for index in range(count)]
 
 
 def mean(values: Sequence[Array], weights: Sequence[float] | None = None) -> Array:
-    """In float64."""
     stacked = np.stack(values).astype(np.float64)
     return stacked.mean(axis=0) if weights is None else np.average(stacked, axis=0, weights=weights)
 
@@ -159,3 +158,12 @@ def assert_complete(results: list[AllReduceResult], expected: Array) -> None:
         assert result.lost_reducers == result.lost_senders == ()
         assert np.array_equal(result.average, results[0].average)
         np.testing.assert_allclose(result.average, expected, rtol=1e-5, atol=1e-6)
+
+
+def assert_has_its_part(average: Array, part: tuple[int, int], expected: Array) -> None:
+    """An auxiliary member has its part, which is not empty, and zeros elsewhere."""
+    start, end = part
+    assert end > start
+    np.testing.assert_allclose(average[start:end], expected[start:end], rtol=1e-5, atol=1e-6)
+    assert not average[:start].any()
+    assert not average[end:].any()

@@ -15,17 +15,16 @@ from dmoe_net.averaging.grouping.group_key import MoshpitGrid, group_key
 from dmoe_net.averaging.grouping.join_messages import Candidate, declaration_of
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
-from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
-from dmoe_net.dht.node import DhtNode, open_dht_node
-from dmoe_net.identity import Address, Contact, PeerId
-from dmoe_net.keys import Identity
+from dmoe_net.dht.node import DhtNode
+from dmoe_net.identity import Address, PeerId
 from dmoe_net.rpc.base import Handler, Reply, Request
-from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
-from dmoe_net.transport.sim import run, simulate
+from dmoe_net.rpc.peer import RpcPeer
+from dmoe_net.transport.sim import simulate
 from dmoe_net.transport.sim.events import HostDown
 from dmoe_net.transport.sim.links import Constant, Latency
 from dmoe_net.transport.sim.network import SimNetwork
+from tests.net.averaging_swarm import open_place_on
 
 LATENCY = Constant(0.02)
 LINE = MoshpitGrid(side=8, dims=1)
@@ -47,7 +46,6 @@ class Peer:
     matchmaker: Matchmaker
 
     def member(self, **facts: Any) -> Member:
-        """It, as groups see it."""
         role = Role.CLIENT if self.rpc.address is None else Role.NODE
         return Member(**{"peer_id": self.rpc.peer_id, "address": self.rpc.address, "role": role} | facts)
 
@@ -60,11 +58,21 @@ class Peer:
         assert self.dht.clock.now() <= deadline + 1e-6
         return group
 
-    async def find_with(self, others: Sequence[Contact], begins_at: float) -> Group | None:
-        """Search with peers that are known to begin at that time, too."""
-        return await self.matchmaker.find_group(
-            self.member(), cell=0, round_number=0, deadline=begins_at + 2.0, begins_at=begins_at, hints=others
-        )
+    async def find_with(
+        self, peers: "Sequence[Peer]", begins_at: float, *, told_after_s: float, told: float
+    ) -> Group | None:
+        """Search with peers that are known to begin at that time, too; after a while it hears that they begin later."""
+
+        async def hear() -> None:
+            await trio.sleep(told_after_s)
+            self.matchmaker.postpone(told)
+
+        others = [each.member().contact for each in peers if each is not self]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hear)
+            return await self.matchmaker.find_group(
+                self.member(), cell=0, round_number=0, deadline=begins_at + 2.0, begins_at=begins_at, hints=others
+            )
 
 
 class Swarm:
@@ -88,22 +96,10 @@ class Swarm:
         is_ready = trio.Event()
 
         async def live() -> None:
-            rng = random.Random(host)
-            identity = Identity.from_seed(rng.randbytes(32))
-            listen = None if client else Address(host, 1)
-            joins = [Address("host0", 1)] if self.peers else []
-            transport = self.network.transport(host, identity.peer_id)
-            async with (
-                open_rpc_peer(transport, peer_id=identity.peer_id, listen=listen) as rpc,
-                open_dht_node(
-                    rpc,
-                    identity=identity,
-                    clock=SwarmClock.virtual(),
-                    rng=rng,
-                    initial_peers=joins,
-                    config=SMALL_DHT,
-                ) as dht,
-            ):
+            rng, root = random.Random(host), Address("host0", 1)
+            opened = open_place_on(self.network, host, rng, client_mode=client, root=root, config=SMALL_DHT)
+            async with opened as place:
+                rpc, dht = place.rpc, place.dht
                 for method, handler in fakes.items():
                     rpc.add_handler(f"averaging.model.{method}", handler)
                 prefix = "unused" if fakes else "model"
@@ -131,14 +127,11 @@ async def swarm(count: int = 0, *, latency: Latency = LATENCY, seed: int = 0, **
         yield peers
 
 
-def simulated(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """Run the test in virtual time."""
-
-    def run_it() -> None:
-        run(test)
-
-    run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
-    return run_it
+async def cancelled_after(delay_s: float, search: Callable[[], Awaitable[Any]]) -> None:
+    """Begin a search and give it up before it ends."""
+    with trio.move_on_after(delay_s):
+        await search()
+        raise AssertionError("it found a group")
 
 
 async def gather(*searches: Callable[[], Awaitable[Group | None]]) -> list[Group | None]:
@@ -155,14 +148,12 @@ async def gather(*searches: Callable[[], Awaitable[Group | None]]) -> list[Group
 
 
 async def find_later(peer: Peer, delay_s: float, seconds: float = 20.0) -> Group | None:
-    """Search after a while."""
     await trio.sleep(delay_s)
     return await peer.find(seconds)
 
 
 def ids(group: Group | None) -> set[PeerId]:
     """Ids of the members of a group, which must not be None."""
-    assert group is not None
     return {member.peer_id for member in group.members}
 
 

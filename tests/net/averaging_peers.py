@@ -1,13 +1,15 @@
 """Peers that average together in virtual time, round by round, for tests of the whole."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import trio
 
-from dmoe_net.averaging.averager import AveragingStep
+from dmoe_net.averaging.averager import Averager, AveragingStep
 from dmoe_net.averaging.config import AveragerConfig
 from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
@@ -17,9 +19,7 @@ from dmoe_net.averaging.reduction.partition import AllReduceConfig
 from tests.net.averaging_swarm import Swarm, open_place
 
 CONFIG = AveragerConfig(
-    step_timeout_s=20.0,
-    assembly=AssemblyConfig(),
-    all_reduce=AllReduceConfig(sender_timeout_s=1.0, timeout_s=10.0),
+    step_timeout_s=20.0, assembly=AssemblyConfig(), all_reduce=AllReduceConfig(sender_timeout_s=1.0, timeout_s=10.0)
 )
 SIZE = 50
 ROUND_S = 40.0
@@ -28,6 +28,20 @@ ROUND_S = 40.0
 def vector_of(name: str) -> np.ndarray:
     """A peer's own numbers."""
     return np.random.default_rng(zlib.crc32(name.encode())).normal(size=SIZE).astype(np.float32)
+
+
+@asynccontextmanager
+async def open_averaging(
+    swarm: Swarm, name: str, plan: AveragingPlan, *, client_mode: bool = False, prefix: str = "x", **options: Any
+) -> AsyncIterator[Averager]:
+    """The averager of a peer alone on host `name`."""
+    async with (
+        open_place(swarm, name, client_mode=client_mode) as place,
+        open_averager(
+            place.rpc, place.dht, plan, prefix=prefix, rng=place.rng, **{"config": CONFIG, **options}
+        ) as averager,
+    ):
+        yield averager
 
 
 class Peers:
@@ -55,10 +69,7 @@ class Peers:
 
     async def _live(self, name: str, grid: MoshpitGrid, cell: int, weight: float, is_client: bool) -> None:
         plan, config = AveragingPlan.of(size=SIZE, grid=grid), replace(CONFIG, cell=cell)
-        async with (
-            open_place(self.swarm, name, client_mode=is_client) as place,
-            open_averager(place.rpc, place.dht, plan, prefix="x", rng=place.rng, config=config) as averager,
-        ):
+        async with open_averaging(self.swarm, name, plan, client_mode=is_client, config=config) as averager:
             for number in range(1, 100):
                 await trio.sleep_until(number * ROUND_S)
                 sent = self.values[name]

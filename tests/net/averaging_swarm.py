@@ -1,5 +1,7 @@
 """A simulated swarm for the tests of averaging: peers with a DHT, each on a host of its own, in virtual time."""
 
+import functools
+import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -9,6 +11,7 @@ from typing import Any
 import trio
 
 from dmoe_net.clock import SwarmClock
+from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.node import DhtNode, open_dht_node
 from dmoe_net.identity import Address
 from dmoe_net.keys import Identity
@@ -45,18 +48,27 @@ class Place:
 async def open_place(swarm: Swarm, name: str, *, client_mode: bool = False) -> AsyncIterator[Place]:
     """A peer alone on host `name`, joined through the root if that is somebody else."""
     rng = random.Random(f"{swarm.seed}/{name}")
+    async with open_place_on(swarm.network, name, rng, client_mode=client_mode) as place:
+        yield place
+
+
+@asynccontextmanager
+async def open_place_on(
+    network: SimNetwork,
+    name: str,
+    rng: random.Random,
+    *,
+    client_mode: bool = False,
+    root: Address = ROOT,
+    config: DhtConfig = DhtConfig(),  # noqa: B008 (frozen)
+) -> AsyncIterator[Place]:
+    """A peer alone on host `name` of a network, its identity drawn from `rng`."""
     identity = Identity.from_seed(rng.randbytes(32))
-    transport = swarm.network.transport(name, identity.peer_id)
-    listen = None if client_mode else Address(name, PORT)
+    transport, listen = network.transport(name, identity.peer_id), None if client_mode else Address(name, PORT)
+    own = {"identity": identity, "clock": SwarmClock.virtual(), "rng": rng, "config": config}
     async with (
         open_rpc_peer(transport, peer_id=identity.peer_id, listen=listen) as rpc,
-        open_dht_node(
-            rpc,
-            identity=identity,
-            clock=SwarmClock.virtual(),
-            rng=rng,
-            initial_peers=() if name == ROOT.host else (ROOT,),
-        ) as dht,
+        open_dht_node(rpc, initial_peers=() if name == root.host else (root,), **own) as dht,
     ):
         yield Place(name, rpc, dht, rng)
 
@@ -79,3 +91,15 @@ def in_swarm(body: Callable[[Swarm], Awaitable[None]], *, seed: int = 0, latency
             await body(swarm)
 
     run(main, seed=seed)
+
+
+def swarm_test(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A synchronous test out of an async one whose first argument is the swarm; `seed` is a parameter of both."""
+
+    @functools.wraps(body)
+    def test(**parameters: Any) -> None:
+        in_swarm(functools.partial(body, **parameters), seed=parameters.get("seed", 0))
+
+    _, *others = inspect.signature(body).parameters.values()
+    test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+    return test

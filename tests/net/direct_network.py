@@ -14,7 +14,8 @@ from typing import Any
 import trio
 
 from dmoe_net.clock import SwarmClock
-from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.entries import Entry, EntryReader, encode_value, sign_entry
+from dmoe_net.dht.messages import FIND, STORE, Find, FindReply, find_body, parse_found_untrusted, store_body
 from dmoe_net.dht.node import DhtNode, open_dht_node
 from dmoe_net.dht.routing_table import key_id, node_id
 from dmoe_net.errors import CallFailed, CallRefused, DialFailed, PeerBusy, PeerTimeout, PeerUnavailable, RemoteFailure
@@ -28,11 +29,7 @@ from dmoe_net.wire.tensors import Outgoing, Tensor, as_received, describe, layou
 
 
 class DirectNetwork:
-    """Callers that reach each other by address.
-
-    Args:
-      latency_s: time from the call to its handler; a float, or a function drawing one for each call.
-    """
+    """Callers that reach each other by address, `latency_s` after the call, which may be drawn for each."""
 
     def __init__(self, *, latency_s: float | Callable[[], float] = 0.05) -> None:
         self._latency_s = latency_s
@@ -64,7 +61,6 @@ class DirectNetwork:
         self._island = set(island)
 
     def latency(self) -> float:
-        """The delay of the next call, seconds."""
         return self._latency_s if isinstance(self._latency_s, float) else self._latency_s()
 
     def hand_over(self, method: str, tensors: Sequence[Outgoing]) -> tuple[Tensor, ...]:
@@ -72,16 +68,17 @@ class DirectNetwork:
         self.tensor_bytes[method] += layout_untrusted(describe(tensors)).nbytes
         return tuple(map(as_received, tensors))
 
+    async def ask(self, node: DhtNode, method: str, body: Body) -> Body:
+        """Answer of a DHT node to a stranger in client mode, at once, whether it can be reached or not."""
+        stranger, asked = DirectCaller(self, None, PeerId(bytes(32))), self._callers[node.address]
+        return (await asked.serve(method, {**body, "client": True}, (), stranger, None)).body
+
     def at(self, address: Address) -> "DirectCaller | None":
         """Caller at an address; None if there was never one."""
         return self._callers.get(address)
 
     def target(self, source: Address | None, address: Address) -> "DirectCaller | None":
-        """Caller that gets a call, or None if it is lost in silence.
-
-        Raises:
-          DialFailed: nobody was ever at the address.
-        """
+        """Caller that gets a call, or None if it is lost in silence; `DialFailed` if nobody was ever at the address."""
         if address not in self._callers:
             raise DialFailed(f"nobody listens at {address}")
         is_cut = (source in self._island) != (address in self._island)
@@ -111,16 +108,18 @@ class DirectCaller:
     async def reach(self, contact: Contact, *, timeout_s: float) -> None:
         """Sleep once, and look who is there."""
         with trio.move_on_after(timeout_s):
-            await trio.sleep(self._network.latency())
-            callee = self._network.target(self.address, contact.address)
-            if callee is None:
-                await trio.sleep_forever()
-            assert callee is not None
+            callee = await self._callee(contact.address)
             if callee.peer_id != contact.peer_id:
                 raise DialFailed(f"{callee.peer_id.short} answers at {contact.address}")
             self._reached.add(contact)
             return
         raise DialFailed(f"cannot connect to {contact}")
+
+    async def _callee(self, address: Address) -> "DirectCaller":
+        """Sleep once, and return the caller at an address; wait for ever where silence is the answer."""
+        await trio.sleep(self._network.latency())
+        callee = self._network.target(self.address, address)
+        return await trio.sleep_forever() if callee is None else callee
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
         """Serve a method; the bound on concurrency is kept."""
@@ -142,7 +141,6 @@ class DirectCaller:
         self._handlers[method] = limited
 
     def remove_handler(self, method: str) -> None:
-        """Serve a method no more."""
         del self._handlers[method]
 
     async def call(
@@ -161,10 +159,15 @@ class DirectCaller:
         address = target.address if isinstance(target, Contact) else target
         self._network.calls.append((self.address, address, method))
         started = trio.current_time()
-        callee = self._network.at(address)
-        service = (callee.peer_id if callee else address, method.partition(".")[0])
+        known = self._network.at(address)
+        service = (known.peer_id if known else address, method.partition(".")[0])
         try:
-            reply = await self._call(address, method, body, tensors, timeout_s, on_partial)
+            with trio.move_on_after(timeout_s) as scope:
+                callee = await self._callee(address)
+                self._reached.add(Contact(callee.peer_id, address))
+                reply = await callee.serve(method, body, self._network.hand_over(method, tensors), self, on_partial)
+            if scope.cancelled_caught:
+                raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
         except PeerUnavailable as error:
             now = trio.current_time()
             self.health.failed(service, now, str(error), together_s=now - started)
@@ -174,25 +177,6 @@ class DirectCaller:
             raise
         self.health.succeeded(service)
         return reply if into is None else replace(reply, tensors=put_into(into, reply.tensors))
-
-    async def _call(
-        self,
-        address: Address,
-        method: str,
-        body: Body,
-        tensors: Sequence[Outgoing],
-        timeout_s: float,
-        on_partial: Callable[[Reply], None] | None,
-    ) -> Reply:
-        with trio.move_on_after(timeout_s):
-            await trio.sleep(self._network.latency())
-            callee = self._network.target(self.address, address)
-            if callee is None:
-                await trio.sleep_forever()
-            assert callee is not None
-            self._reached.add(Contact(callee.peer_id, address))
-            return await callee.serve(method, body, self._network.hand_over(method, tensors), self, on_partial)
-        raise PeerTimeout(f"{address} did not answer {method} within {timeout_s} s")
 
     async def serve(
         self,
@@ -210,7 +194,6 @@ class DirectCaller:
             return Reply(body=reply.body, tensors=self._network.hand_over(method, reply.tensors))
 
         def send_partial(reply: Reply) -> bool:
-            assert on_partial is not None
             on_partial(received(reply))
             return True
 
@@ -231,52 +214,44 @@ class DirectCaller:
 
 
 def address_of(index: int) -> Address:
-    """The address of the index-th peer of a test."""
     return Address("10.0.0.1", 1000 + index)
 
 
 def exponential_latency(mean_s: float, seed: int) -> Callable[[], float]:
-    """Seeded exponential delays."""
     rng = random.Random(seed)
     return lambda: rng.expovariate(1 / mean_s)
 
 
 @asynccontextmanager
-async def open_swarm(
-    network: DirectNetwork, count: int, *, config: DhtConfig | None = None, **options: Any
-) -> AsyncIterator[list[DhtNode]]:
+async def open_swarm(network: DirectNetwork, count: int, **options: Any) -> AsyncIterator[list[DhtNode]]:
     """DHT nodes at `address_of(0)`, `address_of(1)`, ..., joined one by one through the first."""
     async with AsyncExitStack() as stack:
         nodes: list[DhtNode] = []
         for index in range(count):
-            initial = [address_of(0)] if index else []
-            node = open_node(network, index, initial, config=config, **options)
+            node = open_node(network, index, [address_of(0)] if index else [], **options)
             nodes.append(await stack.enter_async_context(node))
         await trio.sleep(1.0)  # the last newcomers get pinged and known
         yield nodes
 
 
+@asynccontextmanager
+async def swarm_of(
+    count: int, *, latency_s: float | Callable[[], float] = 0.05, **options: Any
+) -> AsyncIterator[tuple[DirectNetwork, list[DhtNode]]]:
+    """A network, and nodes on it as of `open_swarm`."""
+    network = DirectNetwork(latency_s=latency_s)
+    async with open_swarm(network, count, **options) as nodes:
+        yield network, nodes
+
+
 def open_node(
-    network: DirectNetwork,
-    index: int,
-    initial: Sequence[Address],
-    *,
-    config: DhtConfig | None = None,
-    client_mode: bool = False,
+    network: DirectNetwork, index: int, initial: Sequence[Address], *, identity: Identity | None = None, **options: Any
 ) -> Any:
-    """One node at `address_of(index)`, its id and all its randomness drawn from `index`; not entered yet."""
+    """One node at `address_of(index)`, not entered yet; its chance, and its id unless told, are drawn from `index`."""
     rng = random.Random(index)
-    identity = Identity.from_seed(rng.randbytes(32))
-    caller = network.caller(address_of(index), identity.peer_id)
-    return open_dht_node(
-        caller,
-        identity=identity,
-        clock=SwarmClock.virtual(),
-        rng=rng,
-        initial_peers=initial,
-        client_mode=client_mode,
-        config=config or DhtConfig(),
-    )
+    identity = identity or Identity.from_seed(rng.randbytes(32))
+    caller, options = network.caller(address_of(index), identity.peer_id), {"clock": SwarmClock.virtual(), **options}
+    return open_dht_node(caller, identity=identity, rng=rng, initial_peers=initial, **options)
 
 
 def now() -> float:
@@ -284,12 +259,29 @@ def now() -> float:
     return trio.current_time()
 
 
-def holders(nodes: list[DhtNode], key: str) -> list[DhtNode]:
+def signed(owner: Identity, key: str, value: object = "junk", **fields: Any) -> Entry:
+    """An entry of now, issued by whoever has the key of the owner."""
+    known = {"sequence": int(now() * 1000), "issued_at": now(), "life_s": 300.0, **fields}
+    return sign_entry(owner, key_id(key), value=encode_value(value), **known)
+
+
+async def copy_of(network: DirectNetwork, node: DhtNode, key: str) -> FindReply:
+    """The copy of a record that a node keeps itself, as it tells a stranger."""
+    question = Find(key_id(key), 0, record=True)
+    return parse_found_untrusted(await network.ask(node, FIND, find_body(question)), key_id(key), EntryReader())
+
+
+async def bring(network: DirectNetwork, node: DhtNode, key: str, entry: Entry) -> None:
+    """Store an entry at one node alone."""
+    await network.ask(node, STORE, store_body(key_id(key), [(entry, entry.life_s)]))
+
+
+async def holders(network: DirectNetwork, nodes: Sequence[DhtNode], key: str) -> list[DhtNode]:
     """The nodes that keep a record themselves."""
-    return [node for node in nodes if node._storage.get(key_id(key), now())]
+    return [node for node in nodes if (await copy_of(network, node, key)).position is not None]
 
 
-def nearest(nodes: list[DhtNode], key: str, count: int) -> set[PeerId]:
+def nearest(nodes: Sequence[DhtNode], key: str, count: int) -> set[PeerId]:
     """The oracle: who should keep a record."""
     ids = sorted((node.peer_id for node in nodes), key=lambda peer: node_id(peer) ^ key_id(key))
     return set(ids[:count])

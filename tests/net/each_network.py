@@ -23,14 +23,8 @@ from dmoe_net.transport.tls import TlsTransport
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """Two peers of one network, as a test gets them.
-
-    Attributes:
-      client, server: their transports.
-      any_port: address where the server may listen.
-      client_host: host at which the server sees the client.
-      settle: waits until nothing happens any more.
-    """
+    """Two peers of one network, an address where the server may listen, the host at which it sees the client, and a
+    function that waits until nothing happens any more."""
 
     client: Transport
     server: Transport
@@ -56,8 +50,6 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A way to run the suite."""
-
     name: str
     run: Callable[[Callable[[], Awaitable[None]]], None]
     open: Callable[[], AbstractAsyncContextManager[Ends]]
@@ -67,30 +59,13 @@ async def _quiet() -> None:
     await trio.testing.wait_all_tasks_blocked(0.03)
 
 
-async def _ten_seconds() -> None:
-    await trio.sleep(10.0)
-
-
 @asynccontextmanager
-async def _tcp() -> AsyncIterator[Ends]:
-    yield Ends(
-        client=TcpTransport(),
-        server=TcpTransport(),
-        any_port=Address("127.0.0.1", 0),
-        client_host="127.0.0.1",
-        settle=_quiet,
-    )
+async def _real(client: Transport, server: Transport) -> AsyncIterator[Ends]:
+    loopback = "127.0.0.1"
+    yield Ends(client=client, server=server, any_port=Address(loopback, 0), client_host=loopback, settle=_quiet)
 
 
-@asynccontextmanager
-async def _tls() -> AsyncIterator[Ends]:
-    yield Ends(
-        client=TlsTransport(Identity.from_seed(b"c" * 32)),
-        server=TlsTransport(Identity.from_seed(b"s" * 32)),
-        any_port=Address("127.0.0.1", 0),
-        client_host="127.0.0.1",
-        settle=_quiet,
-    )
+TLS_IDENTITIES = Identity.from_seed(b"c" * 32), Identity.from_seed(b"s" * 32)
 
 
 @asynccontextmanager
@@ -101,13 +76,13 @@ async def _sim(check_frames: bool) -> AsyncIterator[Ends]:
             server=network.transport("server", PeerId(b"s" * 32)),
             any_port=Address("server", 0),
             client_host="laptop",
-            settle=_ten_seconds,
+            settle=functools.partial(trio.sleep, 10.0),
         )
 
 
 NETWORKS = [
-    Network(name="tcp", run=trio.run, open=_tcp),
-    Network(name="tls", run=trio.run, open=_tls),
+    Network(name="tcp", run=trio.run, open=lambda: _real(TcpTransport(), TcpTransport())),
+    Network(name="tls", run=trio.run, open=lambda: _real(*map(TlsTransport, TLS_IDENTITIES))),
     Network(name="sim", run=run, open=functools.partial(_sim, check_frames=False)),
     Network(name="sim-checked", run=run, open=functools.partial(_sim, check_frames=True)),
 ]
@@ -127,6 +102,18 @@ def on_every_network(body: Callable[[Ends], Awaitable[None]]) -> Callable[[Netwo
 
     test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
+
+
+def on_every_link(body: Callable[[Ends, Link, Link], Awaitable[None]]) -> Callable[[Network], None]:
+    """A test for each network out of one body that is given the two ends of a link: dialled, accepted."""
+
+    @functools.wraps(body)
+    async def test(ends: Ends) -> None:
+        dialled, accepted = await ends.pair()
+        await body(ends, dialled, accepted)
+        drop(dialled, accepted)
+
+    return on_every_network(test)
 
 
 def drop(*links: Link) -> None:

@@ -1,6 +1,7 @@
 """A group that gathers, on the simulated network, and members of it that misbehave."""
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,6 @@ import trio
 from dmoe_net.averaging.gathering import AllGather, GatherConfig, Gathered
 from dmoe_net.averaging.grouping.group import Group, Role
 from dmoe_net.rpc.peer import RpcPeer
-from dmoe_net.transport.sim import run
 from dmoe_net.transport.sim.network import SimNetwork
 from dmoe_net.types import Array
 from tests.net.all_reduce_swarm import open_members
@@ -42,8 +42,9 @@ class Members:
         places: Collection[int],
         config: GatherConfig = CONFIG,
         payloads: Mapping[int, Array] = MappingProxyType({}),
+        meanwhile: Callable[[], Awaitable[object]] | None = None,
     ) -> dict[int, Gathered]:
-        """Results of a gathering, by place, for those of these places that came to an end."""
+        """Results of a gathering, by place, for those of these places that came to an end; others act meanwhile."""
         found: dict[int, Gathered] = {}
 
         async def one(place: int) -> None:
@@ -54,6 +55,8 @@ class Members:
         async with trio.open_nursery() as nursery:
             for place in places:
                 nursery.start_soon(one, place)
+            if meanwhile is not None:
+                await meanwhile()
         return found
 
     async def bring(self, of: int, to: int, starts: Sequence[int], piece: Any = None, **body: Any) -> None:
@@ -66,13 +69,10 @@ class Members:
             await self.callers[of].call(contact, "averaging.x.bring", named, (sent,), timeout_s=5.0)
 
 
-def with_members(body: Callable[[Members], Awaitable[None]], count: int, clients: Collection[int] = ()) -> None:
-    """Run a test's body in virtual time, with so many members, of which some cannot be called."""
-    roles = {place: Role.CLIENT if place in clients else Role.NODE for place in range(count)}
-
-    async def main() -> None:
-        facts = {place: {"role": role, "weight": place + 1.0} for place, role in roles.items()}
-        async with open_members(count, facts) as (network, callers, members):
-            await body(Members(network, callers, Group(group_id=GROUP_ID, members=tuple(members), side=count)))
-
-    run(main)
+@asynccontextmanager
+async def open_group(count: int, clients: Collection[int] = ()) -> AsyncIterator[Members]:
+    """So many members, of which some cannot be called."""
+    roles = [Role.CLIENT if place in clients else Role.NODE for place in range(count)]
+    facts = {place: {"role": role, "weight": place + 1.0} for place, role in enumerate(roles)}
+    async with open_members(count, facts) as (network, callers, members):
+        yield Members(network, callers, Group(group_id=GROUP_ID, members=tuple(members), side=count))

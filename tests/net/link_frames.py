@@ -1,7 +1,11 @@
 """Frames to send over links, for the tests of the transports."""
 
+import functools
+from collections.abc import Awaitable, Callable
+
 import numpy as np
 import trio
+import trio.testing
 
 from dmoe_net.transport.base import Link
 from dmoe_net.wire.frames import EncodedFrame, Frame, OutgoingStream, Part, encode_frame, whole_part
@@ -38,6 +42,19 @@ def assert_same(got: Frame | None, sent: EncodedFrame) -> None:
     assert got.header == {"n": sent.frame.header["n"]}
     assert [tensor.tobytes() for tensor in got.tensors] == [np.asarray(t).tobytes() for t in sent.frame.tensors]
     assert all(tensor.size == 0 or tensor.ctypes.data % 64 == 0 for tensor in got.tensors)
+
+
+_quiet = functools.partial(trio.testing.wait_all_tasks_blocked, 0.01)
+
+
+async def begin_and_cancel(
+    operation: Callable[..., Awaitable[object]], *args: object, settle: Callable[[], Awaitable[None]] = _quiet
+) -> None:
+    """Begin an operation, and cancel it when nothing happens any more."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(operation, *args)
+        await settle()
+        nursery.cancel_scope.cancel()
 
 
 async def exchange(source: Link, target: Link, *frames: EncodedFrame, num_opened: int = 0) -> None:

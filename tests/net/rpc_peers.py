@@ -1,7 +1,8 @@
 """A server and a client on loopback, and handlers for them, for the tests of the RPC layer."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import trio
@@ -19,9 +20,9 @@ SERVER, CLIENT = PeerId(b"s" * 32), PeerId(b"c" * 32)
 LONG_S = 60.0
 
 
-def hello(peer_id: PeerId = CLIENT, *, port: int | None = None) -> Part:
+def hello(peer_id: PeerId = CLIENT, *, port: int | None = None, lane: bool = False) -> Part:
     """First part that a peer sends: its Hello."""
-    return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES))
+    return part(Hello(peer_id=peer_id, instance=bytes(8), port=port, window_bytes=WINDOW_BYTES, lane=lane))
 
 
 def part(message: Message) -> Part:
@@ -36,12 +37,38 @@ async def peers(**server_options: Any) -> AsyncIterator[tuple[RpcPeer, RpcPeer, 
         open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT, **server_options) as server,
         open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
     ):
-        assert server.address is not None
         yield server, client, server.address
+
+
+@asynccontextmanager
+async def tcp_listener(serve: Callable[[trio.SocketStream], Awaitable[None]]) -> AsyncIterator[Address]:
+    """A listener on loopback whose connections are served by hand."""
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+        yield Address("127.0.0.1", listeners[0].socket.getsockname()[1])
+        nursery.cancel_scope.cancel()
 
 
 async def echo(request: Request) -> Reply:
     return Reply(body=request.body, tensors=request.tensors)
+
+
+class Clumsy:
+    """A handler that waits, and fails while it is cancelled."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+        self.started = trio.Event()
+
+    async def __call__(self, request: Request) -> Reply:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                self.started.set()
+                await trio.sleep_forever()
+            finally:
+                raise self.error("while cleaning up")
+        return Reply()
 
 
 class Stuck:

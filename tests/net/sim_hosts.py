@@ -1,7 +1,9 @@
 """Hosts and links in simulations, for the tests of the simulated network."""
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -9,7 +11,7 @@ import trio.testing
 
 from dmoe_net.errors import ConnectionLost
 from dmoe_net.identity import Address, PeerId
-from dmoe_net.transport.sim import run
+from dmoe_net.transport.sim import run, simulate
 from dmoe_net.transport.sim.endpoints import SimLink
 from dmoe_net.transport.sim.events import Partition
 from dmoe_net.transport.sim.network import SimNetwork
@@ -20,13 +22,13 @@ from tests.net.link_frames import numbered
 CUT = Partition((frozenset({"a"}),))  # a from everybody else
 
 
-def in_simulation(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    """A synchronous test out of an async one: it runs in virtual time, from 0 s on."""
+def in_simulation(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A synchronous test out of an async one: it runs in virtual time, from 0 s on; a parameter `seed` seeds it."""
 
-    def test() -> None:
-        run(body)
+    @functools.wraps(body)
+    def test(**parameters: Any) -> None:
+        run(functools.partial(body, **parameters), seed=parameters.get("seed", 0))
 
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
     return test
 
 
@@ -47,6 +49,13 @@ async def connect(network: SimNetwork, source: str, destination: str) -> tuple[S
     return dialled, accepted
 
 
+@asynccontextmanager
+async def open_link(**options: Any) -> AsyncIterator[tuple[SimNetwork, SimLink, SimLink]]:
+    """A network, and a link from host a to host b: dialled, accepted."""
+    async with simulate(**options) as network:
+        yield network, *await connect(network, "a", "b")
+
+
 def part(nbytes: int, index: int = 0) -> Part:
     """A part of exactly so many bytes on the wire."""
     without_body = whole_part(numbered(index, 0)).nbytes
@@ -57,7 +66,6 @@ def part(nbytes: int, index: int = 0) -> Part:
 
 
 async def arrival_s(link: SimLink) -> float:
-    """When the next frame arrives."""
     assert await link.receive() is not None
     return trio.current_time()
 

@@ -1,12 +1,11 @@
 """A busy simulation and the trace of what happened in it, for the tests of reproducibility."""
 
 import random
-from collections.abc import Sequence
 
 import trio
 
 from dmoe_net.errors import PeerUnavailable
-from dmoe_net.identity import Address, PeerId
+from dmoe_net.identity import Address
 from dmoe_net.rpc.base import Reply, Request
 from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.base import Link
@@ -17,18 +16,16 @@ from dmoe_net.transport.sim.network import SimNetwork
 from dmoe_net.transport.sim.transport import SimTransport
 from dmoe_net.wire.frames import whole_part
 from tests.net.link_frames import numbered
+from tests.net.sim_hosts import peer
 
 NUM_HOSTS = 12
 
-SCHEDULE: Sequence[tuple[float, NetworkEvent]] = (
+SCHEDULE: list[tuple[float, NetworkEvent]] = [
     (1.0, SetHost("host1", HostOptions(up_bps=1e6, extra_latency_s=0.2))),
     (2.0, Partition((frozenset({"host0", "host1", "host2"}),))),
-    (3.0, HostDown("host5")),
-    (3.5, HostDown("host6", silent=True)),
-    (4.0, Heal()),
-    (6.0, HostUp("host5")),
-    (6.0, HostUp("host6")),
-)
+]
+SCHEDULE += [(3.0, HostDown("host5")), (3.5, HostDown("host6", silent=True)), (4.0, Heal())]
+SCHEDULE += [(6.0, HostUp("host5")), (6.0, HostUp("host6"))]
 
 
 def links_trace(seed: int) -> list[str]:
@@ -50,7 +47,7 @@ async def _links(seed: int) -> list[str]:
 
 async def _host(network: SimNetwork, index: int, seed: int, trace: list[str]) -> None:
     name, rng = f"host{index}", random.Random(f"{seed} {index}")
-    transport = network.transport(name, peer(index))
+    transport = network.transport(name, peer(name))
     listener = await transport.listen(Address(name, 7))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_dial_others, transport, rng, trace)
@@ -103,8 +100,8 @@ async def _caller(network: SimNetwork, index: int, seed: int, trace: list[str]) 
         await trio.sleep(rng.expovariate(10.0))
         return Reply(body={"square": request.body["n"] ** 2})
 
-    transport = network.transport(name, peer(index))
-    async with open_rpc_peer(transport, peer_id=peer(index), listen=Address(name, 7)) as caller:
+    transport = network.transport(name, peer(name))
+    async with open_rpc_peer(transport, peer_id=peer(name), listen=Address(name, 7)) as caller:
         caller.add_handler("square", square)
         for number in range(30):
             await trio.sleep(rng.expovariate(3.0))
@@ -114,7 +111,3 @@ async def _caller(network: SimNetwork, index: int, seed: int, trace: list[str]) 
                 trace.append(f"{trio.current_time()} {name} {address} {reply.body['square']}")
             except PeerUnavailable as exc:
                 trace.append(f"{trio.current_time()} {name} {exc}")
-
-
-def peer(index: int) -> PeerId:
-    return PeerId(bytes([index]) * 32)

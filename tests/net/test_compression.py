@@ -73,21 +73,24 @@ def any_bits() -> st.SearchStrategy[Tensor]:
 
 
 @each_kind
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor=finite_floats())
 def test_error_bound_of_arbitrary_values(kind: Compression, tensor: Tensor) -> None:
-    """Any finite float32, subnormal or the largest, comes back within the bound: float16 2**-11 relative in its normal
-    range, bfloat16 2**-8, blockwise a 254th of its block's largest magnitude."""
+    """Any finite float32, subnormal or the largest, comes back within the bound that the table documents."""
     check_error(tensor, kind)
 
 
 @each_kind
 @pytest.mark.parametrize("size", SIZES)
-def test_error_bound_at_every_size(kind: Compression, size: int) -> None:
-    """Sizes around the ends of blocks and tiles, with magnitudes that differ from block to block."""
+def test_error_and_length_at_every_size(kind: Compression, size: int) -> None:
+    """Values around the ends of blocks and tiles stay within the bound, zeros stay zeros, and the length is known."""
     rng = np.random.default_rng(size)
     tensor = (rng.normal(size=size) * np.exp(rng.normal(size=size // 4096 + 1)).repeat(4096)[:size]).astype(np.float32)
     check_error(tensor, kind)
+    assert not round_trip(np.zeros(size, np.float32), kind).any()
+    expected = size + 4 * -(-size // BLOCK_SIZE) if kind is Compression.BLOCKWISE_8BIT else 2 * size
+    assert len(encode(Compressed(tensor, kind))) == encoded_nbytes(kind, size) == expected
+    assert encoded_nbytes(Compression.NONE, size) == 4 * size
 
 
 @pytest.mark.parametrize(
@@ -110,15 +113,18 @@ def test_typical_loss(kind: Compression, rms_loss: float) -> None:
 
 
 @pytest.mark.parametrize("kind", CASTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor=any_bits())
-def test_casts_are_idempotent(kind: Compression, tensor: Tensor) -> None:
-    """A decoded tensor is encoded to the same bytes again: a relay loses nothing more."""
+def test_casts_lose_once_and_keep_nan_and_infinity(kind: Compression, tensor: Tensor) -> None:
+    """A relay encodes the same bytes; NaN stays NaN, infinities keep their sign, and no finite value becomes either."""
     payload = encode(Compressed(tensor, kind))
-    assert bytes(encode(Compressed(decoded(payload, kind, tensor.shape), kind))) == bytes(payload)
+    arrived = decoded(payload, kind, tensor.shape)
+    assert bytes(encode(Compressed(arrived, kind))) == bytes(payload)
+    assert np.array_equal(np.isnan(arrived), np.isnan(tensor))
+    assert np.array_equal(np.where(np.isinf(arrived), arrived, 0), np.where(np.isinf(tensor), tensor, 0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor=finite_floats())
 def test_blockwise_is_idempotent_on_finite_values(tensor: Tensor) -> None:
     """The same holds of blocks, unless their steps are too fine for float32: the largest value comes back exactly."""
@@ -131,17 +137,7 @@ def test_blockwise_is_idempotent_on_finite_values(tensor: Tensor) -> None:
         assert np.abs(again).max() == np.abs(tensor).max()
 
 
-@pytest.mark.parametrize("kind", CASTS)
-@settings(max_examples=150, deadline=None)
-@given(tensor=any_bits())
-def test_casts_keep_nan_and_infinity(kind: Compression, tensor: Tensor) -> None:
-    """NaN stays NaN, infinities keep their sign, and no finite value becomes either."""
-    arrived = round_trip(tensor, kind)
-    assert np.array_equal(np.isnan(arrived), np.isnan(tensor))
-    assert np.array_equal(np.where(np.isinf(arrived), arrived, 0), np.where(np.isinf(tensor), tensor, 0))
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensor=any_bits())
 def test_blockwise_hides_no_fault(tensor: Tensor) -> None:
     """One NaN or infinity makes its whole block NaN; a block without stays finite."""
@@ -154,7 +150,6 @@ def test_blockwise_hides_no_fault(tensor: Tensor) -> None:
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf, -np.inf])
 def test_a_fault_stays_in_its_block(fault: float) -> None:
-    """The blocks beside it are as they would have been."""
     tensor = np.random.default_rng(1).normal(size=3 * 4096 + 7).astype(np.float32)
     expected = round_trip(tensor, Compression.BLOCKWISE_8BIT)
     tensor[2 * 4096 - 1] = fault
@@ -162,23 +157,6 @@ def test_a_fault_stays_in_its_block(fault: float) -> None:
     assert np.isnan(arrived[4096 : 2 * 4096]).all()
     keep = np.r_[0:4096, 2 * 4096 : tensor.size]
     assert np.array_equal(arrived[keep], expected[keep])
-
-
-def test_an_outlier_spoils_its_block_only() -> None:
-    """A huge value flattens its own block to zero; the next keeps its accuracy."""
-    tensor = np.full(2 * 4096, 0.5, np.float32)
-    tensor[0] = 1e9
-    arrived = round_trip(tensor, Compression.BLOCKWISE_8BIT)
-    assert arrived[0] == np.float32(1e9)
-    assert (arrived[1:4096] == 0).all()
-    assert (arrived[4096:] == 0.5).all()
-
-
-@each_kind
-@pytest.mark.parametrize("size", SIZES)
-def test_zeros_stay_zeros(kind: Compression, size: int) -> None:
-    """All-zero blocks have no scale to divide by."""
-    assert not round_trip(np.zeros(size, np.float32), kind).any()
 
 
 def test_float16_clips_what_it_cannot_hold() -> None:
@@ -205,7 +183,6 @@ def test_bfloat16_clips_what_it_cannot_hold() -> None:
     ],
 )
 def test_payloads_by_hand(kind: Compression, payload: str) -> None:
-    """The bytes on the wire, worked out from the formats' definitions."""
     tensor = np.array([1.0, -2.0], np.float32)
     assert bytes(encode(Compressed(tensor, kind))) == bytes.fromhex(payload)
     second_step = 1.0 if kind is not Compression.BLOCKWISE_8BIT else 64 / 127 * 2
@@ -225,32 +202,17 @@ def test_blockwise_layout_by_hand() -> None:
     assert payload == np.array([3.0, 5.0], "<f4").tobytes() + b"\x7f" * 4096 + b"\x81"
 
 
-@each_kind
-@pytest.mark.parametrize("size", SIZES)
-def test_encoded_nbytes(kind: Compression, size: int) -> None:
-    """The length is known beforehand: two bytes a value, or one and four for each block begun."""
-    expected = size + 4 * -(-size // BLOCK_SIZE) if kind is Compression.BLOCKWISE_8BIT else 2 * size
-    assert encoded_nbytes(kind, size) == expected
-    assert len(encode(Compressed(np.ones(size, np.float32), kind))) == expected
-
-
-def test_nothing_is_not_compression() -> None:
-    """`NONE` counts four bytes a value, so that sizes can be compared."""
-    assert encoded_nbytes(Compression.NONE, 10) == 40
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.T,
+    "strided": lambda x: x[::-2, 1::3],
+    "big-endian": lambda x: x.astype(">f4"),
+    "broadcast": lambda x: np.broadcast_to(x[0, 0], (3, 2)),
+    "scalar": lambda x: np.array(x[0, 0]),
+}
 
 
 @each_kind
-@pytest.mark.parametrize(
-    "unusual",
-    [
-        lambda x: x.T,
-        lambda x: x[::-2, 1::3],
-        lambda x: x.astype(">f4"),
-        lambda x: np.broadcast_to(x[0, 0], (3, 2)),
-        lambda x: np.array(x[0, 0]),
-    ],
-    ids=["transposed", "strided", "big-endian", "broadcast", "scalar"],
-)
+@pytest.mark.parametrize("unusual", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_arrays(kind: Compression, unusual: Callable[[Tensor], Tensor]) -> None:
     """Memory layout does not matter: the same values give the same bytes, in C order."""
     tensor = unusual(np.random.default_rng(2).normal(size=(70, 90)).astype(np.float32))
@@ -271,7 +233,7 @@ def test_the_tensor_is_not_touched(kind: Compression) -> None:
 
 
 @each_kind
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), size=st.integers(0, 40))
 def test_any_payload_decodes(kind: Compression, data: st.DataObject, size: int) -> None:
     """Random bytes of the right length give values that depend on nothing else; never a warning, never an error."""
@@ -333,7 +295,6 @@ def test_strict_numpy_settings_do_not_matter(kind: Compression) -> None:
     ],
 )
 def test_wrong_wishes_are_refused(tensor: Tensor, compression: Compression, message: str) -> None:
-    """`Compressed` says what it expected: float32, and a compression that is one."""
     with pytest.raises(ValueError, match=message):
         Compressed(tensor, compression)
 

@@ -1,7 +1,9 @@
-"""DHT nodes that die, lie, restart and lose each other, over a direct network in virtual time."""
+"""DHT nodes that die, lie, restart and lose each other, and strangers that try to take a record from its owner."""
 
 import random
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,38 +12,44 @@ from trio.testing import MockClock
 
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
-from dmoe_net.dht.node import open_dht_node
-from dmoe_net.errors import CallRefused, DialFailed, PeerTimeout, RemoteFailure
-from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.dht.entries import Entry, encode_value, entry_to_wire
+from dmoe_net.dht.messages import STORE, batches, store_body
+from dmoe_net.dht.node import DhtNode, open_dht_node
+from dmoe_net.dht.routing_table import key_id
+from dmoe_net.errors import CallRefused
+from dmoe_net.identity import Address, PeerId
 from dmoe_net.keys import Identity
 from dmoe_net.rpc.base import Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,
+    copy_of,
     holders,
     nearest,
     now,
     open_node,
     open_swarm,
+    signed,
+    swarm_of,
     value_at,
 )
+
+STRANGER = Identity.from_seed(bytes(31) + b"s")
 
 
 async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock) -> None:
     """After four of the five holders die without a word, the value is still found."""
-    network = DirectNetwork()
-    async with open_swarm(network, 16) as nodes:
+    async with swarm_of(16) as (network, nodes):
         await nodes[0].store("key", "alive", life_s=300)
-        kept = holders(nodes, "key")
-        network.take_down(*(node.address for node in kept[:4] if node.address))
+        kept = await holders(network, nodes, "key")
+        network.take_down(*(node.address for node in kept[:4]))
         asker = next(node for node in nodes if node not in kept)
         assert await value_at(asker, "key") == "alive"
 
 
 async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:
     """After two nodes die, others leave exactly those two alone; their return clears it."""
-    network = DirectNetwork()
-    async with open_swarm(network, 10) as nodes:
+    async with swarm_of(10) as (network, nodes):
         dead = [nodes[4], nodes[7]]
         network.take_down(address_of(4), address_of(7))
         await nodes[0].find_nearest(0)
@@ -62,8 +70,7 @@ async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> 
 
 async def test_a_split_swarm_heals(autojump_clock: MockClock) -> None:
     """Two halves that lost each other meet again once the cut is mended, and find everything."""
-    network = DirectNetwork()
-    async with open_swarm(network, 12) as nodes:
+    async with swarm_of(12) as (network, nodes):
         island, mainland = nodes[6:], nodes[:6]
         network.partition(*(address_of(index) for index in range(6, 12)))
         for _ in range(3):
@@ -85,8 +92,7 @@ async def test_a_split_swarm_heals(autojump_clock: MockClock) -> None:
 
 async def test_a_swarm_survives_its_first_node(autojump_clock: MockClock) -> None:
     """When the only bootstrap node dies, the others go on, and a newcomer can join through any of them."""
-    network = DirectNetwork()
-    async with open_swarm(network, 8) as nodes:
+    async with swarm_of(8) as (network, nodes):
         network.take_down(address_of(0))
         await trio.sleep(120)
         async with open_node(network, 20, [address_of(5)]) as late:
@@ -96,8 +102,7 @@ async def test_a_swarm_survives_its_first_node(autojump_clock: MockClock) -> Non
 
 async def test_a_cut_off_node_comes_back(autojump_clock: MockClock) -> None:
     """A node that lost everybody tries its remembered peers every few seconds until one answers."""
-    network = DirectNetwork()
-    async with open_swarm(network, 6) as nodes:
+    async with swarm_of(6) as (network, nodes):
         network.partition(address_of(3))
         for _ in range(4):
             await nodes[3].get("anything")
@@ -121,23 +126,16 @@ async def test_records_are_handed_to_a_nearer_newcomer(autojump_clock: MockClock
                 everybody.append(await stack.enter_async_context(late))
                 await trio.sleep(1.0)
             for number in range(20):
-                kept = {node.peer_id for node in holders(everybody, f"key{number}")}
+                kept = {node.peer_id for node in await holders(network, everybody, f"key{number}")}
                 assert nearest(everybody, f"key{number}", 2) <= kept
 
 
 async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockClock) -> None:
     """When a node restarts with a new id, its old id leaves the tables and the new one enters."""
-    network = DirectNetwork()
-    async with open_swarm(network, 5) as nodes:
+    async with swarm_of(5) as (network, nodes):
         old = nodes[4].peer_id
         identity = Identity.from_seed(b"r" * 32)
-        async with open_dht_node(
-            network.caller(address_of(4), identity.peer_id),
-            identity=identity,
-            clock=SwarmClock.virtual(),
-            rng=random.Random(7),
-            initial_peers=[address_of(0)],
-        ) as reborn:
+        async with open_node(network, 4, [address_of(0)], identity=identity) as reborn:
             await trio.sleep(1.0)
             for node in nodes[:4]:
                 await node.get("anything")
@@ -148,8 +146,7 @@ async def test_another_peer_at_a_known_address_is_noticed(autojump_clock: MockCl
 
 async def test_a_claimed_address_is_not_believed(autojump_clock: MockClock) -> None:
     """A caller that claims somebody else's address never gets into the table under it."""
-    network = DirectNetwork()
-    async with open_swarm(network, 4) as nodes:
+    async with swarm_of(4) as (network, nodes):
         impostor = network.caller(None, PeerId.draw(random.Random(9)))
         impostor.address = address_of(2)
         await impostor.call(address_of(0), "dht.ping", {"client": False}, timeout_s=3.0)
@@ -159,8 +156,7 @@ async def test_a_claimed_address_is_not_believed(autojump_clock: MockClock) -> N
 
 async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock) -> None:
     """A stranger's malformed calls get CallRefused; the node lives on and takes in nothing."""
-    network = DirectNetwork()
-    async with open_swarm(network, 2) as nodes:
+    async with swarm_of(2) as (network, nodes):
         stranger = network.caller(None, PeerId.draw(random.Random(9)))
         good = {"client": True, "target": bytes(32), "contacts": 5, "record": True}
         bad_calls: list[tuple[str, dict[str, Any]]] = [
@@ -182,41 +178,32 @@ async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock)
         assert await nodes[1].store("key", 1, life_s=60)
 
 
-HOSTILE_BODIES: list[Any] = [
-    {},
-    {"peer_id": b"short", "contacts": []},
-    {"peer_id": bytes(32), "contacts": [], "verdicts": [True], "now": 0.0},
-    {"contacts": [[bytes(32), "h", 70_000]]},
-    {"contacts": [], "copy": [1, 2, False], "entries": [["a", 1, float("inf")]], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, True], "now": 0.0},
-    {"contacts": [], "copy": [1, 2, False], "now": 0.0},
-    {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
-    {
-        "contacts": [[(n).to_bytes(32, "big"), "10.9.9.9", 9] for n in range(32)],
-        "verdicts": [False],
-        "now": 0,
-    },
-]
-
-
-@pytest.mark.parametrize("body", HOSTILE_BODIES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"peer_id": b"short", "contacts": []},
+        {"peer_id": bytes(32), "contacts": [], "verdicts": [True], "now": 0.0},
+        {"contacts": [[bytes(32), "h", 70_000]]},
+        {"contacts": [], "copy": [1, 2, False], "entries": [["a", 1, float("inf")]], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, True], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, False], "now": 0.0},
+        {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
+        {"contacts": [[n.to_bytes(32), "10.9.9.9", 9] for n in range(32)], "verdicts": [False], "now": 0},
+    ],
+)
 async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[str, Any]) -> None:
     """A peer that answers nonsense is dropped; stores and gets of the others go on."""
-    network = DirectNetwork()
-    async with open_swarm(network, 6) as nodes:
+    async with swarm_of(6) as (network, nodes):
         hostile_id = PeerId.draw(random.Random(500))
         caller = network.caller(address_of(30), hostile_id)
 
-        async def pong(request: Request) -> Reply:
-            return Reply(body={"peer_id": hostile_id.raw, "now": now()})
+        async def answer(said: dict[str, Any], request: Request) -> Reply:
+            return Reply(body={"peer_id": hostile_id.raw, "now": now()} if request.method == "dht.ping" else said)
 
-        async def hostile(request: Request) -> Reply:
-            return Reply(body={"peer_id": hostile_id.raw} | body)
-
-        caller.add_handler("dht.ping", pong)
-        caller.add_handler("dht.find", hostile)
-        caller.add_handler("dht.store", hostile)
+        for method in ("dht.ping", "dht.find", STORE):
+            caller.add_handler(method, partial(answer, {"peer_id": hostile_id.raw} | body))
         for index in range(6):
             await caller.call(address_of(index), "dht.ping", {"client": False}, timeout_s=3.0)
         await trio.sleep(1.0)
@@ -231,40 +218,26 @@ async def test_hostile_answers_do_no_harm(autojump_clock: MockClock, body: dict[
 
 async def test_a_closed_node_is_gone(autojump_clock: MockClock) -> None:
     """After its block ends a node's methods are unknown at its peer, and the others drop it."""
-    network = DirectNetwork()
-    async with open_swarm(network, 3) as nodes:
+    async with swarm_of(3) as (network, nodes):
         async with open_node(network, 9, [address_of(0)]):
             await trio.sleep(1.0)
             assert len(nodes[0].contacts()) == 3
         with pytest.raises(CallRefused, match="unknown method"):
-            await network.caller(None, PeerId(bytes(32))).call(
-                address_of(9), "dht.ping", {"client": True}, timeout_s=3.0
-            )
+            await network.caller(None, STRANGER.peer_id).call(address_of(9), "dht.ping", {}, timeout_s=3.0)
         await nodes[0].get("anything")
         assert len(nodes[0].contacts()) == 2
 
 
 async def test_a_peer_has_one_node_at_a_time_and_another_afterwards(autojump_clock: MockClock) -> None:
     """Twice in a row a peer joins and is found; a second node beside the first is refused and does no harm."""
-    network = DirectNetwork()
-    async with open_swarm(network, 3) as nodes:
-        identity = Identity.from_seed(b"9" * 32)
-        caller = network.caller(address_of(9), identity.peer_id)
-
-        def opened() -> Any:
-            return open_dht_node(
-                caller,
-                identity=identity,
-                clock=SwarmClock.virtual(),
-                rng=random.Random(9),
-                initial_peers=[address_of(0)],
-            )
-
+    async with swarm_of(3) as (network, nodes):
+        caller, rng = network.caller(address_of(9), STRANGER.peer_id), random.Random(9)
+        known = {"identity": STRANGER, "clock": SwarmClock.virtual(), "initial_peers": [address_of(0)]}
         for number in range(2):
-            async with opened() as node:
+            async with open_dht_node(caller, rng=rng, **known) as node:
                 assert await node.store("key", number, life_s=60)
                 with pytest.raises(ValueError, match=r"dht\.ping"):
-                    await opened().__aenter__()
+                    await open_dht_node(caller, rng=rng, **known).__aenter__()
                 await trio.sleep(1.0)
                 assert caller.peer_id in {contact.peer_id for contact in nodes[0].contacts()}
                 assert await value_at(nodes[1], "key") == number
@@ -273,8 +246,7 @@ async def test_a_peer_has_one_node_at_a_time_and_another_afterwards(autojump_clo
 
 async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) -> None:
     """Cancelling a lookup ends its calls, and the node works on."""
-    network = DirectNetwork(latency_s=1.0)
-    async with open_swarm(network, 6) as nodes:
+    async with open_swarm(DirectNetwork(latency_s=1.0), 6) as nodes:
         with trio.move_on_after(0.5) as scope:
             await nodes[1].get("key")
         assert scope.cancelled_caught
@@ -285,29 +257,91 @@ async def test_a_cancelled_get_leaves_nothing_behind(autojump_clock: MockClock) 
 
 async def test_refresh_finds_what_nobody_looks_for(autojump_clock: MockClock) -> None:
     """A contact that died unnoticed leaves the table after a refresh period without any get."""
-    network = DirectNetwork()
-    async with open_swarm(network, 5) as nodes:
+    async with swarm_of(5) as (network, nodes):
         network.take_down(address_of(4))
         await trio.sleep(2000)
         assert all(c.address != address_of(4) for node in nodes[:4] for c in node.contacts())
 
 
-async def test_the_direct_network_tells_the_truth(autojump_clock: MockClock) -> None:
-    """As in the RPC layer, nobody there, silence, unknown methods and crashes have their own errors."""
-    network = DirectNetwork()
-    caller, server = network.caller(None, PeerId(bytes(32))), network.caller(address_of(1), PeerId(b"1" * 32))
+KEY = "layer0.2d0"
+HONEST = "the owner's"
 
-    async def crash(request: Request) -> Reply:
-        raise KeyError(request.method)
 
-    server.add_handler("crash", crash)
-    with pytest.raises(DialFailed):
-        await caller.call(address_of(2), "crash", {}, timeout_s=1.0)
-    with pytest.raises(CallRefused):
-        await caller.call(address_of(1), "other", {}, timeout_s=1.0)
-    with pytest.raises(RemoteFailure):
-        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
-    network.take_down(address_of(1))
-    with pytest.raises(PeerTimeout):
-        await caller.call(address_of(1), "crash", {}, timeout_s=1.0)
-    assert Contact(server.peer_id, address_of(1)).address == server.address
+async def bring_all(network: DirectNetwork, nodes: Sequence[DhtNode], key: str, entries: Iterable[Entry]) -> None:
+    """Let the stranger store entries at every node."""
+    stranger = network.caller(None, STRANGER.peer_id)
+    for batch in batches([(entry, 300.0) for entry in entries]):
+        for node in nodes:
+            body = {**store_body(key_id(key), batch), "client": True}
+            await stranger.call(node.address, STORE, body, timeout_s=9.0)
+
+
+async def check_found(nodes: Sequence[DhtNode]) -> None:
+    """Make sure that every node finds the owner's entry, whatever stands beside it."""
+    for node in nodes:
+        assert [found.value for found in await node.get(KEY) if found.owner == nodes[0].peer_id] == [HONEST]
+
+
+async def test_nobody_signs_for_another(autojump_clock: MockClock) -> None:
+    """A plain value, a withdrawal, a later value and a longer life under the owner's name are refused whole."""
+    async with swarm_of(6) as (network, nodes):
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        stranger = network.caller(None, STRANGER.peer_id)
+        ((held, _),) = (await copy_of(network, nodes[0], KEY)).entries
+        row = entry_to_wire(held, left_s=300.0)
+        public_key, suffix, sequence, issued_ms, life_ms, value, signature, left_ms = row
+        later = int(str(sequence)) + 10**6
+        forged: list[object] = [
+            encode_value("plain"),
+            [public_key, suffix, later, issued_ms, life_ms, None, signature, left_ms],
+            [public_key, suffix, later, issued_ms, life_ms, encode_value("port 9"), signature, left_ms],
+            [public_key, suffix, sequence, issued_ms, 299_999, value, signature, left_ms],
+            [public_key, "1", sequence, issued_ms, life_ms, value, signature, left_ms],
+        ]
+        for wrong in forged:
+            body = {**store_body(key_id(KEY), []), "entries": [wrong], "client": True}
+            for node in nodes:
+                with pytest.raises(CallRefused, match=r"must|signed"):
+                    await stranger.call(node.address, STORE, body, timeout_s=9.0)
+            await check_found(nodes)
+        assert await value_at(nodes[1], KEY) == HONEST
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(4096, marks=pytest.mark.slow)])
+async def test_entries_of_strangers_stand_beside_the_owners(autojump_clock: MockClock, count: int) -> None:
+    """The entry stays, and can be renewed, beside those of many owners that one stranger made, with every suffix."""
+    network, rng = DirectNetwork(), random.Random(1)
+    async with open_swarm(network, 6) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        junk = (signed(Identity.from_seed(rng.randbytes(32)), KEY, suffix=str(number % 8)) for number in range(count))
+        await bring_all(network, nodes, KEY, junk)
+        await check_found(nodes)
+        assert await nodes[0].store(KEY, HONEST, life_s=300.0) == 5
+        await check_found(nodes)
+
+
+async def test_a_flood_of_keys_takes_no_record_away(autojump_clock: MockClock) -> None:
+    """Junk under other keys, twice as much as the nodes have room for, costs the flooder's own."""
+    network, config = DirectNetwork(), DhtConfig(max_storage_bytes=200_000)
+    async with open_swarm(network, 6, config=config) as nodes:
+        await nodes[0].store(KEY, HONEST, life_s=300.0)
+        for key in (f"junk{number}" for number in range(50)):
+            await bring_all(network, nodes, key, [signed(STRANGER, key, b"j" * 8000)])
+        await check_found(nodes)
+        assert all(node.statistics().record_bytes <= config.max_storage_bytes for node in nodes)
+        assert await nodes[1].store("another", 1, life_s=60.0) == 5
+
+
+async def test_what_was_withdrawn_comes_back_through_nobody(autojump_clock: MockClock) -> None:
+    """A stranger that hands the entry on to all and to a newcomer is refused, or believed no longer than its life."""
+    async with swarm_of(6) as (network, nodes):
+        await nodes[0].store(KEY, HONEST, life_s=30.0)
+        ((held, _),) = (await copy_of(network, nodes[0], KEY)).entries
+        await nodes[0].withdraw(KEY)
+        async with open_node(network, 6, [address_of(0)]) as newcomer:
+            ends_at = now() + 30.0
+            while now() < ends_at + 150.0:
+                await bring_all(network, [*nodes, newcomer], KEY, [held])
+                assert await value_at(nodes[2], KEY) is None
+                assert await value_at(newcomer, KEY) is None or now() < ends_at
+                await trio.sleep(5.0)

@@ -1,15 +1,16 @@
-"""The lookup as a state machine, and the peer book: no trio, time is a number."""
+"""The lookup as a state machine, the peer book, the memory of holders, and patience with peers: time is a number."""
 
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmoe_net.dht.config import DhtConfig
+from dmoe_net.dht.copies import MAX_RECORDS, Copies, Position, nearest
 from dmoe_net.dht.lookup import Lookup, LookupConfig
+from dmoe_net.dht.patience import Patience
 from dmoe_net.dht.peer_book import MAX_LOST, PeerBook
 from dmoe_net.dht.routing_table import NodeId, node_id
 from dmoe_net.identity import Address, Contact, PeerId
@@ -26,15 +27,8 @@ def peers(*nodes: NodeId) -> list[Contact]:
     return [contact(node) for node in nodes]
 
 
-def lookup_of(
-    target: NodeId,
-    seeds: list[Contact],
-    *,
-    local_id: NodeId = 100,
-    config: LookupConfig = CONFIG,
-    patience_s: float = 1.0,
-) -> Lookup:
-    return Lookup(target, seeds, local_id=local_id, config=config, patience=lambda peer_id: patience_s)
+def lookup_of(target: NodeId, seeds: list[Contact], *, local_id: NodeId = 100, config: LookupConfig = CONFIG) -> Lookup:
+    return Lookup(target, seeds, local_id=local_id, config=config, patience=lambda peer_id: 1.0)
 
 
 def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
@@ -46,16 +40,10 @@ def ask_all(lookup: Lookup, now: float) -> list[NodeId]:
 
 
 def test_the_nearest_are_asked_first() -> None:
-    """A lookup asks the alpha seeds that are nearest to the target, nearest first; then it waits."""
-    lookup = lookup_of(0, peers(9, 4, 7, 1, 8))
-    assert ask_all(lookup, 0.0) == [1, 4, 7]
+    """A lookup asks the alpha seeds that are nearest to the target, nearest first, and then whom their answers name."""
+    lookup = lookup_of(0, peers(9, 5, 7, 4, 8))
+    assert ask_all(lookup, 0.0) == [4, 5, 7]
     assert lookup.next(0.0) == 1.0
-
-
-def test_a_nearer_peer_is_asked_next() -> None:
-    """An answer's contacts enter the order by distance."""
-    lookup = lookup_of(0, peers(4, 5, 6, 7))
-    ask_all(lookup, 0.0)
     lookup.on_success(contact(5).peer_id, peers(2, 4))
     assert ask_all(lookup, 0.1) == [2]
 
@@ -82,17 +70,15 @@ def test_a_failure_lets_the_next_nearest_into_the_beam() -> None:
     while asked := ask_all(lookup, 0.0):
         for node in asked:
             done.append(node)
-            if node == 2:
-                lookup.on_failure(contact(node).peer_id)
-            else:
-                lookup.on_success(contact(node).peer_id, [])
+            peer_id = contact(node).peer_id
+            lookup.on_failure(peer_id) if node == 2 else lookup.on_success(peer_id, [])
     assert sorted(done) == [1, 2, 3, 4, 5, 6]
     assert lookup.closest() == tuple(peers(1, 3, 4, 5, 6))
 
 
 def test_a_silent_peer_frees_its_place_and_may_still_answer() -> None:
-    """After that others are asked in its stead; its late answer counts."""
-    lookup = lookup_of(0, peers(1, 2, 3, 4), local_id=100, config=LookupConfig(parallelism=1, beam_size=2))
+    """Others are asked in its stead; its late answer counts."""
+    lookup = lookup_of(0, peers(1, 2, 3, 4), config=LookupConfig(parallelism=1, beam_size=2))
     assert ask_all(lookup, 0.0) == [1]
     assert ask_all(lookup, 0.9) == []
     assert ask_all(lookup, 1.0) == [2]
@@ -140,7 +126,7 @@ def test_a_lookup_of_a_record_ends_at_enough_copies() -> None:
 
 
 def test_a_walk_to_a_record_begins_with_few_questions() -> None:
-    """One more than the copies it wants; each answer without a copy, failure or silence lets it ask two more."""
+    """It asks one more than the copies it wants; an answer without one, a failure or silence lets it ask two more."""
     config = LookupConfig(parallelism=8, beam_size=7, copies=2)
     lookup = lookup_of(0, peers(*range(1, 12)), config=config)
     assert ask_all(lookup, 0.0) == [1, 2, 3]
@@ -162,7 +148,6 @@ def test_nobody_is_silent_while_this_process_is_late() -> None:
 
 
 def test_each_peer_is_granted_its_own_patience() -> None:
-    """A near one is given up sooner than a far one."""
     patience = {contact(1).peer_id: 0.2, contact(2).peer_id: 0.8}
     config = LookupConfig(parallelism=2, beam_size=2)
     lookup = Lookup(0, peers(1, 2, 3, 4), local_id=100, config=config, patience=patience.__getitem__)
@@ -175,13 +160,11 @@ def test_each_peer_is_granted_its_own_patience() -> None:
 
 
 def test_knowing_nobody_is_finished() -> None:
-    """Without seeds there is nothing to do, and the own id is no seed."""
     assert lookup_of(0, []).next(0.0) is None
     assert lookup_of(0, peers(100)).next(0.0) is None
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
-    """Unknown, unasked and repeated answers change nothing."""
     lookup = lookup_of(0, peers(1, 2, 3, 4))
     ask_all(lookup, 0.0)
     lookup.on_success(contact(77).peer_id, peers(50), holds=True)
@@ -217,11 +200,11 @@ def test_inventors_of_ever_nearer_peers_are_outlasted() -> None:
     parallelism=st.integers(1, 5),
     beam_size=st.integers(1, 20),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
     seed: int, size: int, dead_share: float, parallelism: int, beam_size: int
 ) -> None:
-    """In any network with any mix of answers, failures and silence, however they interleave."""
+    """It does so in any network with any mix of answers, failures and silence, however they interleave."""
     rng = random.Random(seed)
     swarm = [contact(rng.getrandbits(256)) for _ in range(size)]
     dead = {c.peer_id for c in swarm if rng.random() < dead_share}
@@ -262,7 +245,7 @@ def test_a_lookup_ends_asks_nobody_twice_and_keeps_its_bounds(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int) -> None:
     """As long as each answer brings somebody nearer, never more than alpha questions are open."""
     rng = random.Random(seed)
@@ -278,7 +261,7 @@ def test_while_there_is_progress_alpha_is_the_bound(seed: int, parallelism: int)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(20, 80))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
     """If everybody answers with the nearest of all peers, the result is exact."""
     rng = random.Random(seed)
@@ -294,10 +277,8 @@ def test_in_a_healthy_swarm_the_nearest_are_found(seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["parallelism", "beam_size", "max_queries"])
 def test_parameters_must_be_positive(name: str) -> None:
-    """Zero is refused for each of them."""
-    make: Callable[..., LookupConfig] = LookupConfig
     with pytest.raises(ValueError, match="positive"):
-        make(**{"beam_size": 5, name: 0})
+        LookupConfig(**{"beam_size": 5, name: 0})
 
 
 class Book(PeerBook):
@@ -309,7 +290,7 @@ class Book(PeerBook):
         self.unreachable: set[Contact] = set()
         super().__init__(
             0,
-            config=DhtConfig(**config),  # type: ignore[arg-type]
+            config=DhtConfig(**config),
             health=PeerHealth(),
             now=0.0,
             check=self.to_check.append,
@@ -318,24 +299,8 @@ class Book(PeerBook):
         )
 
 
-def test_a_failure_removes_and_an_answer_restores() -> None:
-    """A silent peer leaves the table, is avoided and remembered; one answer brings it back as new."""
-    known = Book()
-    for now in (0.0, 1.0):
-        known.answered(contact(9), now)
-        assert known.newcomers == [contact(9)]
-    known.failed(contact(9), 2.0, "silent")
-    assert len(known.table) == 0
-    assert known.usable([contact(9), contact(8)], 3.0) == (contact(8),)
-    assert known.draw_lost(5, random.Random(0)) == (contact(9),)
-    known.answered(contact(9), 3.0)
-    assert known.newcomers == [contact(9)] * 2
-    assert known.draw_lost(5, random.Random(0)) == ()
-    assert known.usable([contact(9)], 3.0) == (contact(9),)
-
-
 def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
-    """5, 10, 20, 40, 80, then at most 120 s; an answer clears all. RPC's opinion of the service does not matter."""
+    """It is 5, 10, 20, 40, 80, then at most 120 s; an answer clears all."""
     known, peer, now = Book(), contact(9), 0.0
     for pause_s in (5.0, 10.0, 20.0, 40.0, 80.0, 120.0, 120.0):
         known.failed(peer, now, "silent")
@@ -350,24 +315,27 @@ def test_the_pause_doubles_and_failures_within_it_do_not_count() -> None:
     assert known.usable([peer], now + 5.0) == (peer,)
 
 
-def test_a_caller_must_prove_its_address() -> None:
-    """A stranger's claim, or a known peer's new address, is to be pinged; other calls only refresh."""
-    known = Book()
+def test_a_peer_must_prove_its_address() -> None:
+    """A call, or an answer on the peer's own connection, proves none: the address is dialled, and so is a new one."""
+    known, moved = Book(), Contact(contact(9).peer_id, Address("10.9.9.9", 9))
     known.heard_from(contact(9), 0.0)
-    assert known.to_check == [contact(9)]
-    assert len(known.table) == 0
+    known.unreachable.add(contact(9))
     known.answered(contact(9), 1.0)
-    known.heard_from(contact(9), 2.0)
-    assert known.to_check == [contact(9)]
-    moved = Contact(contact(9).peer_id, Address("10.9.9.9", 9))
-    known.heard_from(moved, 3.0)
-    assert known.to_check == [contact(9), moved]
+    assert known.to_check == [contact(9)] * 2
+    assert len(known.table) == 0
+    known.unreachable.clear()
+    known.answered(contact(9), 2.0)
+    assert known.table.contacts() == (contact(9),)
+    known.unreachable.add(contact(9))  # its connection has ended since
+    known.answered(contact(9), 3.0)
+    known.heard_from(contact(9), 4.0)
+    known.heard_from(moved, 5.0)
+    assert known.to_check == [contact(9), contact(9), moved]
     assert known.table.contacts() == (contact(9),)
 
 
 def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
-    """Callers that would not fit are left alone; one that answers waits for a place, and then a contact that was silent
-    for a minute is checked."""
+    """Callers that would not fit are left alone; for one that answers a contact that is silent is checked."""
     known, top = Book(bucket_size=2, depth_modulo=1, replicas=2), 1 << 255
     for low in (1, 2):
         known.answered(contact(top + low), 0.0)
@@ -381,24 +349,8 @@ def test_a_full_bucket_is_not_pinged_for_every_caller() -> None:
     assert contact(top + 4) in known.table.contacts()
 
 
-def test_a_peer_that_answers_on_its_own_connection_has_proven_no_address() -> None:
-    """It is checked by a dial, and stays out of the table until that has brought it."""
-    known = Book()
-    known.unreachable.add(contact(9))
-    for now in (0.0, 1.0):
-        known.answered(contact(9), now)
-    assert known.to_check == [contact(9)] * 2
-    assert len(known.table) == 0
-    known.unreachable.clear()
-    known.answered(contact(9), 2.0)
-    assert known.table.contacts() == (contact(9),)
-    known.unreachable.add(contact(9))  # its connection has ended since
-    known.answered(contact(9), 3.0)
-    assert known.to_check == [contact(9)] * 2
-
-
 def test_the_dead_are_named_to_others_for_a_minute_and_doubts_are_checked() -> None:
-    """Eight at most, the last ones; whoever is told checks a contact that it has not seen for five seconds."""
+    """The last eight are named; whoever is told checks a contact that it has not seen for five seconds."""
     known = Book()
     for number in range(1, 11):
         known.answered(contact(number), 0.0)
@@ -416,8 +368,7 @@ def test_the_dead_are_named_to_others_for_a_minute_and_doubts_are_checked() -> N
     assert other.to_check == [contact(7)]
 
 
-def test_lost_peers_are_bounded() -> None:
-    """The longest lost is forgotten first."""
+def test_lost_peers_are_bounded_and_one_that_answers_is_a_newcomer_again() -> None:
     known = Book()
     for number in range(1, MAX_LOST + 2):
         known.answered(contact(number), 0.0)
@@ -425,6 +376,10 @@ def test_lost_peers_are_bounded() -> None:
     lost = known.draw_lost(MAX_LOST + 1, random.Random(0))
     assert len(lost) == MAX_LOST
     assert contact(1) not in lost
+    for now in (1.0, 2.0):
+        known.answered(contact(2), now)
+    assert contact(2) not in known.draw_lost(MAX_LOST, random.Random(0))
+    assert known.newcomers.count(contact(2)) == 2
 
 
 def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
@@ -438,3 +393,65 @@ def test_the_nearest_holder_hands_over_to_who_belongs_there() -> None:
     assert known.owes(contact(32), 8, replicas=4)
     # Key 17: node 16 (distance 1) is nearer than the own id (17), so handing over is not ours.
     assert not known.owes(contact(18), 17, replicas=2)
+
+
+def test_positions_outlive_the_minute_as_long_as_the_holder_is_found_again() -> None:
+    """A new walk to the same holders brings their changes and not the whole record."""
+    copies = Copies(life_s=60.0)
+    copies.read(4, contact(5).peer_id, Position(7, 1))
+    copies.read(4, contact(6).peer_id, Position(8, 2))
+    copies.walked(4, [contact(5), contact(6)], 0.0)
+    copies.read(4, contact(5).peer_id, Position(7, 3))
+    assert copies.position(4, contact(5).peer_id) == Position(7, 3)
+    copies.walked(4, [contact(5)], 100.0)
+    assert copies.position(4, contact(5).peer_id) == Position(7, 3)
+    assert copies.position(4, contact(6).peer_id) is None
+    copies.changed(4, [contact(7), contact(6)])  # without a walk: they are not remembered for longer
+    assert copies.holders(4, 159.9) == (contact(6), contact(7))
+    assert copies.holders(4, 160.0) == ()
+
+
+def test_the_least_recently_used_records_are_forgotten() -> None:
+    copies = Copies(life_s=60.0)
+    for key in range(MAX_RECORDS):
+        copies.walked(key, [contact(5)], 0.0)
+    copies.walked(0, [contact(6)], 0.0)
+    copies.walked(MAX_RECORDS, [contact(5)], 0.0)
+    assert copies.holders(0, 1.0) == (contact(6),)
+    assert copies.holders(1, 1.0) == ()
+    assert copies.holders(MAX_RECORDS, 1.0) == (contact(5),)
+
+
+def test_a_peer_counts_once_among_the_nearest() -> None:
+    moved = Contact(contact(5).peer_id, Address("10.9.9.9", 9))
+    assert nearest([contact(5), contact(1), moved], 4) == (moved, contact(1))
+    assert nearest([contact(5), contact(1)], 4, 1) == (contact(5),)
+
+
+def test_patience_is_the_time_of_calls_and_four_deviations() -> None:
+    """RFC 6298, section 2, gives by hand 0.2 s, then 0.3 s."""
+    patience, peer = Patience(), contact(1).peer_id
+    assert patience.of(peer, 0.0) == 1.0, "of nobody is anything known"
+    patience.note(peer, 0.5, 0.5)  # a first call, with its dial: for others who are new
+    patience.note(peer, 0.2, 1.0)
+    # smoothed 0.2, deviation 0.1
+    assert patience.of(peer, 1.0) == pytest.approx(0.2 + 4 * 0.1)
+    patience.note(peer, 0.3, 2.0)
+    # deviation 0.1 + (|0.3 - 0.2| - 0.1) / 4 = 0.1; smoothed 0.2 + 0.1 / 8 = 0.2125
+    assert patience.of(peer, 2.0) == pytest.approx(0.2125 + 4 * 0.1)
+    assert patience.of(contact(2).peer_id, 2.0) == 1.0, "first calls took 0.5 s, with a deviation of 0.25 s"
+
+
+def test_patience_has_bounds_and_forgets_peers_that_were_not_called() -> None:
+    """It is from 0.1 to 1 s; after a minute without calls a peer has to be dialled again, as one that is new."""
+    patience, near, far = Patience(), contact(1).peer_id, contact(2).peer_id
+    for peer, seconds in ((near, 0.001), (far, 5.0)):
+        for number in range(100):
+            patience.note(peer, seconds, float(number) / 10)
+    assert patience.of(near, 10.0) == 0.1
+    assert patience.of(far, 10.0) == 1.0
+    for number in range(3, 40):
+        patience.note(contact(number).peer_id, 0.15, 10.0)
+    first = patience.of(contact(99).peer_id, 10.0)
+    assert 0.1 < first < 1.0
+    assert patience.of(near, 80.0) == first

@@ -1,7 +1,7 @@
 """Payloads that each member of a group gets from all others: who is there, who dies, and who lies."""
 
 import re
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,11 @@ from dmoe_net.averaging.gathering import (
     SILENT,
     UNREACHABLE,
     GatherConfig,
-    Payloads,
     SparseLayout,
     inline,
     mean_untrusted,
 )
-from dmoe_net.errors import CallRefused, RemoteProtocolError
+from dmoe_net.errors import CallRefused
 from dmoe_net.identity import PeerId
 from dmoe_net.transport.sim.events import Partition
 from dmoe_net.types import Array
@@ -32,7 +31,8 @@ from dmoe_net.wire.sparse import (
     mean_of_sparse,
     sparse_nbytes,
 )
-from tests.net.gathering_group import CONFIG, NBYTES, Members, T, payload_of, with_members
+from tests.net.gathering_group import CONFIG, NBYTES, Members, T, open_group, payload_of
+from tests.net.sim_hosts import in_simulation
 
 STARTS = range(0, NBYTES, 100)
 GONE = Partition((frozenset({"host3"}),))
@@ -48,10 +48,10 @@ def assert_all_have(found: dict[int, Any], places: set[int]) -> None:
 
 
 @pytest.mark.parametrize("clients", [(), (1,), (0, 2, 3)], ids=["nodes", "a client", "one node alone"])
-def test_everybody_gets_what_everybody_has(clients: tuple[int, ...]) -> None:
-    """Whoever can be called: a client brings its payload to each node, and fetches all others from them."""
-
-    async def body(members: Members) -> None:
+@in_simulation
+async def test_everybody_gets_what_everybody_has(clients: tuple[int, ...]) -> None:
+    """A client brings its payload to each node, and fetches all others from them; whoever can be called is brought."""
+    async with open_group(4, clients) as members:
         found = await members.gather(range(4))
         assert len(found) == 4
         assert_all_have(found, {0, 1, 2, 3})
@@ -62,49 +62,36 @@ def test_everybody_gets_what_everybody_has(clients: tuple[int, ...]) -> None:
             elif not clients:
                 assert gathered.sent_bytes == 3 * NBYTES
 
-    with_members(body, 4, clients)
 
-
-def test_a_payload_that_reached_one_living_node_reaches_all() -> None:
+@in_simulation
+async def test_a_payload_that_reached_one_living_node_reaches_all() -> None:
     """The fourth brings its whole payload to one member, and dies: the others ask that one, and all have the same."""
+    async with open_group(4) as members:
 
-    async def body(members: Members) -> None:
-        async with trio.open_nursery() as nursery:
-            found: dict[int, Any] = {}
-
-            async def living() -> None:
-                found.update(await members.gather([0, 1, 2]))
-
-            nursery.start_soon(living)
+        async def bring_and_die() -> None:
             await members.bring(3, 1, STARTS)
             members.network.apply(GONE)
-        assert_all_have(found, {0, 1, 2, 3})
-        assert trio.current_time() < 3 * T
 
-    with_members(body, 4)
+        assert_all_have(await members.gather([0, 1, 2], meanwhile=bring_and_die), {0, 1, 2, 3})
+        assert trio.current_time() < 3 * T
 
 
 @pytest.mark.parametrize("client", [(), (2,)], ids=["nodes", "with a client"])
-def test_who_dies_midway_is_left_out_everywhere(client: tuple[int, ...]) -> None:
+@in_simulation
+async def test_who_dies_midway_is_left_out_everywhere(client: tuple[int, ...]) -> None:
     """It has brought half of its payload to all: nobody waits for long, and all have the other three."""
+    async with open_group(4, client) as members:
 
-    async def body(members: Members) -> None:
-        async with trio.open_nursery() as nursery:
-            found: dict[int, Any] = {}
-
-            async def living() -> None:
-                found.update(await members.gather([0, 1, 2]))
-
-            nursery.start_soon(living)
+        async def bring_half_and_die() -> None:
             for place in (0, 1):
                 await members.bring(3, place, STARTS[:5])
             members.network.apply(GONE)
+
+        found = await members.gather([0, 1, 2], meanwhile=bring_half_and_die)
         assert_all_have(found, {0, 1, 2})
         assert {why for gathered in found.values() for why in gathered.lost.values()} <= {SILENT, UNREACHABLE}
         assert all(set(gathered.lost) == {3} for gathered in found.values())
-        assert trio.current_time() < 4 * T
-
-    with_members(body, 4, client)
+        assert T < trio.current_time() < 4 * T
 
 
 @pytest.mark.parametrize(
@@ -121,33 +108,33 @@ def test_who_dies_midway_is_left_out_everywhere(client: tuple[int, ...]) -> None
         ([0], None, {"group": b"h" * 16}, "does not gather with group"),
     ],
 )
-def test_pieces_that_are_none_are_refused(starts: list[int], piece: Any, fields: dict[str, Any], message: str) -> None:
-    """With a word to their sender, and the others have what they have without it."""
+@in_simulation
+async def test_pieces_that_are_none_are_refused(
+    starts: list[int], piece: Any, fields: dict[str, Any], message: str
+) -> None:
+    """Their sender is told why, and is out if it broke the form; the others have what they have without it."""
+    async with open_group(3) as members:
 
-    async def body(members: Members) -> None:
-        async with trio.open_nursery() as nursery:
-            found: dict[int, Any] = {}
-
-            async def honest() -> None:
-                found.update(await members.gather([0, 1]))
-
-            nursery.start_soon(honest)
+        async def bring_wrongly() -> None:
             with pytest.raises(CallRefused, match=re.escape(message)):
                 await members.bring(2, 0, starts, piece, **fields)
+            if piece is not None:
+                with pytest.raises(CallRefused, match="too late"):
+                    await members.bring(2, 0, [0])
+
+        found = await members.gather([0, 1], meanwhile=bring_wrongly)
         assert_all_have(found, {0, 1})
         assert set(found[0].lost) == {2}
+        assert (found[0].lost[2] == BROKE_RULES) == (piece is not None)
 
-    with_members(body, 3)
 
+@in_simulation
+async def test_strangers_bring_and_fetch_nothing() -> None:
+    async with open_group(3) as members:
+        group, fetch = members.group, "averaging.x.fetch"
+        members.group = replace(group, members=group.members[:2], side=2)
 
-def test_strangers_bring_and_fetch_nothing() -> None:
-    """A peer outside the group is refused, and members fetch the payloads that there are and nothing else."""
-
-    async def body(members: Members) -> None:
-        group = members.group
-        members.group = type(group)(group_id=group.group_id, members=group.members[:2], side=2)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(members.gather, [0, 1])
+        async def ask() -> None:
             await trio.sleep(1.0)
             contact = group.members[0].contact
             asked = {"group": group.group_id, "size": NBYTES, "start": 0}
@@ -155,31 +142,12 @@ def test_strangers_bring_and_fetch_nothing() -> None:
                 await members.bring(2, 0, [0])
             for caller, of, message in ((2, 0, "you have no payload"), (1, 2, "no payload of member 2"), (1, -1, "of")):
                 with pytest.raises(CallRefused, match=message):
-                    await members.callers[caller].call(contact, "averaging.x.fetch", {**asked, "of": of}, timeout_s=5.0)
+                    await members.callers[caller].call(contact, fetch, {**asked, "of": of}, timeout_s=5.0)
             # Its own gathering is over: what it holds is still given.
-            reply = await members.callers[1].call(contact, "averaging.x.fetch", {**asked, "of": 1}, timeout_s=5.0)
+            reply = await members.callers[1].call(contact, fetch, {**asked, "of": 1}, timeout_s=5.0)
             np.testing.assert_array_equal(reply.tensors[0], payload_of(1)[:100])
 
-    with_members(body, 3)
-
-
-def test_memory_is_taken_for_what_is_sound() -> None:
-    """One refused piece costs nothing, and puts its sender out; a silent member is out when its time is over."""
-    own = payload_of(0)
-    core = Payloads([0, 1, 2], (0, own), chunk_bytes=100, silence_s=2.0, now=10.0)
-    with pytest.raises(RemoteProtocolError, match="expected one tensor of 100 bytes"):
-        core.receive_untrusted(1, 0, [np.zeros(10**6, np.uint8)], 10.0)
-    assert core.lost == {1: BROKE_RULES}
-    with pytest.raises(RemoteProtocolError, match="too late"):
-        core.receive_untrusted(1, 0, [payload_of(1)[:100]], 10.0)
-    core.receive_untrusted(2, 0, [payload_of(2)[:100]], 11.0)
-    assert core.deadline(2) == 13.0
-    core.tick(2, 12.9)
-    assert core.is_awaited(2)
-    core.tick(2, 13.0)
-    assert core.lost == {1: BROKE_RULES, 2: SILENT}
-    core.take(2, payload_of(2))  # another has it
-    assert (list(core.whole), core.lost) == ([0, 2], {1: BROKE_RULES})
+        await members.gather([0, 1], meanwhile=ask)
 
 
 CODING = SparseCoding(block_size=16, kept=4)
@@ -198,54 +166,45 @@ def vector_of(seed: int, coding: SparseCoding = CODING, sizes: tuple[int, ...] =
 
 
 async def averaged(
-    members: Members, vectors: dict[int, SparseVector], config: GatherConfig = CONFIG
+    members: Members, vectors: dict[int, SparseVector], config: GatherConfig = CONFIG, **options: Any
 ) -> dict[int, tuple[Array, dict[PeerId, str], int]]:
     """The mean that each member comes to, who is missing in it and why, and the bytes that it has sent."""
     payloads = {place: np.frombuffer(encode_sparse(vector), np.uint8) for place, vector in vectors.items()}
     layout = SparseLayout(coding=vectors[0].coding, sizes=vectors[0].sizes)
     return {
         place: (*await mean_untrusted(gathered, members.group, layout, inline), gathered.sent_bytes)
-        for place, gathered in (await members.gather(vectors, config, payloads)).items()
+        for place, gathered in (await members.gather(vectors, config, payloads, **options)).items()
     }
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_all_hold_the_same_weighted_mean(is_there: bool) -> None:
-    """To the last bit; weights are 1, 2 and 3. A payload of the right length that is no vector is left out by all."""
+@in_simulation
+async def test_all_hold_the_same_weighted_mean(is_there: bool) -> None:
+    """All have it to the last bit; a payload of the right length that is no vector is left out by all."""
+    vectors = {place: vector_of(place) for place in range(3 if is_there else 2)}
+    async with open_group(3) as members:
 
-    async def body(members: Members) -> None:
-        vectors = {place: vector_of(place) for place in range(3)}
-
-        async def brings_anything() -> None:
+        async def bring_anything() -> None:
             nbytes = sparse_nbytes(CODING, SIZES)
-            for place in (0, 1):
+            for place in () if is_there else (0, 1):
                 await members.bring(2, place, [0], np.full(nbytes, 255, np.uint8), size=nbytes)
 
-        async with trio.open_nursery() as nursery:
-            if not is_there:
-                nursery.start_soon(brings_anything)
-            found = await averaged(members, {n: each for n, each in vectors.items() if is_there or n < 2})
-        count = 3 if is_there else 2
-        expected = mean_of_sparse([vectors[n] for n in range(count)], [1.0, 2.0, 3.0][:count])
-        assert len(found) == count
+        found = await averaged(members, vectors, meanwhile=bring_anything)
+        expected = mean_of_sparse([*vectors.values()], [1.0, 2.0, 3.0][: len(vectors)])
+        assert len(found) == len(vectors)
         for mean, lost, _ in found.values():
             np.testing.assert_array_equal(mean, expected)
             assert lost == ({} if is_there else {members.group.members[2].peer_id: BROKE_RULES})
 
-    with_members(body, 3)
 
-
-def test_a_million_values_take_a_hundredth_of_float32() -> None:
-    """Counted is all that the network delivers to the four hosts: frames, headers, handshakes and answers.
-
-    A payload in place of a float32 vector is 195 times smaller (84 bytes for a block of 16,384). In an all-reduce of
-    four a vector leaves each member 1.5 times, in the all-gather three payloads do: so half of that is left, which is
-    why the second bound is 90; with 48 of 4,096 values it is above 100, too.
-    """
-
-    async def body(members: Members, kept: int, least: float) -> None:
-        coding, size = SparseCoding(kept=kept), 1_000_000
-        vectors = {place: vector_of(place, coding, (size,)) for place in range(4)}
+@pytest.mark.parametrize(("kept", "least"), [(64, 90), (48, 100)])
+@in_simulation
+async def test_a_million_values_take_a_hundredth_of_float32(kept: int, least: float) -> None:
+    """All that the network delivers is counted. Payloads are 195 times smaller than float32 vectors; of these an
+    all-reduce moves 1.5 for each member and an all-gather three payloads: half, so the second bound is 90."""
+    coding, size = SparseCoding(kept=kept), 1_000_000
+    vectors = {place: vector_of(place, coding, (size,)) for place in range(4)}
+    async with open_group(4) as members:
         before = members.network.statistics().nbytes
         found = await averaged(members, vectors, GatherConfig())
         delivered = members.network.statistics().nbytes - before
@@ -254,12 +213,8 @@ def test_a_million_values_take_a_hundredth_of_float32() -> None:
         assert delivered * 100 <= 4 * 3 * 4 * size
         assert delivered * least <= 4 * all_reduce_nbytes(size, 4)
 
-    for kept, least in ((64, 90), (48, 100)):
-        with_members(partial(body, kept=kept, least=least), 4)
-
 
 def test_what_cannot_be_gathered_is_refused() -> None:
-    """Vectors of another layout, layouts without a value, too much memory for a group, times that are none."""
     layout = SparseLayout(coding=CODING, sizes=SIZES)
     with pytest.raises(ValueError, match="expected a sparse vector of 47 values"):
         layout.check(vector_of(0, CODING, (48,)))

@@ -1,6 +1,8 @@
-"""The rule of Moshpit All-Reduce: who meets whom, and where they go."""
+"""The rule of Moshpit All-Reduce: who meets whom, and where they go; and the facts on which a group agrees."""
 
 import itertools
+import math
+import random
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.grouping.group_key import MoshpitGrid, assign_slots, group_key
+from dmoe_net.averaging.reduction.partition import parts_of
+from dmoe_net.averaging.speeds import Speeds
+from dmoe_net.identity import Address, PeerId
 
 GRIDS = [MoshpitGrid(side=3, dims=2), MoshpitGrid(side=4, dims=3), MoshpitGrid(side=5, dims=1)]
 
@@ -66,7 +72,7 @@ def test_key_and_group_number_say_the_same(grid: MoshpitGrid) -> None:
 
 
 def test_a_key_has_one_coordinate_less_than_the_grid_has_axes() -> None:
-    """By hand: cell 7 of 3 x 3 has the digits 1 and 2; round 0 goes along the first, so the key is the second."""
+    """Cell 7 of 3 x 3 has the digits 1 and 2; round 0 goes along the first, so the key is the second."""
     grid = MoshpitGrid(side=3, dims=2)
     assert group_key("trunk", grid, 7, 0) == "trunk.moshpit.2"
     assert group_key("trunk", grid, 7, 1) == "trunk.moshpit.1"
@@ -100,7 +106,6 @@ def test_slots_are_distinct_and_kept_where_free(case: tuple[int, list[int]]) -> 
 
 
 def test_arrays_of_cells_are_arrays_of_places() -> None:
-    """NumPy arrays, and rounds that are arrays, give what the integers give."""
     grid = MoshpitGrid(side=4, dims=3)
     cells = np.arange(grid.num_cells, dtype=np.int32)
     for round_number in range(5):
@@ -112,12 +117,70 @@ def test_arrays_of_cells_are_arrays_of_places() -> None:
 
 @pytest.mark.parametrize(("side", "dims"), [(0, 2), (3, 0), (2**16, 2)])
 def test_an_impossible_grid_is_refused(side: int, dims: int) -> None:
-    """With the numbers in the message."""
     with pytest.raises(ValueError, match=str(side)):
         MoshpitGrid(side=side, dims=dims)
 
 
 def test_a_slot_beyond_the_side_is_refused() -> None:
-    """It would come from another grid."""
     with pytest.raises(ValueError, match="got 3"):
         assign_slots([0, 3], 3)
+
+
+RNG = random.Random(0)
+
+
+def member(slot: int = 0, **facts: object) -> Member:
+    """A member that can be called."""
+    facts = {"peer_id": PeerId.draw(RNG), "address": Address("a", 1), "wanted_slot": slot} | facts
+    return Member(**facts)  # type: ignore[arg-type]
+
+
+def group(*members: Member, side: int = 4) -> Group:
+    """A group of these members."""
+    return Group(group_id=bytes(16), members=members, side=side)
+
+
+def parts(group: Group, size: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of what each member reduces."""
+    return tuple((part.start, part.end) for part in parts_of(group, size, chunk_size=1))
+
+
+def test_parts_cover_the_vector_in_the_order_of_slots() -> None:
+    """Slots 2, 0, 1 of a vector of 10: the middle thirds fall to their owners; 10 = 4 + 3 + 3 in member order. A client
+    has an empty part; of two that want one slot, the first has it."""
+    assert parts(group(member(2), member(0), member(1)), 10) == ((6, 10), (0, 3), (3, 6))
+    assembled = group(member(1), member(1), member(3, role=Role.CLIENT, address=None))
+    assert assembled.slots == (1, 0, 3)
+    assert parts(assembled, 6) == ((3, 6), (0, 3), (6, 6))
+
+
+def test_impossible_members_are_refused() -> None:
+    wrong = [({"role": Role.CLIENT}, "a client has no address"), ({"address": None}, "others have one")]
+    wrong += [({"weight": weight}, why) for weight, why in ((0.0, "from 1e-09"), (math.nan, "nan"), (1.7e308, "1.7e"))]
+    for facts, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            member(**facts)
+    assert member(role=Role.AUXILIARY, weight=0.0).weight == 0.0
+
+
+def test_impossible_speeds_are_refused() -> None:
+    """They would spoil the shares of the whole group; the message says which, and what is allowed."""
+    for name in ("up", "down"):
+        with pytest.raises(ValueError, match=f"bandwidth {name} is from 1000 to 1e\\+11 bytes a second, got 1e-300"):
+            Speeds(**{name: 1e-300})
+    with pytest.raises(ValueError, match=r"reducing is from 1000 to .*, got nan"):
+        Speeds(reducing=float("nan"))
+    assert Speeds(up=1e6).or_else(Speeds(up=2e6, down=3e6)) == Speeds(up=1e6, down=3e6)
+
+
+def test_impossible_groups_are_refused() -> None:
+    once, client, outside = member(), member(role=Role.CLIENT, address=None), member(7)
+    for members, message in {(): "1 to 1024", (client,): "clients", (outside,): "got 7", (once, once): "twice"}.items():
+        with pytest.raises(ValueError, match=message):
+            group(*members)
+
+
+def test_a_stranger_has_no_place() -> None:
+    stranger = member()
+    with pytest.raises(ValueError, match=stranger.peer_id.short):
+        group(member()).index(stranger.peer_id)

@@ -1,9 +1,10 @@
-"""Identities, their files, and certificates."""
+"""Identities, their files, and certificates; and names of peers, which are read back exactly as people copy them."""
 
 import datetime
 import hashlib
 import multiprocessing
 import os
+import signal
 import stat
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmoe_net.errors import RemoteProtocolError
-from dmoe_net.identity import PeerId
+from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.key_files import (
     create_identity,
     hold_identity,
@@ -41,14 +42,13 @@ SECRET = b"correct horse battery staple"
 
 
 def private(path: Path, content: bytes, mode: int = 0o600) -> Path:
-    """A file with this content and mode."""
     path.write_bytes(content)
     path.chmod(mode)
     return path
 
 
 def test_an_identity_follows_from_its_seed() -> None:
-    """RFC 8032, section 7.1, test 1: this seed has this public key; the peer id is its SHA-256."""
+    """This seed has this public key (RFC 8032, section 7.1, test 1); the peer id is its SHA-256."""
     seed = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
     public_key = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
     identity = Identity.from_seed(seed)
@@ -57,20 +57,17 @@ def test_an_identity_follows_from_its_seed() -> None:
     assert Identity.generate().peer_id != Identity.generate().peer_id
 
 
-@pytest.mark.parametrize("seed", [b"", b"x" * 31, b"x" * 33, "x" * 32])
-def test_a_seed_of_another_length_is_refused(seed: bytes) -> None:
-    """Without repeating it: it may be somebody's key."""
-    with pytest.raises(ValueError, match=r"is 32 bytes$"):
-        Identity.from_seed(seed)
+def test_a_seed_of_another_length_is_refused() -> None:
+    """The message does not repeat it: it may be somebody's key."""
+    for seed in (b"", b"x" * 31, b"x" * 33, "x" * 32):
+        with pytest.raises(ValueError, match=r"is 32 bytes$"):
+            Identity.from_seed(seed)
 
 
 def test_nothing_secret_is_printed() -> None:
-    """Neither a key nor a secret shows up in a log by accident."""
     chain = certificate_chain(ALICE, Membership(secret=SECRET))
     text = repr((ALICE, Membership(secret=SECRET), chain))
-    assert "PRIVATE" not in text
-    assert "horse" not in text
-    assert str(ALICE.peer_id) in text
+    assert [word in text for word in ("PRIVATE", "horse", str(ALICE.peer_id))] == [False, False, True]
 
 
 def test_signatures() -> None:
@@ -112,7 +109,6 @@ def test_a_file_of_an_identity(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """The error names it, and nothing is left behind."""
     with pytest.raises(IdentityError, match=r"cannot write the identity .*key\.pem: No such file or directory"):
         create_identity(tmp_path / "missing" / "key.pem")
     (tmp_path / "link.pem").symlink_to(tmp_path / "nowhere")
@@ -125,7 +121,6 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o644, 0o777])
 def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
-    """The error says what to do."""
     key = private(tmp_path / "key.pem", ALICE.private_key_pem(), mode)
     secret = private(tmp_path / "secret", SECRET, mode)
     with pytest.raises(IdentityError, match=f"mode {mode:o}.*chmod 600 {key}$"):
@@ -134,35 +129,31 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
         load_swarm_secret(secret)
 
 
-def other_keys() -> dict[str, bytes]:
-    """Content of files that are no Ed25519 private key."""
-    pkcs8 = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
-    key = Ed25519PrivateKey.generate()
-    ec_key = ec.generate_private_key(ec.SECP256R1())
-    return {
-        "empty": b" \n",
-        "text": b"hello",
-        "cut": ALICE.private_key_pem()[:60],
-        "public": key.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        ),
-        "encrypted": key.private_bytes(*pkcs8, serialization.BestAvailableEncryption(b"password")),
-        "ec": ec_key.private_bytes(*pkcs8, serialization.NoEncryption()),
-        "long": ALICE.private_key_pem() + b"\n" * 5000,
-    }
+PKCS8 = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
+PLAIN, ENCRYPTED = serialization.NoEncryption(), serialization.BestAvailableEncryption(b"password")
+PUBLIC = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+EC_KEY = ec.generate_private_key(ec.SECP256R1())
+OTHER_KEYS = {
+    "empty": b" \n",
+    "text": b"hello",
+    "cut": ALICE.private_key_pem()[:60],
+    "public": Ed25519PrivateKey.generate().public_key().public_bytes(*PUBLIC),
+    "encrypted": Ed25519PrivateKey.generate().private_bytes(*PKCS8, ENCRYPTED),
+    "ec": EC_KEY.private_bytes(*PKCS8, PLAIN),
+    "long": ALICE.private_key_pem() + b"\n" * 5000,
+}
+"""Content of files that are no Ed25519 private key."""
 
 
-@pytest.mark.parametrize("kind", sorted(other_keys()))
+@pytest.mark.parametrize("kind", OTHER_KEYS)
 def test_other_content_is_refused(tmp_path: Path, kind: str) -> None:
-    """One line that names the file and what was expected."""
-    path = private(tmp_path / "key.pem", other_keys()[kind])
+    path = private(tmp_path / "key.pem", OTHER_KEYS[kind])
     with pytest.raises(IdentityError, match=r"key\.pem.*expected an?\b.*key") as caught:
         load_identity(path)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A folder, nothing, and a pipe, which does not keep us waiting."""
     with pytest.raises(IdentityError, match="is a folder"):
         load_identity(tmp_path)
     with pytest.raises(IdentityError, match=r"cannot read .*nothing: No such file"):
@@ -174,7 +165,6 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    """The system's reason is passed on."""
     path = private(tmp_path / "key.pem", ALICE.private_key_pem(), 0o200)
     with pytest.raises(IdentityError, match="Permission denied"):
         load_identity(path)
@@ -193,27 +183,24 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 def _hold_and_die(path: Path) -> None:
     with hold_identity(path):
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
-    """The lock of a process that crashed is gone with it."""
     path = tmp_path / "key.pem"
     process = multiprocessing.get_context("spawn").Process(target=_hold_and_die, args=(path,))
     process.start()
     process.join()
-    assert process.exitcode == 7
+    assert process.exitcode == -signal.SIGKILL
     with hold_identity(path):
         pass
 
 
 def test_a_swarm_secret(tmp_path: Path) -> None:
-    """White space at both ends and a byte order mark do not count; what is left has at least 16 bytes, and the file at
-    most 4096."""
+    """White space around it and a byte order mark do not count; it has at least 16 bytes, and the file at most 4096."""
     path = tmp_path / "secret"
-    assert load_swarm_secret(private(path, b"\n " + SECRET + b" \r\n")) == SECRET
-    assert load_swarm_secret(private(path, b"\xef\xbb\xbf" + SECRET + b"\r\n")) == SECRET
-    assert load_swarm_secret(private(path, b"x" * 4096)) == b"x" * 4096
+    for before, after in ((b"\n ", b" \r\n"), (b"\xef\xbb\xbf", b"\r\n"), (b"", b"x" * (4096 - len(SECRET)))):
+        assert load_swarm_secret(private(path, before + SECRET + after)) == SECRET + after.strip()
     for content in (b"", b"x" * 15, b"x" * 15 + b"\n\n"):
         with pytest.raises(IdentityError, match="at least 16 bytes"):
             load_swarm_secret(private(path, content))
@@ -222,31 +209,26 @@ def test_a_swarm_secret(tmp_path: Path) -> None:
 
 
 def test_an_allow_list(tmp_path: Path) -> None:
-    """A peer id a line, comments and blank lines between them, and what a Windows editor begins a file with."""
+    """It has a peer id a line, comments and blank lines between them, and what a Windows editor begins a file with."""
     path = tmp_path / "allowed"
-    path.write_text(
-        f"\ufeff# friends\n\n{ALICE.peer_id}  # Alice\r\n\t{str(BOB.peer_id).upper()}\n{ALICE.peer_id}", "utf-8"
-    )
+    bob = str(BOB.peer_id).upper()
+    path.write_text(f"\ufeff# friends\n\n{ALICE.peer_id}  # Alice\r\n\t{bob}\n{ALICE.peer_id}", "utf-8")
     assert load_allow_list(path) == {ALICE.peer_id, BOB.peer_id}
 
 
 @pytest.mark.parametrize("line", ["alice", "ab" * 31, "ab" * 33, "ab " * 32, "zz" * 32, "\N{FULLWIDTH DIGIT ONE}" * 64])
 def test_a_wrong_line_of_an_allow_list_is_named(tmp_path: Path, line: str) -> None:
-    """The error says which line it is."""
-    path = tmp_path / "allowed"
-    path.write_text(f"{ALICE.peer_id}\n{line}\n", "utf-8")
+    path = private(tmp_path / "allowed", f"{ALICE.peer_id}\n{line}\n".encode())
     with pytest.raises(IdentityError, match="allowed line 2: expected a peer id of 64"):
         load_allow_list(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"# nobody\n", b"\xff\xfe", None])
-def test_an_allow_list_of_nobody_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    """It would keep everybody out, and hardly on purpose."""
-    path = tmp_path / "allowed"
-    if content is not None:
-        path.write_bytes(content)
+def test_an_allow_list_of_nobody_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IdentityError, match="allowed"):
-        load_allow_list(path)
+        load_allow_list(tmp_path / "allowed")
+    for content in (b"", b"# nobody\n", b"\xff\xfe"):
+        with pytest.raises(IdentityError, match="allowed"):
+            load_allow_list(private(tmp_path / "allowed", content))
 
 
 def test_membership() -> None:
@@ -264,7 +246,7 @@ def test_membership() -> None:
 
 
 def test_a_certificate_chain() -> None:
-    """Signed by the swarm's key, which only the secret determines; the same each time; no authority for the leaf."""
+    """The swarm's key, which the secret alone determines, signs it, the same each time; the leaf is no authority."""
     chain = certificate_chain(ALICE, Membership(secret=SECRET))
     assert certificate_chain(ALICE, Membership(secret=SECRET, allowed=frozenset())) == chain
     leaf = x509.load_der_x509_certificate(chain.leaf_certificate)
@@ -279,7 +261,7 @@ def test_a_certificate_chain() -> None:
 
 
 def test_the_peer_of_a_certificate() -> None:
-    """The same peer whatever swarm has signed; many keys, so that no serial number is of another length."""
+    """It is the same whatever swarm has signed; no serial number of many keys is of another length."""
     for index in range(64):
         identity = Identity.from_seed(bytes([index]) * 32)
         for membership in (Membership(), Membership(secret=SECRET)):
@@ -288,7 +270,6 @@ def test_the_peer_of_a_certificate() -> None:
 
 
 def test_every_other_certificate_is_refused() -> None:
-    """An authority, another format, another kind of key, a cut or changed one, bytes that are none."""
     chain = certificate_chain(ALICE, Membership())
     der = chain.leaf_certificate
     changed = [der[:index] + bytes([der[index] ^ 1]) + der[index + 1 :] for index in range(len(der) - 64)]
@@ -302,10 +283,57 @@ def test_every_other_certificate_is_refused() -> None:
         .not_valid_after(datetime.datetime(2100, 1, 1))
     )
     key = Ed25519PrivateKey.from_private_bytes(b"a" * 32)
-    others = [
-        builder.public_key(public_key).sign(key, None).public_bytes(serialization.Encoding.DER)
-        for public_key in (key.public_key(), ec.generate_private_key(ec.SECP256R1()).public_key())
-    ]
+    certificates = [builder.public_key(each.public_key()).sign(key, None) for each in (key, EC_KEY)]
+    others = [certificate.public_bytes(serialization.Encoding.DER) for certificate in certificates]
     for wrong in [chain.swarm_certificate, *others, *changed, *cut, der + b"\0", b"", b"\x30\x82\xff\xff"]:
         with pytest.raises(RemoteProtocolError, match="not an Ed25519 leaf"):
             peer_id_of_certificate_untrusted(wrong)
+
+
+ID = "0123456789abcdef" * 4
+
+hosts = st.sampled_from(["127.0.0.1", "::1", "fe80::1%eth0", "seed.example.org", "localhost"])
+addresses = st.builds(Address, host=hosts, port=st.integers(0, 65535))
+contacts = st.builds(Contact, peer_id=st.binary(min_size=32, max_size=32).map(PeerId), address=addresses)
+
+
+@given(contacts)
+def test_full_text_names_the_same_contact(contact: Contact) -> None:
+    assert Contact.parse(contact.full) == contact
+    assert Contact.parse(f" {contact.full}\n") == contact
+
+
+def test_text_for_logs_is_short() -> None:
+    contact = Contact.parse(f"{ID.upper()}@[::1]:4000")
+    assert str(contact) == "01234567@[::1]:4000"
+    assert contact.full == f"{ID}@[::1]:4000"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("127.0.0.1:4000", "there is no @"),
+        ("", "there is no @"),
+        ("@127.0.0.1:4000", "64 hexadecimal digits, got ''"),
+        (f"{ID[:-1]}@127.0.0.1:4000", "64 hexadecimal digits"),
+        (f"{ID[:-2]}0x@127.0.0.1:4000", "64 hexadecimal digits"),
+        (f"{ID[:-1]} @127.0.0.1:4000", "64 hexadecimal digits"),
+        (f"{ID}@127.0.0.1", "an address as HOST:PORT, got '127.0.0.1'"),
+        (f"{ID}@:4000", "host must be a non-empty string"),
+        (f"{ID}@127.0.0.1:70000", "port must be an integer from 0 to 65535, got 70000"),
+        (f"{ID}@::1:4000", r"an IPv6 address as \[HOST\]:PORT"),
+    ],
+)
+def test_what_is_no_contact_is_named(text: str, why: str) -> None:
+    """The error has the whole text, the form that was expected, and the part that is wrong."""
+    with pytest.raises(ValueError, match=f"expected a peer as PEERID@HOST:PORT, got .*{why}") as error:
+        Contact.parse(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "ab", ID + "00", "0x" + ID[2:], ID[:-1] + "g", ID[:-2] + " 0", "٠" * 64])
+def test_a_peer_id_is_64_hexadecimal_digits(text: str) -> None:
+    """It is neither shorter nor longer, nor has what `bytes.fromhex` or `int` would let pass."""
+    assert PeerId.parse(ID).raw.hex() == ID
+    with pytest.raises(ValueError, match="expected a peer id of 64 hexadecimal digits"):
+        PeerId.parse(text)

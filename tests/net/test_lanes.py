@@ -1,27 +1,37 @@
-"""Further connections for bulk: when they come and go, who uses them, and who never hears of them."""
+"""Further connections for bulk: when they come and go, who uses them, and who never hears of them; and answers that are
+waited for as long as anything moves, and no longer."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import numpy as np
 import pytest
 import trio
 
-from dmoe_net.errors import CallRefused
-from dmoe_net.identity import Address
-from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.errors import PeerTimeout, PeerUnavailable, RemoteProtocolError
+from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.rpc.base import Reply, Request, handlers
 from dmoe_net.rpc.connections import LANE_IDLE_S
-from dmoe_net.rpc.lanes import _State
+from dmoe_net.rpc.faults import Fault, FaultInjector, FaultPlan
+from dmoe_net.rpc.liveness import call_living, ping
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
 from dmoe_net.rpc.service import LANES, MAX_LANES
-from dmoe_net.transport.sim import Constant, HostOptions, simulate
+from dmoe_net.transport.base import Link, Transport
+from dmoe_net.transport.sim import Constant, simulate
+from dmoe_net.transport.sim.events import HostDown
+from dmoe_net.transport.sim.links import HostOptions
+from dmoe_net.transport.sim.network import SimNetwork
 from dmoe_net.transport.tcp import TcpTransport
 from dmoe_net.transport.tls import TlsTransport
-from dmoe_net.wire.messages import Hello, encode_message, parse_untrusted
-from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER
+from dmoe_net.wire.messages import Goodbye, Hello, encode_message, parse_untrusted
+from tests.net.rpc_peers import ANY_PORT, CLIENT, LONG_S, SERVER, hello
 from tests.net.sim_hosts import in_simulation, peer
 from tests.net.tls_peers import ALICE, BOB, OPEN
 
+NO_LANES = FaultInjector(FaultPlan(rates={Fault.REFUSE: 1.0}, methods=(LANES,)))
+"""For a peer of an earlier version, which refuses the method that asks, since it does not know it."""
+FAR = FaultInjector(FaultPlan(rates={Fault.LATE: 1.0}, methods=(LANES,), late_mean_s=0.2))
+"""For a peer that seems to be at the end of a long line: its answer to that method tells the round trip."""
 MIB = 2**20
 PIECE = np.zeros(MIB, np.uint8)
 
@@ -31,17 +41,22 @@ async def give(_: Request) -> Reply:
 
 
 @asynccontextmanager
-async def pair(*, round_trip_s: float, gbps: float = 1.0) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
+async def pair(
+    *, round_trip_s: float, gbps: float = 1.0, faults: FaultInjector | None = None
+) -> AsyncIterator[tuple[RpcPeer, RpcPeer, Address]]:
     """A client, and a server that gives pieces of 1 MiB, over a line."""
     line = HostOptions(up_bps=1e9 * gbps, down_bps=1e9 * gbps)
     async with (
         simulate(latency=Constant(round_trip_s / 2), hosts=line, tick_s=0.0001) as network,
-        open_rpc_peer(network.transport("b", peer("b")), peer_id=peer("b"), listen=Address("b", 1)) as server,
+        open_server(network, faults=faults) as server,
         open_rpc_peer(network.transport("a", peer("a")), peer_id=peer("a")) as client,
     ):
         server.add_handler("give", give, max_concurrent=1000)
-        assert server.address is not None
         yield server, client, server.address
+
+
+def open_server(network: SimNetwork, **options: FaultInjector | None) -> AbstractAsyncContextManager[RpcPeer]:
+    return open_rpc_peer(network.transport("b", peer("b")), peer_id=peer("b"), listen=Address("b", 1), **options)
 
 
 async def fetch(client: RpcPeer, address: Address, *, count: int, at_once: int = 16) -> float:
@@ -60,57 +75,42 @@ async def fetch(client: RpcPeer, address: Address, *, count: int, at_once: int =
 
 
 def num_lanes(caller: RpcPeer) -> int:
-    return sum(connection.is_lane for connection in caller._connections)
+    """Connections beyond the first, in a swarm of two."""
+    return caller.statistics().outgoing + caller.statistics().incoming - 1
 
 
 @in_simulation
 async def test_long_lines_get_lanes_and_idle_lanes_go() -> None:
-    """1 Gb/s at 100 ms is 12.5 MB under way, and one connection has 4 MiB: with lanes 128 MiB take little more than the
-    1.07 s that the line takes. Afterwards both ends close them, and keep the first connection."""
+    """128 MiB take little more than 1.07 s at 1 Gb/s and 100 ms, 12.5 MB under way, though a connection has 4 MiB."""
     async with pair(round_trip_s=0.1) as (server, client, address):
         await fetch(client, address, count=64, at_once=32)
+        await trio.sleep(1.0)
         assert 2 <= num_lanes(client) <= MAX_LANES
         assert num_lanes(server) == num_lanes(client)
         assert await fetch(client, address, count=128, at_once=32) < 1.35
-        await trio.sleep(2 * LANE_IDLE_S)
+        for _ in range(2):  # the first connection is not to go for want of calls
+            await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
+            await trio.sleep(LANE_IDLE_S)
         assert num_lanes(client) == num_lanes(server) == 0
-        assert len(list(client._connections)) == 1
 
 
 @pytest.mark.parametrize(("round_trip_s", "gbps"), [(0.0005, 10.0), (0.1, 0.05)])
-def test_short_and_slow_lines_get_none(round_trip_s: float, gbps: float) -> None:
-    """As on one machine; and 50 Mb/s at 100 ms, which are 0.6 MB under way."""
-
-    @in_simulation
-    async def test() -> None:
-        async with pair(round_trip_s=round_trip_s, gbps=gbps) as (_, client, address):
-            await fetch(client, address, count=32)
-            assert num_lanes(client) == 0
-
-    test()
-
-
 @in_simulation
-async def test_a_peer_of_an_earlier_version_is_left_in_peace() -> None:
-    """It does not know the method that asks: one connection, and all goes on over that."""
-    async with pair(round_trip_s=0.1) as (server, client, address):
-        del server._service._methods[LANES]
-        with pytest.raises(CallRefused, match="unknown method"):
-            await client.call(address, LANES, {}, timeout_s=LONG_S)
-        await fetch(client, address, count=64, at_once=32)
-        assert len(list(server._connections)) == 1
+async def test_short_and_slow_lines_get_none(round_trip_s: float, gbps: float) -> None:
+    """One connection fills the line on one machine, and at 50 Mb/s and 100 ms, which are 0.6 MB under way."""
+    async with pair(round_trip_s=round_trip_s, gbps=gbps) as (_, client, address):
+        await fetch(client, address, count=32)
+        assert num_lanes(client) == 0
 
 
 @in_simulation
 async def test_small_calls_do_not_wait_for_bulk() -> None:
-    """While 16 calls of 1 MiB are under way, a ping takes no longer with lanes than it takes on one connection alone,
-    where it waits for what the link has taken over: the uplink that all share holds half a MiB for each."""
-    slowest: dict[bool, float] = {}
-    for with_lanes in (True, False):
-        async with pair(round_trip_s=0.1) as (server, client, address):
-            if not with_lanes:
-                del server._service._methods[LANES]
+    """A ping beside 16 calls of 1 MiB takes no longer with lanes than behind half a MiB for each on one connection."""
+    slowest: list[float] = []
+    for faults in (None, NO_LANES):
+        async with pair(round_trip_s=0.1, faults=faults) as (server, client, address):
             await fetch(client, address, count=64, at_once=32)
+            assert (num_lanes(server) == 0) == (faults is NO_LANES)
             times: list[float] = []
 
             async def ping() -> None:
@@ -122,85 +122,123 @@ async def test_small_calls_do_not_wait_for_bulk() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(ping)
                 await fetch(client, address, count=128, at_once=16)
-            slowest[with_lanes] = max(times)
-    assert slowest[True] <= slowest[False] + 0.05
+            slowest.append(max(times))
+    assert slowest[0] <= slowest[1] + 0.05
 
 
-async def check_a_lane(server: RpcPeer, client: RpcPeer) -> None:
-    """A lane that the client dials takes bulk calls of both ends and no others, and its end is no end of anything."""
-    address = server.address
-    assert address is not None
-    server.add_handler("give", give)
-    client.add_handler("give", give)
-    for caller in (client, server):
-        caller._connections.has_room_for_a_lane = lambda: False  # no others, whatever a busy machine makes of the way
-    await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(client._lanes._open, server.peer_id, address, _State(num_opening=1))
-        with trio.fail_after(20.0):
-            while not (client._connections.lanes(server.peer_id) and num_lanes(server)):
-                await trio.lowlevel.checkpoint()
-        for caller, other in ((client, server), (server, client)):
-            (lane,) = caller._connections.lanes(other.peer_id)
-            first = caller._connections.find(other.peer_id)
-            assert first is not None
-            assert first is not lane
-            target = address if caller is client else Address("127.0.0.1", 9)
-            before = lane.session._last_placed
-            await caller._lanes.call(
-                first, target, "give", {}, (), deadline=trio.current_time() + LONG_S, bulk_bytes=MIB
-            )
-            assert lane.session._last_placed == before + 1
-        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
-        (lane,) = client._connections.lanes(server.peer_id)
-        lane.leave()
-        with trio.fail_after(20.0):
-            while num_lanes(server):
-                await trio.lowlevel.checkpoint()
-    await client.call(address, "give", {}, timeout_s=LONG_S, bulk_bytes=MIB)
+class Watched:
+    """A transport that remembers the links that it has dialled."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.peer_id, self.listen = transport.peer_id, transport.listen
+        self.links: list[Link] = []
+        self._dial = transport.dial
+
+    async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> Link:
+        self.links.append(await self._dial(address, peer_id=peer_id))
+        return self.links[-1]
 
 
-async def test_lanes_over_tcp() -> None:
-    """On the real network."""
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(TcpTransport(), TcpTransport()), (TlsTransport(ALICE, membership=OPEN), TlsTransport(BOB, membership=OPEN))],
+    ids=["tcp", "tls"],
+)
+async def test_lanes_on_real_networks(ours: Transport, theirs: Transport) -> None:
+    """Lanes take the bulk calls of both ends, and no others; their end is no end of anything."""
+    watched = Watched(theirs)
     async with (
-        open_rpc_peer(TcpTransport(), peer_id=SERVER, listen=ANY_PORT) as server,
-        open_rpc_peer(TcpTransport(), peer_id=CLIENT) as client,
+        open_rpc_peer(ours, peer_id=ours.peer_id or SERVER, listen=ANY_PORT, faults=FAR) as server,
+        open_rpc_peer(watched, peer_id=theirs.peer_id or CLIENT, faults=FAR) as client,
     ):
-        await check_a_lane(server, client)
-
-
-async def test_lanes_over_tls() -> None:
-    """Encrypted and proved."""
-    ours, theirs = TlsTransport(ALICE, membership=OPEN), TlsTransport(BOB, membership=OPEN)
-    async with (
-        open_rpc_peer(ours, peer_id=ALICE.peer_id, listen=ANY_PORT) as server,
-        open_rpc_peer(theirs, peer_id=BOB.peer_id) as client,
-    ):
-        await check_a_lane(server, client)
+        for each in (server, client):
+            each.add_handler("give", give)
+        await fetch(client, server.address, count=64)
+        first, *lanes = watched.links
+        assert 1 <= len(lanes) <= MAX_LANES
+        with trio.fail_after(20.0):
+            while num_lanes(server) < len(lanes):
+                await trio.lowlevel.checkpoint()
+        before = first.num_moved
+        await fetch(client, server.address, count=4, at_once=1)
+        sent = sum(lane.num_sent for lane in watched.links[1:])
+        nowhere = Contact(client.peer_id, Address("127.0.0.1", 9))
+        await server.call(nowhere, "give", {}, timeout_s=LONG_S, bulk_bytes=MIB)
+        assert sum(lane.num_sent for lane in watched.links[1:]) >= sent + MIB
+        assert first.num_moved < before + MIB
+        before = first.num_moved
+        await client.call(server.address, "give", {}, timeout_s=LONG_S)  # without a word of bulk
+        assert first.num_moved >= before + MIB
+        with trio.fail_after(20.0):
+            while num_lanes(client) or num_lanes(server):
+                for lane in watched.links[1:]:  # one may have come just now
+                    lane.abort()
+                await trio.lowlevel.checkpoint()
+        await fetch(client, server.address, count=4)
 
 
 @in_simulation
 async def test_only_so_many_lanes_are_taken_from_one_peer() -> None:
-    """One that dials more than it was told gets no further ones."""
-    async with pair(round_trip_s=0.01) as (server, client, address), trio.open_nursery() as nursery:
-        await client.call(address, "rpc.ping", {}, timeout_s=LONG_S)
-        for _ in range(MAX_LANES + 5):
-            nursery.start_soon(client._lanes._open, server.peer_id, address, _State(num_opening=1))
-        await trio.sleep(5.0)
-        # Each end parts from those that come when it has as many; in which order they come may differ.
-        assert 2 < len(server._connections.lanes(client.peer_id)) <= MAX_LANES
-        assert len(client._connections.lanes(server.peer_id)) == len(server._connections.lanes(client.peer_id))
-        nursery.cancel_scope.cancel()
+    async with simulate() as network, open_server(network):
+        links, num_parted, transport = list[Link](), 0, network.transport("a", peer("a"))
+        for number in range(1 + MAX_LANES + 5):
+            links.append(await transport.dial(Address("b", 1)))
+            await links[-1].send(hello(peer("a"), lane=number > 0))
+            with trio.move_on_after(0.3):
+                while (frame := await links[-1].receive()) is not None:
+                    num_parted += isinstance(parse_untrusted(frame), Goodbye)
+        assert num_parted == 5
 
 
-def test_the_mark_of_a_lane() -> None:
-    """Is there or is not: without it a greeting has the very bytes that it always had, and no other value will do."""
-    hello = Hello(peer_id=peer("a"), instance=bytes(8), port=None, window_bytes=2**20)
-    assert "lane" not in encode_message(hello).frame.header
-    marked = encode_message(Hello(peer_id=peer("a"), instance=bytes(8), port=None, window_bytes=2**20, lane=True))
-    assert parse_untrusted(marked.frame).lane  # type: ignore[union-attr]
-    for wrong in (False, 1, None):
-        frame = encode_message(hello).frame
-        frame.header["lane"] = wrong
-        with pytest.raises(Exception, match="must have the fields"):
-            parse_untrusted(frame)
+@pytest.mark.parametrize("wrong", [False, 1, None])
+def test_a_mark_of_a_lane_that_is_none_is_refused(wrong: object) -> None:
+    """A greeting has it or has it not; see the golden frames for both."""
+    frame = encode_message(Hello(peer_id=peer("a"), instance=bytes(8), port=None, window_bytes=2**20)).frame
+    frame.header["lane"] = wrong
+    with pytest.raises(RemoteProtocolError, match="must have the fields"):
+        parse_untrusted(frame)
+
+
+def slow(name: str) -> HostOptions:
+    return HostOptions(up_bps=1e6) if name == "there" else HostOptions()
+
+
+@in_simulation
+async def test_an_answer_behind_bulk_is_waited_for_and_a_dead_peer_is_not() -> None:
+    async def much(request: Request) -> Reply:
+        return Reply(tensors=(np.zeros(2**18, np.float32),))
+
+    async with (
+        simulate(hosts=slow) as network,
+        open_rpc_peer(network.transport("here", peer("here")), peer_id=peer("here")) as here,
+        trio.open_nursery() as nursery,
+    ):
+
+        async def live() -> None:
+            listen = Address("there", 1)
+            transport = network.transport("there", peer("there"))
+            async with open_rpc_peer(transport, peer_id=peer("there"), listen=listen) as there:
+                with handlers(there, {"much": much}):
+                    await trio.sleep_forever()
+
+        network.start("there", live)
+        target = Contact(peer("there"), Address("there", 1))
+        await ping(here, target, silence_s=1.0)
+
+        async def fetch() -> None:
+            await here.call(target, "much", {}, timeout_s=100.0)
+
+        for _ in range(4):  # 8 s each alone
+            nursery.start_soon(fetch)
+        await trio.sleep(1.0)
+        began = trio.current_time()
+        await call_living(here, target, "much", {}, silence_s=6.0, timeout_s=100.0)
+        assert trio.current_time() - began > 12.0
+        with pytest.raises(PeerTimeout):
+            await call_living(here, target, "much", {}, silence_s=6.0, timeout_s=3.0)
+
+        network.apply(HostDown("there", silent=True))
+        began = trio.current_time()
+        with pytest.raises(PeerUnavailable):
+            await ping(here, target, silence_s=2.0)
+        assert trio.current_time() - began <= 2.0 + 1.0

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from dmoe_net.rpc.peer import open_rpc_peer
 from dmoe_net.transport.sim import Constant, Heal, HostDown, HostUp, Partition, run, simulate
 from dmoe_net.transport.sim.calls import PORT, CallingPeer, CallNetwork
 from dmoe_net.transport.sim.links import Exponential
+from tests.net.rpc_peers import Stuck
+from tests.net.sim_hosts import in_simulation
 
 LATENCY_S = 0.1
 
@@ -32,144 +34,109 @@ def caller_of(network: CallNetwork, index: int, *, listens: bool = True) -> Call
 
 
 def open_node(caller: Caller, index: int, *initial: Address) -> Any:
-    return open_dht_node(
-        caller,
-        identity=identity_of(index),
-        clock=SwarmClock.virtual(),
-        rng=random.Random(index),
-        initial_peers=initial,
-    )
+    own = {"identity": identity_of(index), "clock": SwarmClock.virtual(), "rng": random.Random(index)}
+    return open_dht_node(caller, initial_peers=initial, **own)
 
 
 async def echo(request: Request) -> Reply:
     return Reply(body=request.body)
 
 
-def in_virtual_time(body: Callable[[CallNetwork], Awaitable[None]], **options: Any) -> None:
-    """Run a test on a light network with constant latencies."""
-
-    async def main() -> None:
-        await body(CallNetwork(seed=0, latency=Constant(LATENCY_S), **options))
-
-    run(main)
+def light_network(**options: Any) -> CallNetwork:
+    return CallNetwork(seed=0, latency=Constant(LATENCY_S), **options)
 
 
-def test_a_first_call_dials_and_later_ones_take_a_round_trip() -> None:
-    """A round trip for the dial, whose hello comes with it, and one for the call; calls back use the same link."""
+@in_simulation
+async def test_a_first_call_dials_and_later_ones_take_a_round_trip() -> None:
+    """The dial, whose hello comes with it, takes a round trip, and the call one; calls back use the same link."""
+    network = light_network()
+    alice, bob = caller_of(network, 0), caller_of(network, 1)
+    for each in (alice, bob):
+        each.add_handler("echo", echo)
 
-    async def body(network: CallNetwork) -> None:
-        alice, bob = caller_of(network, 0), caller_of(network, 1)
-        for each in (alice, bob):
-            each.add_handler("echo", echo)
-        for target, took_s in ((bob.address, 0.4), (bob.address, 0.2), (Contact(bob.peer_id, Address("x", 1)), 0.2)):
-            began = trio.current_time()
-            reply = await alice.call(target, "echo", {"n": 1}, timeout_s=5.0)
-            assert reply.body == {"n": 1}
-            assert trio.current_time() - began == pytest.approx(took_s)
+    async def check_call(caller: CallingPeer, target: Address | Contact, took_s: float) -> None:
         began = trio.current_time()
-        await bob.call(Contact(alice.peer_id, alice.address), "echo", {}, timeout_s=5.0)
-        assert trio.current_time() - began == pytest.approx(0.2)
-        assert (network.num_dials, network.num_calls["echo"]) == (1, 4)
-        await trio.sleep(121.0)  # the idle link is closed
-        began = trio.current_time()
-        await alice.call(bob.address, "echo", {}, timeout_s=5.0)
-        assert trio.current_time() - began == pytest.approx(0.4)
+        assert (await caller.call(target, "echo", {"n": 1}, timeout_s=5.0)).body == {"n": 1}
+        assert trio.current_time() - began == pytest.approx(took_s)
 
-    in_virtual_time(body)
-
-
-def test_errors_are_those_of_the_rpc_layer() -> None:
-    """Nobody there, somebody else, refused, silent, unknown, busy, crashed."""
-
-    async def body(network: CallNetwork) -> None:
-        alice, bob = caller_of(network, 0, listens=False), caller_of(network, 1)
-
-        async def crash(request: Request) -> Reply:
-            raise KeyError(request.method)
-
-        async def stuck(request: Request) -> Reply:
-            await trio.sleep_forever()
-            raise AssertionError
-
-        bob.add_handler("crash", crash)
-        bob.add_handler("stuck", stuck, max_concurrent=1)
-        with pytest.raises(DialFailed, match="nobody listens"):
-            await alice.call(Address("nowhere", 1), "echo", {}, timeout_s=1.0)
-        with pytest.raises(DialFailed, match="not"):
-            await alice.call(Contact(PeerId(bytes(32)), bob.address), "echo", {}, timeout_s=1.0)
-        await trio.sleep(60.0)
-        with pytest.raises(CallRefused, match="unknown method"):
-            await alice.call(bob.address, "echo", {}, timeout_s=1.0)
-        with pytest.raises(RemoteFailure):
-            await alice.call(bob.address, "crash", {}, timeout_s=1.0)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_expect_busy, alice, bob)
-            with pytest.raises(PeerTimeout):
-                await alice.call(bob.address, "stuck", {}, timeout_s=1.0)
-        network.apply(HostDown("host1", silent=True))
-        with pytest.raises(PeerTimeout):
-            await alice.call(bob.address, "crash", {}, timeout_s=1.0)
-        network.apply(HostUp("host1"))
-        network.apply(HostDown("host1"))
-        await trio.sleep(20.0)
-        with pytest.raises(ConnectionLost):
-            await alice.call(bob.address, "crash", {}, timeout_s=1.0)
-        with pytest.raises(DialFailed, match="refuses"):
-            await alice.call(bob.address, "crash", {}, timeout_s=1.0)
-        with pytest.raises(ValueError, match="bodies alone"):
-            await alice.call(bob.address, "crash", {}, (b"x",), timeout_s=1.0)  # type: ignore[arg-type]
-
-    in_virtual_time(body)
+    await check_call(alice, bob.address, 0.4)
+    await check_call(alice, bob.address, 0.2)
+    await check_call(alice, Contact(bob.peer_id, Address("x", 1)), 0.2)
+    await check_call(bob, Contact(alice.peer_id, alice.address), 0.2)
+    assert (network.num_dials, network.num_calls["echo"]) == (1, 4)
+    await trio.sleep(121.0)  # the idle link is closed
+    await check_call(alice, bob.address, 0.4)
 
 
-async def _expect_busy(alice: CallingPeer, bob: CallingPeer) -> None:
-    await trio.sleep(0.5)
-    with pytest.raises(PeerBusy):
-        await alice.call(Contact(bob.peer_id, Address("host1", PORT)), "stuck", {}, timeout_s=1.0)
+@in_simulation
+async def test_errors_are_those_of_the_rpc_layer() -> None:
+    network = light_network()
+    alice, bob = caller_of(network, 0, listens=False), caller_of(network, 1)
+
+    async def crash(request: Request) -> Reply:
+        raise KeyError(request.method)
+
+    async def check_fails(
+        error: type[Exception], method: str, target: Any = bob.address, *, why: str | None = None, **options: Any
+    ) -> None:
+        with pytest.raises(error, match=why):
+            await alice.call(target, method, {}, timeout_s=1.0, **options)
+
+    bob.add_handler("crash", crash)
+    bob.add_handler("stuck", Stuck(), max_concurrent=1)
+    await check_fails(DialFailed, "echo", Address("nowhere", 1), why="nobody listens")
+    await check_fails(DialFailed, "echo", Contact(PeerId(bytes(32)), bob.address), why="not")
+    await trio.sleep(60.0)
+    await check_fails(CallRefused, "echo", why="unknown method")
+    await check_fails(RemoteFailure, "crash")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(check_fails, PeerTimeout, "stuck")
+        await trio.sleep(0.5)
+        await check_fails(PeerBusy, "stuck", Contact(bob.peer_id, Address("host1", PORT)))
+    network.apply(HostDown("host1", silent=True))
+    await check_fails(PeerTimeout, "crash")
+    network.apply(HostUp("host1"))
+    network.apply(HostDown("host1"))
+    await trio.sleep(20.0)
+    await check_fails(ConnectionLost, "crash")
+    await check_fails(DialFailed, "crash", why="refuses")
+    await check_fails(ValueError, "crash", why="bodies alone", tensors=(b"x",))
 
 
-def test_a_partition_is_silence_until_it_heals() -> None:
-    """Calls across time out, and go through again afterwards."""
-
-    async def body(network: CallNetwork) -> None:
-        alice, bob = caller_of(network, 0), caller_of(network, 1)
-        bob.add_handler("echo", echo)
+@in_simulation
+async def test_a_partition_is_silence_until_it_heals() -> None:
+    network = light_network()
+    alice, bob = caller_of(network, 0), caller_of(network, 1)
+    bob.add_handler("echo", echo)
+    await alice.call(bob.address, "echo", {}, timeout_s=1.0)
+    network.apply(Partition((frozenset({"host0"}),)))
+    with pytest.raises(PeerTimeout):
         await alice.call(bob.address, "echo", {}, timeout_s=1.0)
-        network.apply(Partition((frozenset({"host0"}),)))
-        with pytest.raises(PeerTimeout):
-            await alice.call(bob.address, "echo", {}, timeout_s=1.0)
-        network.apply(Heal())
-        await alice.call(bob.address, "echo", {}, timeout_s=1.0)
-
-    in_virtual_time(body)
+    network.apply(Heal())
+    await alice.call(bob.address, "echo", {}, timeout_s=1.0)
 
 
-def test_an_address_that_nobody_reaches_enters_no_table() -> None:
+@in_simulation
+async def test_an_address_that_nobody_reaches_enters_no_table() -> None:
     """A peer behind a router calls and stores as others do, and answers on its own connections: nobody lists it."""
-
-    async def body(network: CallNetwork) -> None:
-        async with AsyncExitStack() as stack:
-            nodes = [
-                await stack.enter_async_context(
-                    open_node(caller_of(network, index), index, *[Address("host0", PORT)] * bool(index))
-                )
-                for index in range(6)
-            ]
-            hidden = await stack.enter_async_context(open_node(caller_of(network, 40), 40, Address("host0", PORT)))
-            for _ in range(5):
-                await hidden.get("anything")
-                assert await hidden.store("key", 1, life_s=60) >= 5
-                await trio.sleep(20.0)
-            assert len(hidden.contacts()) == 6
-            known = {contact.peer_id for node in nodes for contact in node.contacts()}
-            assert known == {node.peer_id for node in nodes}
-
-    in_virtual_time(body, may_dial=lambda source, destination: destination != "host40")
+    network = light_network(may_dial=lambda source, destination: destination != "host40")
+    first = Address("host0", PORT)
+    async with AsyncExitStack() as stack:
+        opened = [open_node(caller_of(network, index), index, *[first] * bool(index)) for index in range(6)]
+        nodes = [await stack.enter_async_context(each) for each in opened]
+        hidden = await stack.enter_async_context(open_node(caller_of(network, 40), 40, first))
+        for _ in range(5):
+            await hidden.get("anything")
+            assert await hidden.store("key", 1, life_s=60) >= 5
+            await trio.sleep(20.0)
+        assert len(hidden.contacts()) == 6
+        known = {contact.peer_id for node in nodes for contact in node.contacts()}
+        assert known == {node.peer_id for node in nodes}
 
 
 @asynccontextmanager
 async def swarm(kind: str, count: int, seed: int) -> AsyncIterator[tuple[list[DhtNode], Callable[[], int]]]:
-    """The same nodes on one of the two networks, and what counts the calls."""
+    """The same nodes on one of the two networks, and a function that counts the calls."""
     async with AsyncExitStack() as stack:
         light = CallNetwork(seed=seed, latency=Exponential(0.05))
         full = await stack.enter_async_context(simulate(seed=seed, latency=Exponential(0.05)))
@@ -204,8 +171,7 @@ async def _study(kind: str, count: int, seed: int) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_it_has_the_figures_of_the_simulated_network() -> None:
-    """Over twelve seeds of 60 nodes the calls of a get are equal within 2 %, and its time within 5 %: two standard
-    errors of the calls' ratio, three of the times'."""
+    """Calls of a get are equal within 2 % and times within 5 %: two and three standard errors over twelve seeds."""
     light = [run(_study, "light", 60, seed, seed=seed) for seed in range(12)]
     full = [run(_study, "full", 60, seed, seed=seed) for seed in range(12)]
     for place, within in ((0, 0.05), (1, 0.02)):

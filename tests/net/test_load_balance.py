@@ -13,11 +13,7 @@ from scipy.optimize import linprog
 
 from dmoe_net.averaging.collaboration.rounds import cautious
 from dmoe_net.averaging.grouping.group import Group, Member, Role
-from dmoe_net.averaging.reduction.load_balance import (
-    bytes_each_way,
-    peer_fractions,
-    split_by_shares,
-)
+from dmoe_net.averaging.reduction.load_balance import bytes_each_way, peer_fractions, split_by_shares
 from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
 from dmoe_net.identity import Address
 from tests.net.sim_hosts import peer
@@ -38,8 +34,6 @@ def ends_of(roles: Sequence[Role], speeds: Sequence[Speeds], shares: Sequence[fl
     """When each member ends with a vector of one byte, by the model at the head of `load_balance`."""
     vectors, ends = sum(role is not A for role in roles), list[float]()
     for role, speed, share in zip(roles, speeds, shares, strict=True):
-        assert speed.up is not None
-        assert speed.down is not None
         moved = {N: 1 + (vectors - 2) * share, A: vectors * share, C: 1.0}[role]
         added_s = vectors * share / (speed.reducing or math.inf) if vectors > 1 else 0.0
         ends.append(max(moved / min(speed.up, speed.down), added_s))
@@ -55,19 +49,13 @@ def optimum(roles: Sequence[Role], speeds: Sequence[Speeds]) -> float:
     rows, limits = list[Any](), list[float]()
     for member, (role, speed) in enumerate(zip(roles, speeds, strict=True)):
         own = 0 if role is A else 1
-        assert speed.up is not None
-        assert speed.down is not None
         # Sent: the own vector but for the own part, and answers to all other vectors. Received: the same, mirrored.
-        for rate in (speed.up, speed.down):
-            row = np.zeros(count + 1)
-            row[member], row[-1] = vectors - own - own, -rate
-            rows.append(row)
-            limits.append(-own)
-        if speed.reducing is not None:
-            row = np.zeros(count + 1)
-            row[member], row[-1] = vectors, -speed.reducing
-            rows.append(row)
-            limits.append(0.0)
+        of_lines, of_adding = (vectors - 2 * own, -own), (vectors, 0.0)
+        for rate, (factor, limit) in ((speed.up, of_lines), (speed.down, of_lines), (speed.reducing, of_adding)):
+            if rate is not None:
+                rows.append(np.zeros(count + 1))
+                rows[-1][member], rows[-1][-1] = factor, -rate
+                limits.append(limit)
     bounds = [(0.0, 0.0 if role is C else 1.0) for role in roles] + [(0.0, None)]
     scale = min(min(speed.up or 1, speed.down or 1) for speed in speeds)  # T of about 1: the solver's tolerances
     found = linprog(
@@ -95,13 +83,9 @@ def drawn(seed: int) -> tuple[list[Role], list[Speeds]]:
 
 
 def test_equal_peers_reduce_equal_shares() -> None:
-    """Also where nobody knows its bandwidth."""
+    """They do so also where nobody knows its bandwidth. A client's share is exactly zero, however fast it is."""
     assert shares_of_nodes(*[5e6] * 4) == pytest.approx([0.25] * 4)
     assert shares_of_nodes(*[None] * 5) == pytest.approx([0.2] * 5)
-
-
-def test_a_client_reduces_nothing() -> None:
-    """Its share is exactly zero and the others' add up to one, however fast it is."""
     assert peer_fractions([N, C, N], even(1e6, 1e9, 1e6)) == (0.5, 0.0, 0.5)
 
 
@@ -145,25 +129,16 @@ def test_adding_up_by_hand() -> None:
     assert peer_fractions([N] * 4, speeds) == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        ([N, N], (0.5, 0.5)),
-        ([N, N, A], (0.5, 0.5, 0.0)),
-        ([N, C, A], (1.0, 0.0, 0.0)),
-        ([N], (1.0,)),
-        ([N, A], (1.0, 0.0)),
-        ([C, A], (0.0, 1.0)),
-        ([A, A], (0.5, 0.5)),
-    ],
-)
-def test_with_two_vectors_or_one_nodes_do_it_alone(roles: list[Role], expected: tuple[float, ...]) -> None:
+def test_with_two_vectors_or_one_nodes_do_it_alone() -> None:
     """Their lines carry the same whatever they reduce."""
-    assert peer_fractions(roles, even(*[1e6] * len(roles))) == expected
+    two = {(N, N): (0.5, 0.5), (N, N, A): (0.5, 0.5, 0.0), (N, C, A): (1.0, 0.0, 0.0)}
+    one = {(N,): (1.0,), (N, A): (1.0, 0.0), (C, A): (0.0, 1.0), (A, A): (0.5, 0.5)}
+    for roles, expected in {**two, **one}.items():
+        assert peer_fractions(roles, even(*[1e6] * len(roles))) == expected
 
 
 def test_two_who_are_slow_at_adding_up_share_by_that() -> None:
-    """With 1 and 3 a quarter and three; with an auxiliary whose line is as slow, a fifth each and three."""
+    """Speeds of 1 and 3 get a quarter and three; with an auxiliary whose line is as slow, a fifth each and three."""
     two = [*even(1e8, reducing=1e6), *even(1e9, reducing=3e6)]
     assert peer_fractions([N, N], two) == pytest.approx([0.25, 0.75])
     assert peer_fractions([N, N, A], [*two, *even(1e6)]) == pytest.approx([0.2, 0.6, 0.2])
@@ -171,40 +146,29 @@ def test_two_who_are_slow_at_adding_up_share_by_that() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_nobody_could_end_earlier(seed: int) -> None:
-    """SciPy's optimum of the programme is ours, to the hundredth that dropped shares may cost; and never better."""
+    """SciPy's optimum is ours, to the hundredth that dropped shares may cost, and never better. All who reduce end
+    together; nodes that do not would end no earlier with their vectors alone."""
     roles, speeds = drawn(seed)
     shares = peer_fractions(roles, speeds)
-    ours, best = max(ends_of(roles, speeds, shares)), optimum(roles, speeds)
-    assert best * (1 - 1e-6) <= ours <= best * 1.0102
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_all_who_reduce_end_together(seed: int) -> None:
-    """And whoever reduces nothing would end no earlier with its vector alone; but for shares too small."""
-    roles, speeds = drawn(seed)
-    shares = peer_fractions(roles, speeds)
-    times = ends_of(roles, speeds, shares)
-    ends = [time for time, share in zip(times, shares, strict=True) if share]
-    assert max(ends) <= min(ends) * 1.0102
-    for role, speed, time, share in zip(roles, speeds, times, shares, strict=True):
+    ends, best = ends_of(roles, speeds, shares), optimum(roles, speeds)
+    assert best * (1 - 1e-6) <= max(ends) <= best * 1.0102
+    together = [end for end, share in zip(ends, shares, strict=True) if share]
+    assert max(together) <= min(together) * 1.0102
+    for role, speed, end, share in zip(roles, speeds, ends, shares, strict=True):
         if role is N and not share and speed.reducing is None:
-            assert time >= max(ends) * 0.98
+            assert end >= max(together) * 0.98
 
 
 def test_a_slow_sender_does_not_decide_the_others_shares() -> None:
-    """Whoever is last whatever it reduces leaves the rest to end together: (1 + 2 f) / b is the same for both."""
+    """It is last whatever it reduces, and leaves the rest to end together: (1 + 2 f) / b is the same for both."""
     for slow in (1e6, 1e4, 1e3):
         shares = peer_fractions([N, N, N, C], even(slow, 4e6, 1.7e6, 1e3))
         assert shares[0] == shares[3] == 0.0
         assert (1 + 2 * shares[1]) / 4e6 == pytest.approx((1 + 2 * shares[2]) / 1.7e6)
 
 
-speeds_of_any_peer = st.builds(
-    Speeds,
-    up=st.none() | st.floats(*BANDWIDTHS_BPS),
-    down=st.none() | st.floats(*BANDWIDTHS_BPS),
-    reducing=st.none() | st.floats(*BANDWIDTHS_BPS),
-)
+unknown_or_any = st.none() | st.floats(*BANDWIDTHS_BPS)
+speeds_of_any_peer = st.builds(Speeds, up=unknown_or_any, down=unknown_or_any, reducing=unknown_or_any)
 
 
 @given(st.lists(st.tuples(st.sampled_from(Role), speeds_of_any_peer), min_size=1, max_size=12))
@@ -222,7 +186,7 @@ def test_shares_add_up_whatever_is_claimed(members: list[tuple[Role, Speeds]]) -
 
 
 def test_a_large_group_is_shared_out() -> None:
-    """1024 members whose speeds span five orders: dropped shares cost less than a hundredth."""
+    """Speeds of 1024 members span five orders: dropped shares cost less than a hundredth."""
     rng = random.Random(0)
     roles, speeds = [N] * 1024, even(*(10 ** rng.uniform(4, 9) for _ in range(1024)))
     shares = peer_fractions(roles, speeds)
@@ -231,7 +195,6 @@ def test_a_large_group_is_shared_out() -> None:
 
 
 def test_nobody_and_unequal_lists_are_refused() -> None:
-    """There must be somebody to reduce, and speeds for each."""
     with pytest.raises(ValueError, match="group of 0 can reduce"):
         peer_fractions([], [])
     with pytest.raises(ValueError, match="shorter"):
@@ -258,8 +221,7 @@ def test_whole_numbers_add_up(size: int, shares: list[float]) -> None:
 
 
 def test_an_unknown_line_never_gets_more_than_an_equal_share() -> None:
-    """Whoever is known: the slowest of a group has no more than anybody else. With the mean of the known it would be
-    more: of one fast and one slow member known, four unknown ones would count as fairly fast."""
+    """The mean of a fast and a slow line that are known would count four unknown ones as fairly fast."""
     rng = random.Random(0)
     for _ in range(200):
         num_members = rng.randint(2, 9)

@@ -1,8 +1,10 @@
-"""Rules of matchmaking, without a network: who leads whom."""
+"""Rules of matchmaking, without a network: who leads whom; and the messages of peers that assemble a group."""
 
 import math
 import random
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmoe_net.averaging.grouping.group import Group, Member, Role
-from dmoe_net.averaging.grouping.join_messages import Candidate, JoinRequest, Reason, Refusal
+from dmoe_net.averaging.grouping.join_messages import (
+    MAX_MEMBER_BYTES,
+    Candidate,
+    JoinRequest,
+    Reason,
+    Refusal,
+    candidates_in_untrusted,
+    declaration_of,
+    group_body,
+    member_bytes,
+    parse_asked_untrusted,
+    parse_joined_untrusted,
+    parse_request_untrusted,
+    refusal_body,
+    request_body,
+)
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig, Matchmaking
+from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, Speeds
+from dmoe_net.dht.entries import Found
+from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.wire.codec import decode_untrusted, encode
 
 CONFIG = AssemblyConfig(window_s=5.0, poll_s=1.0, margin_s=0.5)
 
@@ -28,22 +49,23 @@ def member(number: int, **facts: Any) -> Member:
     return Member(**facts)
 
 
-def core(number: int, *, now: float = 0.0, deadline: float = 20.0, side: int = 3, **facts: Any) -> Matchmaking:
-    """A search that begins now."""
-    return Matchmaking(
-        member(number, **facts),
-        key="key",
-        schema=b"schema",
-        side=side,
-        deadline=deadline,
-        config=CONFIG,
-        rng=random.Random(number),
-        now=now,
-    )
+def core(number: int, **options: Any) -> Matchmaking:
+    """A search; options that are none of a search are facts of its member."""
+    known = {"side": 3, "deadline": 20.0, "begins_at": None, "now": 0.0, "config": CONFIG}
+    own = {name: options.pop(name, default) for name, default in known.items()}
+    return Matchmaking(member(number, **options), key="key", schema=b"schema", rng=random.Random(number), **own)
+
+
+seeker_of_a_step = partial(core, side=9, begins_at=5.0)
+"""A search that was told when to begin."""
+
+
+def contact(number: int) -> Contact:
+    return Contact(peer(number), Address(f"host{number}", 1))
 
 
 def candidate(number: int, expiration: float) -> Candidate:
-    return Candidate(contact=Contact(peer(number), Address(f"host{number}", 1)), expiration=expiration)
+    return Candidate(contact=contact(number), expiration=expiration)
 
 
 def request(number: int, expiration: float = 9.0, *, window: float | None = 5.0, **facts: Any) -> JoinRequest:
@@ -65,7 +87,6 @@ def test_a_full_group_begins_at_once() -> None:
     assert leader.receive(request(2, wanted_slot=1)) is None
     assert leader.take_answers() == {}
     assert leader.receive(request(3, wanted_slot=1)) is None
-    assert leader.group is not None
     assert [each.peer_id for each in leader.group.members] == [peer(2), peer(3), peer(1)]
     assert told(leader) == {peer(2): leader.group, peer(3): leader.group}
     assert leader.is_over
@@ -81,8 +102,8 @@ def test_a_window_ends_with_what_there_is() -> None:
     assert leader.group is None
     assert leader.deadline() == 5.0
     leader.tick(5.0)
-    assert leader.group is not None
     assert told(leader) == {peer(2): leader.group}
+    assert len(leader.group.members) == 2
 
 
 def test_too_few_are_sent_away() -> None:
@@ -95,24 +116,16 @@ def test_too_few_are_sent_away() -> None:
     assert leader.expiration == 10.0
 
 
-def test_windows_end_before_the_deadline() -> None:
-    """A search of 12 s has windows until 5, 10 and 11.5 s, and then no more."""
-    alone = core(1, deadline=12.0)
-    ends = []
+@pytest.mark.parametrize(("search_s", "ends"), [(12.0, [5.0, 10.0, 11.5]), (0.6, [0.3])])
+def test_windows_end_before_the_deadline(search_s: float, ends: list[float]) -> None:
+    """A search shorter than its margins has a window of half of its time; after the last one there are no more."""
+    alone, found = core(1, deadline=search_s), []
     while (due := alone.deadline()) is not None:
-        ends.append(due)
+        found.append(due)
         alone.tick(due)
-    assert ends == [5.0, 10.0, 11.5]
+    assert found == pytest.approx(ends)
     assert alone.is_over
     assert alone.group is None
-
-
-def test_a_search_shorter_than_its_margins_has_a_window() -> None:
-    """Half of its time."""
-    hurried = core(1, deadline=0.6)
-    assert hurried.deadline() == pytest.approx(0.3)
-    hurried.tick(0.3)
-    assert hurried.is_over
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,7 @@ def test_a_search_shorter_than_its_margins_has_a_window() -> None:
     ],
 )
 def test_who_may_follow(changes: dict[str, Any], reason: Reason | None) -> None:
-    """Only whom the leader precedes: in time, and at the same time by peer id. Nobody follows itself."""
+    """The leader must precede it: in time, and at the same time by peer id. Nobody follows itself."""
     leader = core(5)
     answer = leader.consider(replace(request(9), **changes))
     assert answer == (5.0 if reason is None else Refusal(reason=reason))
@@ -143,55 +156,21 @@ def test_room_is_counted_by_kind() -> None:
     refused = leader.receive(replace(request(4, role=Role.AUXILIARY), **ask))
     assert refused == Refusal(reason=Reason.FULL)
     assert leader.receive(replace(request(5, role=Role.CLIENT), **ask)) is None
-    assert leader.group is not None
     assert [each.peer_id for each in leader.group.members] == [peer(2), peer(5), peer(1), peer(3)]
 
 
-def test_a_follower_that_left_is_not_in_the_group() -> None:
-    """Nor in the count."""
-    leader = core(1)
-    leader.receive(request(2))
-    leader.leave(peer(2))
-    leader.leave(peer(3))
-    leader.tick(5.0)
-    assert leader.group is None
-    assert leader.take_answers() == {}
-
-
 def test_a_call_for_the_last_window_does_not_wait_through_the_next() -> None:
-    """It names the window that it was told of."""
     leader = core(1)
     leader.tick(5.0)
     assert leader.receive(request(2, 11.0, window=5.0)) == Refusal(reason=Reason.LATER)
     assert leader.receive(request(2, 11.0, window=10.0)) is None
 
 
-def contact(number: int) -> Contact:
-    return candidate(number, 0.0).contact
-
-
-def seeker_of_a_step(number: int, *, begins_at: float = 5.0, **facts: Any) -> Matchmaking:
-    """A search that was told when to begin."""
-    return Matchmaking(
-        member(number, **facts),
-        key="key",
-        schema=b"schema",
-        side=9,
-        deadline=20.0,
-        config=CONFIG,
-        rng=random.Random(number),
-        now=0.0,
-        begins_at=begins_at,
-    )
-
-
 def test_of_two_that_know_of_each_other_the_greater_id_asks() -> None:
     """They declare one time; a client, whom nobody asks, asks all, and so does whoever is late."""
     three, four = contact(3), contact(4)
-    assert [each.contact for each in seeker_of_a_step(4).candidates(seeker_of_a_step(4).hinted([three]), 0.0)] == [
-        three
-    ]
-    least = seeker_of_a_step(3)
+    least, greatest = seeker_of_a_step(3), seeker_of_a_step(4)
+    assert [each.contact for each in greatest.candidates(greatest.hinted([three]), 0.0)] == [three]
     assert least.candidates(least.hinted([four]), 0.0) == ()
     client = seeker_of_a_step(2, role=Role.CLIENT)
     assert len(client.candidates(client.hinted([three, four]), 0.0)) == 2
@@ -236,7 +215,7 @@ def test_who_was_postponed_meanwhile_asks_again_at_once() -> None:
 
 
 def test_candidates_come_in_the_order_of_leaders() -> None:
-    """Those that precede us and have not ended; of two at one time the lesser id first."""
+    """They precede us and have not ended; of two at one time the lesser id comes first."""
     seeker = core(5, now=1.0)
     declared = [candidate(7, 5.0), candidate(4, 6.0), candidate(3, 5.0), candidate(5, 6.0), candidate(6, 6.0)]
     declared.append(candidate(1, 0.9))
@@ -285,7 +264,7 @@ def test_a_leader_that_follows_sends_its_followers_there() -> None:
 
 
 def test_a_redirection_is_followed() -> None:
-    """To a leader that the key did not show, but not to one that does not precede us, nor to ourselves."""
+    """It may lead to one that the key did not show, but not to one that does not precede us, nor to ourselves."""
     seeker, leader = core(5), candidate(3, 4.0)
     seeker.follow(leader)
     seeker.on_refused(leader, Refusal(reason=Reason.FOLLOWING, leader=candidate(2, 3.0)), 1.0)
@@ -307,28 +286,11 @@ def test_a_client_never_leads() -> None:
     assert client.is_over
 
 
-def test_a_stopped_search_sends_its_followers_away() -> None:
-    """And takes no more."""
-    leader = core(1)
-    leader.receive(request(2))
-    leader.stop()
-    assert told(leader) == {peer(2): Reason.DISBANDED}
-    assert leader.receive(request(3)) == Refusal(reason=Reason.NOT_LOOKING)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window_s": 0.0}, "window_s must be positive"),
-        ({"poll_s": math.nan}, "poll_s must be positive"),
-        ({"request_timeout_s": 5.0}, "below window_s"),
-        ({"window_s": 4000.0}, "at most 3600"),
-    ],
-)
-def test_settings_are_checked(options: dict[str, Any], message: str) -> None:
-    """Errors name the setting."""
-    with pytest.raises(ValueError, match=message):
-        AssemblyConfig(**options)
+def test_settings_are_checked() -> None:
+    wrong = [("window_s", 0.0, "positive"), ("poll_s", math.nan, "positive"), ("window_s", 4000.0, "at most 3600")]
+    for name, value, message in (*wrong, ("request_timeout_s", 5.0, "below window_s")):
+        with pytest.raises(ValueError, match=f"{name} must be {message}"):
+            AssemblyConfig(**{name: value})
 
 
 class World:
@@ -379,13 +341,11 @@ class World:
     def deliver(self, search: Matchmaking) -> None:
         for peer_id, answer in search.take_answers().items():
             follower = self.cores[peer_id]
-            leader = follower.leader
-            assert leader is not None
-            assert leader.contact.peer_id == search.me.peer_id
+            assert follower.leader.contact.peer_id == search.me.peer_id
             if isinstance(answer, Group):
                 follower.on_group(answer)
             else:
-                follower.on_refused(leader, answer, self.now)
+                follower.on_refused(follower.leader, answer, self.now)
 
     def die(self, search: Matchmaking) -> None:
         self.dead.add(search.me.peer_id)
@@ -396,9 +356,9 @@ class World:
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 24), side=st.integers(2, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_searches_always_end(seed: int, count: int, side: int) -> None:
-    """Whoever comes when and dies when: nobody waits for a later one, nobody is in two groups, all end in time."""
+    """Nobody waits for a later one, nobody is in two groups, and all end in time, whoever comes and dies when."""
     world = World(seed)
     rng, roles = world.rng, (Role.NODE, Role.NODE, Role.NODE, Role.CLIENT, Role.AUXILIARY)
     arrivals = sorted(rng.uniform(0.0, 10.0) for _ in range(count))
@@ -406,12 +366,9 @@ def test_searches_always_end(seed: int, count: int, side: int) -> None:
     for step in range(400):
         world.now = step / 10
         while arrivals and arrivals[0] <= world.now:
-            number = len(world.cores)
-            arrival = arrivals.pop(0)
-            deadline = arrival + rng.uniform(1.0, 20.0)
-            world.cores[peer(number)] = core(
-                number, now=world.now, deadline=deadline, side=side, role=rng.choice(roles)
-            )
+            number, deadline = len(world.cores), arrivals.pop(0) + rng.uniform(1.0, 20.0)
+            options = {"now": world.now, "deadline": deadline, "side": side, "role": rng.choice(roles)}
+            world.cores[peer(number)] = core(number, **options)
         for number, when in deaths.items():
             if when <= world.now and peer(number) in world.cores and peer(number) not in world.dead:
                 world.die(world.cores[peer(number)])
@@ -434,13 +391,151 @@ def test_who_is_postponed_searches_longer_within_bounds() -> None:
     leader, follower = seeker_of_a_step(2), seeker_of_a_step(6)
     follower.follow(candidate(2, 5.0))
     for search in (leader, follower):
-        search.postpone(6.5)
-        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
-        search.postpone(6.0)
-        assert (search.expiration, search.search_ends_at) == (6.5, 21.5)
-        search.postpone(100.0)
-        assert (search.expiration, search.search_ends_at) == (24.5, 25.0)
+        for until, expected in ((6.5, (6.5, 21.5)), (6.0, (6.5, 21.5)), (100.0, (24.5, 25.0))):
+            search.postpone(until)
+            assert (search.expiration, search.search_ends_at) == expected
     client = seeker_of_a_step(3, role=Role.CLIENT)
     assert client.expiration == 19.5
     client.postpone(7.0)
     assert (client.expiration, client.search_ends_at) == (21.5, 22.0)
+
+
+FULL = Speeds(up=1.1e6, down=2.3e7, reducing=3.1e9)
+"""All facts, none of which a shorter float would hold."""
+
+
+def travelled(body: Any) -> dict[str, Any]:
+    return decode_untrusted(encode(dict(body)))
+
+
+unknown_or_any = st.none() | st.floats(*BANDWIDTHS_BPS)
+members = st.builds(
+    member,
+    st.integers(0, 2**256 - 1),
+    role=st.sampled_from(Role),
+    wanted_slot=st.integers(0, 2),
+    weight=st.floats(1e-6, 1e6),
+    speeds=st.builds(Speeds, up=unknown_or_any, down=unknown_or_any, reducing=unknown_or_any),
+)
+
+
+@given(members, st.floats(-1e9, 1e9), st.none() | st.floats(0, 1e9))
+def test_requests_arrive_as_they_were(who: Member, expiration: float, window: float | None) -> None:
+    sent = replace(request(1), member=who, expiration=expiration, window=window)
+    assert parse_request_untrusted(travelled(request_body(sent)), who.peer_id) == sent
+
+
+def test_answers_arrive_as_they_were() -> None:
+    assert parse_asked_untrusted(travelled({"expiration": 5.5})) == 5.5
+    sent = request(2, speeds=Speeds(up=1e6, reducing=2e9))
+    for refusal in (Refusal(reason=Reason.FULL), Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0))):
+        body = travelled(refusal_body(refusal))
+        assert parse_asked_untrusted(body) == parse_joined_untrusted(body, sent, peer(1)) == refusal
+    group = Group(group_id=bytes(16), members=(member(1, role=Role.AUXILIARY), sent.member), side=3)
+    assert parse_joined_untrusted(travelled(group_body(group)), sent, peer(1)) == group
+
+
+def test_a_member_travels_as_it_always_did() -> None:
+    """The bytes are [id, "peer7", 1, "node", 2, 1.5, up 1e6, down unknown, reducing 2.5e9]."""
+    who = member(7, address=Address("peer7", 1), wanted_slot=2, weight=1.5, speeds=Speeds(up=1e6, reducing=2.5e9))
+    # RFC 8949: an array of 9; 32 bytes; a text of 5 and one of 4; floats in the shortest form that holds them, 1.5 as a
+    # half (f9), 1e6 = 1.9073... * 2**19 and 2.5e9 as singles (fa); null is f6.
+    expected = f"89 5820 {'00' * 31}07 65{b'peer7'.hex()} 01 64{b'node'.hex()} 02 f93e00 fa49742400 f6 fa4f1502f9"
+    row = request_body(replace(request(1), member=who))["member"]
+    assert encode(row) == bytes.fromhex(expected)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ((member(1), member(3)), "does not have us"),
+        ((member(1), member(2, weight=3.0)), "other facts"),
+        ((member(2), member(3)), "does not have it"),
+        ((member(1, role=Role.CLIENT), member(2)), "does not have it"),
+        ((member(1), member(2), member(2)), "twice"),
+        ((member(1), member(2), member(3, wanted_slot=3)), "slot"),
+        ((member(1), member(2), member(3), member(4)), "at most 3 members of either kind, got 4"),
+    ],
+)
+def test_groups_are_checked(members: tuple[Member, ...], message: str) -> None:
+    """A group has us in it as we are, its leader, nobody twice, and nobody that would spoil the plan."""
+    body = {"group_id": bytes(16), "members": [request_body(replace(request(1), member=m))["member"] for m in members]}
+    with pytest.raises(RemoteProtocolError, match=message):
+        parse_joined_untrusted(travelled(body), request(2), peer(1))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (5, -1.0, "weight"),
+        (5, 1.7e308, "weight"),
+        (6, 0.0, "bandwidth up is from"),
+        (7, 1e300, "bandwidth down is from"),
+        (8, -1.0, "reducing is from"),
+        (8, "fast", "reducing"),
+        (1, None, "both host and port"),
+    ],
+)
+def test_members_that_would_spoil_the_plan_are_refused(place: int, value: object, message: str) -> None:
+    """Their weights cannot be added up, shares cannot be solved for their bandwidths, or they have half an address."""
+    facts = [list(request_body(replace(request(1), member=member(number, speeds=FULL)))["member"]) for number in (1, 2)]
+    facts[0][place] = value
+    with pytest.raises(RemoteProtocolError, match=message):
+        parse_joined_untrusted(travelled({"group_id": bytes(16), "members": facts}), request(2), peer(1))
+
+
+scalars = st.none() | st.booleans() | st.integers(-5, 70000) | st.floats(allow_nan=False) | st.text() | st.binary()
+values = st.recursive(scalars | st.just(bytes(32)), lambda inner: st.lists(inner, max_size=8), max_leaves=20)
+
+
+@given(st.data())
+def test_garbage_is_only_ever_a_protocol_error(data: st.DataObject) -> None:
+    """It replaces a field of a good body, in a request or an answer, or an item of a member."""
+    who = list(request_body(request(2))["member"])
+    who[data.draw(st.integers(0, 8))] = data.draw(values)
+    group = {"group_id": bytes(16), "members": [who, request_body(request(1))["member"]]}
+    for good in (
+        dict(request_body(request(2))),
+        dict(request_body(request(2))) | {"member": who},
+        group,
+        dict(refusal_body(Refusal(reason=Reason.FOLLOWING, leader=candidate(1, 4.0)))),
+        {"expiration": 3.0},
+    ):
+        body = dict(good)
+        if data.draw(st.booleans()):
+            body[data.draw(st.sampled_from(sorted(body)))] = data.draw(values)
+        for parse in (
+            lambda body: parse_request_untrusted(body, peer(2)),
+            parse_asked_untrusted,
+            lambda body: parse_joined_untrusted(body, request(2), peer(1)),
+        ):
+            with suppress(RemoteProtocolError):
+                parse(body)
+
+
+def test_declarations_are_read_past_rubbish() -> None:
+    good = candidate(1, 50.0)
+    values = [declaration_of(good), None, ["host", 1], ["host", 0, 50.0], ["host", 1, "soon"]]
+    record = [Found(peer(number), "", value, 60.0) for number, value in enumerate(values, start=1)]
+    assert candidates_in_untrusted(record) == (good,)
+    assert candidates_in_untrusted(()) == ()
+
+
+@pytest.mark.parametrize("host_length", [4, 255])
+def test_the_largest_group_fits_a_message(host_length: int) -> None:
+    """With a side of 1024 it begins when no further member is sure to fit: with at least 150 of the longest names."""
+    long_name = Address("h" * host_length, 65535)
+    leader = core(0, address=long_name, speeds=FULL, side=1024, config=AssemblyConfig())
+    number = 0
+    while leader.group is None:
+        number += 1
+        who = {"address": long_name, "speeds": FULL, "weight": 1.1, "wanted_slot": 1023}
+        assert leader.receive(replace(request(number, **who), side=1024)) is None
+    assert len(leader.group.members) >= (150 if host_length == 255 else 550)
+    assert len(encode(dict(group_body(leader.group)))) < 60 * 1024
+
+
+@given(members)
+def test_the_size_of_a_member_is_an_upper_bound(who: Member) -> None:
+    """`member_bytes` bounds the bytes of a member's encoding, and `MAX_MEMBER_BYTES` bounds both."""
+    assert len(encode(request_body(replace(request(1), member=who))["member"])) <= member_bytes(who) <= MAX_MEMBER_BYTES

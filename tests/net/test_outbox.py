@@ -12,7 +12,7 @@ from dmoe_net.wire.frame_reader import FrameReader, window_cost
 from dmoe_net.wire.frames import CHUNK_BYTES, EncodedFrame, Frame, Part, encode_frame
 from dmoe_net.wire.messages import CallCancel, CallError, CallReply, CallStart
 from tests.net.test_session import ALICE, BOB, session_of
-from tests.net.wire_parts import KIB, MIB, part_bytes
+from tests.net.wire_parts import KIB, MIB, part_bytes, read
 
 WRITE_BYTES = 512 * KIB
 WINDOW = 4 * MIB
@@ -34,12 +34,17 @@ def completed(parts: list[Part]) -> list[int]:
     return [part.frame.header["name"] for part in parts if part.frame is not None]
 
 
-def drain(box: Outbox) -> list[list[int]]:
+def writes_of(box: Outbox) -> list[list[int]]:
     """Names of the frames that each write completes, until nothing can leave."""
     writes = []
     while parts := box.take(WRITE_BYTES)[0]:
         writes.append(completed(parts))
     return writes
+
+
+def drain(box: Outbox) -> list[int]:
+    """Names of all frames that can leave, in their order."""
+    return [name for names in writes_of(box) for name in names]
 
 
 def test_a_small_frame_waits_for_one_chunk_at_most() -> None:
@@ -71,7 +76,7 @@ def test_large_frames_take_turns() -> None:
     box = outbox()
     for name in range(MAX_STREAMS + 1):
         box.put(("call", name), frame(1 * MIB, name))
-    ends = [(write, name) for write, names in enumerate(drain(box)) for name in names]
+    ends = [(write, name) for write, names in enumerate(writes_of(box)) for name in names]
     writes = [write for write, _ in ends]
     assert [name for _, name in ends] == list(range(MAX_STREAMS + 1))
     assert writes[MAX_STREAMS - 1] - writes[0] <= MAX_STREAMS
@@ -79,14 +84,13 @@ def test_large_frames_take_turns() -> None:
 
 
 def test_nothing_with_a_body_leaves_before_the_window_is_known() -> None:
-    """The receiver's Hello opens it."""
     box = Outbox()
     box.put(("call", 1), frame(10, 1))
     box.put(("call", 2), frame(1 * MIB, 2))
     box.put(("call", 3), frame(0, 3))
-    assert drain(box) == [[3]]
+    assert writes_of(box) == [[3]]
     box.open_window(WINDOW)
-    assert [name for names in drain(box) for name in names] == [1, 2]
+    assert drain(box) == [1, 2]
 
 
 def test_the_window_is_kept_and_a_part_of_it_is_for_small_frames() -> None:
@@ -94,19 +98,17 @@ def test_the_window_is_kept_and_a_part_of_it_is_for_small_frames() -> None:
     box = outbox(WINDOW)
     for name in range(4):
         box.put(("call", name), frame(1 * MIB, name))
-    assert [name for names in drain(box) for name in names] == [0, 1, 2]  # a fourth would leave nothing
+    assert drain(box) == [0, 1, 2]  # a fourth would leave nothing
     box.put(("call", 9), frame(200 * KIB, 9))
-    assert drain(box) == [[9]]
-    assert drain(box) == []
+    assert writes_of(box) == [[9]]
     box.grant_untrusted(1 * MIB)
-    assert [name for names in drain(box) for name in names] == [3]
+    assert drain(box) == [3]
 
 
 def test_a_frame_larger_than_the_window_still_passes() -> None:
-    """It counts for half of it."""
     box = outbox(MIB)
     box.put(("call", 1), frame(16 * MIB, 1))
-    assert [name for names in drain(box) for name in names] == [1]
+    assert drain(box) == [1]
     box.grant_untrusted(window_cost(16 * MIB, MIB))
     with pytest.raises(RemoteProtocolError, match="more than was sent"):
         box.grant_untrusted(1)
@@ -116,8 +118,7 @@ def test_a_frame_larger_than_the_window_still_passes() -> None:
 def test_a_frame_that_is_taken_back_is_never_seen(num_writes: int) -> None:
     """A frame taken back, whole or after parts have left, frees its room in the window; the next one arrives whole."""
     box = outbox(WINDOW)
-    reader = FrameReader(window_bytes=WINDOW)
-    data = b""
+    reader, data = FrameReader(window_bytes=WINDOW), b""
     box.put(("call", 1), frame(2 * MIB, 1))
     for _ in range(num_writes):
         data += b"".join(part_bytes(part) for part in box.take(WRITE_BYTES)[0])
@@ -127,34 +128,18 @@ def test_a_frame_that_is_taken_back_is_never_seen(num_writes: int) -> None:
     box.put(("call", 2), frame(2 * MIB, 2))
     while parts := box.take(WRITE_BYTES)[0]:
         data += b"".join(part_bytes(part) for part in parts)
-    assert [name for name, _ in received(reader, data)] == [2]
+    (arrived,) = read(data, reader=reader)
+    assert arrived.header["name"] == 2
+    assert (arrived.tensors[0] == 2).all()
     assert reader.at_boundary
     assert len(box) == 0
 
 
 def test_a_frame_that_has_left_cannot_be_taken_back() -> None:
-    """Then its sender must say so in another way."""
     box = outbox()
     box.put(("call", 1), frame(10, 1))
     drain(box)
     assert not box.discard(("call", 1))
-
-
-def received(reader: FrameReader, data: bytes) -> list[tuple[int, int]]:
-    """(name, body length) of all frames in `data`, the tensors checked."""
-    found = []
-    while True:
-        buffer = reader.buffer()
-        nbytes = min(len(buffer), len(data))
-        buffer[:nbytes] = data[:nbytes]
-        reader.received(nbytes)
-        data = data[nbytes:]
-        while (frame := reader.next_frame_untrusted()) is not None:
-            name = frame.header["name"]
-            assert all((tensor == name % 251).all() for tensor in frame.tensors)
-            found.append((name, frame.body_nbytes))
-        if not data:
-            return found
 
 
 class Traffic:
@@ -197,7 +182,8 @@ class Traffic:
         parts = self.sessions[source].take_parts(self.rng.choice([1, 300, WRITE_BYTES]))
         for part in parts:
             for piece in part.pieces:
-                self._read(self.readers[source], piece, 1 - source)
+                for each in read(piece, reader=self.readers[source]):
+                    self._receive(each, 1 - source)
         return bool(parts)
 
     def finish(self) -> None:
@@ -210,17 +196,6 @@ class Traffic:
         while self.serving[side]:
             self.answer(side)
         return had_calls
-
-    def _read(self, reader: FrameReader, piece: bytes | memoryview, target: int) -> None:
-        start = 0
-        while start < len(piece):
-            buffer = reader.buffer()
-            nbytes = min(len(buffer), len(piece) - start)
-            buffer[:nbytes] = piece[start : start + nbytes]
-            reader.received(nbytes)
-            start += nbytes
-            while (frame := reader.next_frame_untrusted()) is not None:
-                self._receive(frame, target)
 
     def _receive(self, frame: Frame, side: int) -> None:
         match self.sessions[side].receive_untrusted(frame):

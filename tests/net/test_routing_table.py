@@ -7,6 +7,9 @@ import pytest
 from dmoe_net.dht.routing_table import ID_BITS, NodeId, RoutingTable, key_id, node_id
 from dmoe_net.identity import Address, Contact, PeerId
 
+TOP = 1 << 255
+"""Begin of the half of the key space that does not have the own id 0: it does not split where `depth_modulo` is 1."""
+
 
 def contact_at(node: NodeId) -> Contact:
     """A contact whose id is this point of the key space."""
@@ -21,13 +24,9 @@ def fill(table: RoutingTable, count: int, seed: int) -> list[Contact]:
     return contacts
 
 
-def test_a_key_is_its_sha256() -> None:
-    """A key's id is the SHA-256 of its text: here the digest of 'abc' in FIPS 180-2, appendix B.1."""
+def test_places_of_keys_and_peers() -> None:
+    """A key's place is the SHA-256 of its text ('abc': FIPS 180-2, appendix B.1), a peer's its id, big-endian."""
     assert key_id("abc") == 0xBA7816BF8F01CFEA414140DE5DAE2223B00361A396177A9CB410FF61F20015AD
-
-
-def test_a_peer_sits_where_its_id_says() -> None:
-    """The 32 bytes of a peer id are read as a big-endian integer."""
     assert node_id(PeerId(bytes(31) + b"\x07")) == 7
 
 
@@ -45,7 +44,6 @@ def test_bucket_counts_for_ten_thousand_peers(bucket_size: int, depth_modulo: in
 
 @pytest.mark.parametrize("size", [0, 1, 15, 500])
 def test_nearest_equals_brute_force(size: int) -> None:
-    """For any target and count: the same contacts in the same order as sorting everything."""
     rng = random.Random(size)
     table = RoutingTable(rng.getrandbits(ID_BITS), bucket_size=8)
     fill(table, size, seed=size + 1)
@@ -65,77 +63,63 @@ def test_nothing_is_dropped_near_the_own_id() -> None:
     assert table.nearest(table.local_id, 20) == tuple(nearest)
 
 
-def test_the_own_id_is_never_a_contact() -> None:
-    """Adding oneself changes nothing."""
-    table = RoutingTable(7)
-    assert table.add(contact_at(7), 0.0) is None
-    assert len(table) == 0
-
-
 def test_a_full_bucket_names_its_oldest_contact() -> None:
     """A newcomer to a full bucket waits; the least recently seen contact is named, until refreshed."""
-    top = 1 << 255  # the half of the space without the own id; b=1, so that it does not split
     table = RoutingTable(0, bucket_size=2, depth_modulo=1)
-    for low, now in ((1, 1.0), (2, 2.0)):
-        assert table.add(contact_at(top + low), now) is None
+    first, second, newcomer, another = (contact_at(TOP + low) for low in (1, 2, 3, 4))
+    assert table.add(first, 1.0) is table.add(second, 2.0) is None
     table.add(contact_at(5), 0.0)  # splits the first bucket
-    suspect = table.add(contact_at(top + 3), 3.0)
-    assert suspect is not None
-    assert (suspect.contact, suspect.last_seen) == (contact_at(top + 1), 1.0)
-    assert contact_at(top + 3).peer_id not in table
-    assert not table.has_room(contact_at(top + 4).peer_id)
-    assert table.add(contact_at(top + 1), 4.0) is None
-    suspect = table.add(contact_at(top + 3), 5.0)
-    assert suspect is not None
-    assert suspect.contact == contact_at(top + 2)
+    suspect = table.add(newcomer, 3.0)
+    assert (suspect.contact, suspect.last_seen) == (first, 1.0)
+    assert newcomer.peer_id not in table
+    assert not table.has_room(another.peer_id)
+    assert table.add(first, 4.0) is None
+    assert table.add(newcomer, 5.0).contact == second
 
 
 def test_the_latest_replacement_takes_an_empty_place() -> None:
     """When a contact is removed, the most recently added replacement moves up, and not before."""
-    top = 1 << 255
     table = RoutingTable(0, bucket_size=1, depth_modulo=1)
-    for low in (1, 2, 3):
-        table.add(contact_at(top + low), float(low))
-    assert table.remove(contact_at(top + 1).peer_id)
-    assert table.contacts() == (contact_at(top + 3),)  # of the waiting 2 and 3, the bound of one kept the later
-    assert not table.remove(contact_at(top + 1).peer_id)
-    assert table.remove(contact_at(top + 3).peer_id)
+    first, _, last = contacts = [contact_at(TOP + low) for low in (1, 2, 3)]
+    for now, contact in enumerate(contacts):
+        table.add(contact, float(now))
+    assert table.remove(first.peer_id)
+    assert table.contacts() == (last,)  # of the two that waited, the bound of one kept the later
+    assert not table.remove(first.peer_id)
+    assert table.remove(last.peer_id)
     assert len(table) == 0
 
 
 def test_a_removed_replacement_does_not_come_back() -> None:
     """Removing a peer removes it from the waiting list too."""
-    top = 1 << 255
     table = RoutingTable(0, bucket_size=1, depth_modulo=1)
-    for low in (1, 2):
-        table.add(contact_at(top + low), 0.0)
-    assert not table.remove(contact_at(top + 2).peer_id)
-    table.remove(contact_at(top + 1).peer_id)
+    first, waiting = contact_at(TOP + 1), contact_at(TOP + 2)
+    for contact in (first, waiting):
+        table.add(contact, 0.0)
+    assert not table.remove(waiting.peer_id)
+    table.remove(first.peer_id)
     assert len(table) == 0
 
 
-def test_a_contact_that_moved_has_one_address() -> None:
+def test_a_contact_is_there_once_and_never_the_own_one() -> None:
     """Adding a known id with another address replaces the address."""
-    table = RoutingTable(0)
-    moved = Contact(contact_at(9).peer_id, Address("10.9.9.9", 9))
-    table.add(contact_at(9), 0.0)
-    table.add(moved, 1.0)
+    table, moved = RoutingTable(7), Contact(contact_at(9).peer_id, Address("10.9.9.9", 9))
+    for contact in (contact_at(7), contact_at(9), moved):
+        assert table.add(contact, 0.0) is None
     assert table.contacts() == (moved,)
 
 
 def test_splitting_ends_at_the_last_bit() -> None:
-    """Ids that share all bits but the last fill buckets to the full depth without an endless split."""
     table = RoutingTable(0, bucket_size=1)
     for node in (1, 2, 3, 4):
         table.add(contact_at(node), 0.0)
-    assert {node_id(c.peer_id) for c in table.contacts()} >= {1}
+    assert contact_at(1) in table.contacts()
 
 
 def test_stale_buckets_come_oldest_first() -> None:
-    """Only buckets with room, to which no lookup went since the limit, are named, by an id inside them, the stalest
-    first."""
+    """Named are only buckets with room to which no lookup went since the limit, by an id inside them."""
     table = RoutingTable(0, bucket_size=2, depth_modulo=1)
-    low, high = 5, (1 << 255) + 5
+    low, high = 5, TOP + 5
     for node in (low, low + 1, high):
         table.add(contact_at(node), 0.0)
     assert table.bucket_count == 2

@@ -1,7 +1,9 @@
 """Malice, haste and bad luck of peers, and the harm that must not come of it."""
 
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,27 +13,22 @@ import trio
 from dmoe_net.errors import ConnectionLost, DialFailed, LocalProtocolError, PeerTimeout
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.connection import HELLO_TIMEOUT_S, LEAVE_S
+from dmoe_net.rpc.connections import CHECK_PERIOD_S
 from dmoe_net.rpc.peer import RpcPeer, open_rpc_peer
-from dmoe_net.transport.base import Link
-from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.base import Link, Transport
+from dmoe_net.transport.sim import simulate
 from dmoe_net.transport.sim.events import Heal, Partition
 from dmoe_net.transport.sim.links import HostOptions
 from dmoe_net.transport.tcp import TcpTransport
-from dmoe_net.wire.messages import CallCancel, CallStart, Ping
+from dmoe_net.wire.messages import CallCancel, CallReply, CallStart, Goodbye, Ping
 from dmoe_net.wire.tensors import Tensor
-from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_network
+from tests.net.each_network import NETWORKS, Ends, Network, drop, on_every_link, on_every_network
 from tests.net.link_frames import assert_same, parts_of
-from tests.net.rpc_peers import CLIENT, LONG_S, SERVER, Stuck, echo, hello, part
+from tests.net.rpc_peers import CLIENT, LONG_S, SERVER, Clumsy, Stuck, echo, hello, part
 from tests.net.sim_hosts import in_simulation
-from tests.net.test_rpc_simulated import ALICE, BOB, EVE, MIB, contact, open_peer, pair, ping
+from tests.net.test_rpc_simulated import ALICE, BOB, EVE, MIB, contact, frozen, open_peer, pair, ping
 from tests.net.test_transport_conformance import LARGE, large_frame
-
-
-def frozen(nbytes: int) -> Tensor:
-    """A tensor that the simulation need not copy."""
-    tensor = np.zeros(nbytes, np.uint8)
-    tensor.flags.writeable = False
-    return tensor
 
 
 async def read_to_the_end(link: Link) -> None:
@@ -124,59 +121,42 @@ async def test_contacts_that_name_a_wrong_peer_do_not_lock_the_right_one_out(end
 
 
 @pytest.mark.parametrize("slow_host", ["a", "b"])
-def test_a_large_call_over_a_slow_line_is_not_taken_for_silence(slow_host: str) -> None:
+@in_simulation
+async def test_a_large_call_over_a_slow_line_is_not_taken_for_silence(slow_host: str) -> None:
     """A request or an answer of 4 MiB at 200 kbit/s takes three minutes, in which no frame is complete."""
-
-    async def main() -> None:
-        async with pair(hosts=lambda host: HostOptions(up_bps=2e5 if host == slow_host else math.inf)) as peers:
-            network, alice, bob = peers
-            reply = await alice.call(contact(bob), "echo", {}, [frozen(4 * MIB)], timeout_s=3600.0)
-            assert reply.tensors[0].nbytes == 4 * MIB
-            assert trio.current_time() > 160.0
-            assert network.statistics().dials == 1
-
-    run(main)
+    hosts = {slow_host: HostOptions(up_bps=2e5)}
+    async with pair(hosts=lambda host: hosts.get(host, HostOptions())) as (network, alice, bob):
+        reply = await alice.call(contact(bob), "echo", {}, [frozen(4 * MIB)], timeout_s=3600.0)
+        assert reply.tensors[0].nbytes == 4 * MIB
+        assert trio.current_time() > 160.0
+        assert network.statistics().dials == 1
 
 
 @pytest.mark.parametrize("caller", ["another peer", "this peer itself"])
-def test_a_handler_that_fails_while_its_peer_is_closed(caller: str, caplog: pytest.LogCaptureFixture) -> None:
+@in_simulation
+async def test_a_handler_that_fails_while_its_peer_is_closed(caller: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its error is logged, the caller's call fails, and the block ends as if nothing had been."""
+    clumsy = Clumsy(ValueError)
 
-    async def main() -> None:
-        started = trio.Event()
+    async def call(peer: RpcPeer) -> None:
+        with pytest.raises(ConnectionLost):
+            await peer.call(contact(bob), "clumsy", {}, timeout_s=LONG_S)
 
-        async def clumsy(_: Request) -> Reply:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(trio.sleep_forever)
-                try:
-                    started.set()
-                    await trio.sleep_forever()
-                finally:
-                    raise ValueError("while cleaning up")
-            return Reply()
-
-        async def call(peer: RpcPeer) -> None:
-            with pytest.raises(ConnectionLost):
-                await peer.call(contact(bob), "clumsy", {}, timeout_s=LONG_S)
-
-        async with simulate() as network, open_peer(network, "a", ALICE) as alice, trio.open_nursery() as nursery:
-            async with open_peer(network, "b", BOB) as bob:
-                bob.add_handler("clumsy", clumsy)
-                nursery.start_soon(call, bob if caller == "this peer itself" else alice)
-                await started.wait()
-            await ping(alice, contact(alice))
-
-    run(main)
+    async with simulate() as network, open_peer(network, "a", ALICE) as alice, trio.open_nursery() as nursery:
+        async with open_peer(network, "b", BOB) as bob:
+            bob.add_handler("clumsy", clumsy)
+            nursery.start_soon(call, bob if caller == "this peer itself" else alice)
+            await clumsy.started.wait()
+        await ping(alice, contact(alice))
     assert "while cleaning up" in caplog.text
 
 
 @in_simulation
 async def test_calls_of_a_peer_to_itself_end_when_it_is_closed() -> None:
     """Their handlers are cancelled and their callers told, at once."""
-    stuck = Stuck()
     async with simulate() as network, trio.open_nursery() as nursery:
         async with open_peer(network, "a", ALICE) as alice:
-            alice.add_handler("stuck", stuck)
+            alice.add_handler("stuck", stuck := Stuck())
 
             async def call() -> None:
                 with pytest.raises(ConnectionLost, match="closed"):
@@ -193,9 +173,7 @@ async def test_calls_of_a_peer_to_itself_end_when_it_is_closed() -> None:
 
 @in_simulation
 async def test_calls_of_a_peer_to_itself_share_no_body() -> None:
-    """Changes that either side makes to a body stay on that side."""
-    kept = {"list": [1]}
-    given = {"list": [1]}
+    kept, given = {"list": [1]}, {"list": [1]}
 
     async def give(request: Request) -> Reply:
         request.body["list"].append(2)
@@ -213,17 +191,14 @@ async def test_calls_of_a_peer_to_itself_share_no_body() -> None:
     [({"x": {1, 2}}, np.float32), ({"x": bytes(10**6)}, np.float32), ({"x": math.nan}, np.float32), ({}, np.complex64)],
     ids=["a set", "a megabyte", "no number", "a complex tensor"],
 )
-def test_calls_of_a_peer_to_itself_refuse_what_could_not_travel(body: dict[str, object], dtype: type) -> None:
+@in_simulation
+async def test_calls_of_a_peer_to_itself_refuse_what_could_not_travel(body: dict[str, object], dtype: type) -> None:
     """A program that works in one process works in two."""
-
-    async def main() -> None:
-        async with pair() as (_, alice, bob):
-            for target in (alice, bob):
-                with pytest.raises(LocalProtocolError):
-                    await alice.call(contact(target), "echo", body, [np.zeros(1, dtype)], timeout_s=1.0)
-                await ping(alice, contact(target))
-
-    run(main)
+    async with pair() as (_, alice, bob):
+        for target in (alice, bob):
+            with pytest.raises(LocalProtocolError):
+                await alice.call(contact(target), "echo", body, [np.zeros(1, dtype)], timeout_s=1.0)
+            await ping(alice, contact(target))
 
 
 @in_simulation
@@ -298,10 +273,9 @@ async def test_a_host_that_no_name_can_be_is_a_failed_dial(host: str) -> None:
                 await client.call(Address(host, 9), "rpc.ping", {}, timeout_s=LONG_S)
 
 
-@on_every_network
-async def test_what_moves_is_counted_at_both_ends(ends: Ends) -> None:
+@on_every_link
+async def test_what_moves_is_counted_at_both_ends(ends: Ends, dialled: Link, accepted: Link) -> None:
     """A frame larger than all buffers: its receiver counts its bytes, its sender at least those that had to wait."""
-    dialled, accepted = await ends.pair()
     before = dialled.num_moved, accepted.num_moved
     async with trio.open_nursery() as nursery:
         nursery.start_soon(dialled.send, *parts_of(large_frame()))
@@ -309,24 +283,21 @@ async def test_what_moves_is_counted_at_both_ends(ends: Ends) -> None:
         assert_same(await accepted.receive(), large_frame())
     assert dialled.num_moved > before[0]
     assert accepted.num_moved >= before[1] + LARGE
-    drop(dialled, accepted)
 
 
 @pytest.mark.parametrize("network", [each for each in NETWORKS if each.run is trio.run], ids=lambda each: each.name)
 def test_what_finds_room_in_the_systems_buffer_is_no_sign_of_life(network: Network) -> None:
     """A ping, and calls of some kilobytes, to somebody who does not read."""
 
-    async def main() -> None:
-        async with network.open() as ends:
-            dialled, accepted = await ends.pair()
-            before = dialled.num_moved
-            await dialled.send(part(Ping()))
-            await dialled.send(part(CallStart(call_id=1, method="m", timeout_s=1.0, body={"x": bytes(20_000)})))
-            await ends.settle()
-            assert dialled.num_moved == before
-            drop(dialled, accepted)
+    @on_every_link
+    async def send(ends: Ends, dialled: Link, accepted: Link) -> None:
+        before = dialled.num_moved
+        await dialled.send(part(Ping()))
+        await dialled.send(part(CallStart(call_id=1, method="m", timeout_s=1.0, body={"x": bytes(20_000)})))
+        await ends.settle()
+        assert dialled.num_moved == before
 
-    network.run(main)
+    send(network)
 
 
 @in_simulation
@@ -344,3 +315,145 @@ async def test_what_a_cut_network_holds_back_is_no_sign_of_life() -> None:
         await trio.sleep(30.0)
         assert link.num_moved > before
         drop(link)
+
+
+# Hello and goodbye on two connections: which peer says them on which, and when.
+
+
+def slow_to_say_hello(peer_id: PeerId) -> Callable[[Link], Awaitable[None]]:
+    async def serve(link: Link) -> None:
+        await trio.sleep(0.5)
+        await link.send(hello(peer_id))
+        while (frame := await link.receive()) is not None:
+            if frame.header["type"] == "call":
+                await link.send(part(CallReply(call_id=frame.header["id"], body={})))
+
+    return serve
+
+
+def prefers_own(transport: Transport, target: Contact, *, says_hello: bool = True) -> Callable[[Link], Awaitable[None]]:
+    """Dials whoever has dialled it, says goodbye on the one link, then hello on the other."""
+
+    async def serve(link: Link) -> None:
+        own = await transport.dial(target.address)
+        await trio.sleep(0.5)
+        await link.send(hello(EVE), part(Goodbye()))
+        if says_hello:
+            await slow_to_say_hello(EVE)(own)
+        await trio.sleep_forever()
+
+    return serve
+
+
+async def listen_as(
+    transport: Transport, host: str, serve: Callable[[Link], Awaitable[None]], nursery: trio.Nursery
+) -> Address:
+    """Listen without a peer: each link that comes in is served by `serve`."""
+    listener = await transport.listen(Address(host, 7))
+
+    async def accept() -> None:
+        while True:
+            link = await listener.accept()
+            await link.handshake()
+            nursery.start_soon(serve_until_lost, link)
+
+    async def serve_until_lost(link: Link) -> None:
+        with suppress(ConnectionLost):
+            await serve(link)
+
+    nursery.start_soon(accept)
+    return listener.address
+
+
+@in_simulation
+async def test_a_slow_call_on_the_connection_that_gives_way_is_answered() -> None:
+    """Two that dial at once: the connection that is not preferred lives until its calls are answered, then ends."""
+    async with pair() as (network, alice, bob):
+
+        async def slow(_: Request) -> Reply:
+            await trio.sleep(3 * LEAVE_S)
+            return Reply()
+
+        async with trio.open_nursery() as nursery:
+            for caller, target in ((alice, bob), (bob, alice)):
+                caller.add_handler("slow", slow)
+                nursery.start_soon(partial(caller.call, contact(target), "slow", {}, timeout_s=LONG_S))
+        assert network.statistics().dials == 2
+        for _ in range(3):
+            await ping(alice, contact(bob))
+            await trio.sleep((LEAVE_S + 2 * CHECK_PERIOD_S) / 3)
+        assert network.statistics().links == 1
+
+
+@in_simulation
+async def test_a_peer_that_says_hello_and_goodbye_in_one_breath_is_not_dialled_in_a_loop() -> None:
+    """A call that waits for the hello is one dial and fails at once; one without tensors has left by then, and its
+    answer is waited for no longer than it says. Connections with others stay."""
+    async with pair() as (network, alice, bob), trio.open_nursery() as nursery:
+        await ping(alice, contact(bob))
+
+        async def leave_at_once(link: Link) -> None:
+            await link.send(hello(EVE), part(Goodbye()))
+            await trio.sleep_forever()
+
+        address = await listen_as(network.transport("e", EVE), "e", leave_at_once, nursery)
+        for target in (address, Contact(EVE, address)):
+            num_dials, started = network.statistics().dials, trio.current_time()
+            with pytest.raises(DialFailed, match="parted"):
+                await alice.call(target, "rpc.ping", {}, [np.zeros(1, np.float32)], timeout_s=10.0)
+            assert trio.current_time() - started < 0.5
+            assert network.statistics().dials == num_dials + 1
+        with pytest.raises(PeerTimeout):
+            await ping(alice, target, timeout_s=1.0)
+        await ping(alice, contact(bob))
+        assert network.statistics().dials == 4
+        nursery.cancel_scope.cancel()
+
+
+@in_simulation
+async def test_a_peer_that_prefers_its_own_connection_may_say_hello_there_later() -> None:
+    """Both dialled, and the goodbye on ours overtakes the hello on theirs: the call waits for that."""
+    async with pair() as (network, alice, _), trio.open_nursery() as nursery:
+        transport = network.transport("e", EVE)
+        target = Contact(EVE, await listen_as(transport, "e", prefers_own(transport, contact(alice)), nursery))
+        await ping(alice, target)
+        await ping(alice, target)
+        assert network.statistics().dials == 2
+        nursery.cancel_scope.cancel()
+
+
+@in_simulation
+async def test_a_stranger_that_stays_mute_is_not_waited_for_for_ever() -> None:
+    """It might have been the one who parted; when it is dropped, the call fails."""
+    async with pair() as (network, alice, _), trio.open_nursery() as nursery:
+        transport = network.transport("e", EVE)
+        serve = prefers_own(transport, contact(alice), says_hello=False)
+        address = await listen_as(transport, "e", serve, nursery)
+        started = trio.current_time()
+        with pytest.raises(DialFailed, match="parted"):
+            await alice.call(address, "ping", {}, timeout_s=LONG_S)
+        assert trio.current_time() - started <= HELLO_TIMEOUT_S + 1.0
+        nursery.cancel_scope.cancel()
+
+
+@in_simulation
+async def test_the_bound_of_outgoing_connections_counts_a_connection_once() -> None:
+    """Eight places, eight peers that are slow to say hello: all are reached, and none is thrown out for a ninth."""
+    async with simulate() as network, trio.open_nursery() as nursery:
+        transport = network.transport("a", ALICE)
+        async with open_rpc_peer(transport, peer_id=ALICE, max_outgoing_connections=8) as alice:
+            addresses = []
+            for index in range(9):
+                peer_id, host = PeerId(bytes([index]) * 32), f"h{index}"
+                serve = slow_to_say_hello(peer_id)
+                addresses.append(await listen_as(network.transport(host, peer_id), host, serve, nursery))
+            async with trio.open_nursery() as calls:
+                for address in addresses[:8]:
+                    calls.start_soon(ping, alice, address)
+                    await trio.sleep(0.02)
+                for _ in range(4):  # while some dial, some wait for Hello, and some are there
+                    with pytest.raises(DialFailed, match="in use"):
+                        await ping(alice, addresses[8])
+                    await trio.sleep(0.1)
+            await ping(alice, addresses[8])  # now one that is idle makes room
+        nursery.cancel_scope.cancel()

@@ -1,18 +1,47 @@
-"""The simulated network: what takes how long, and how links behave where the real ones cannot be watched."""
+"""The simulated network: what takes how long, how links behave where the real ones cannot be watched, and its models of
+latency, lines, loss and reach."""
+
+import math
+import statistics
+from collections.abc import Callable
 
 import pytest
 import trio
 import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dmoe_net.errors import ConnectionLost, DialFailed
 from dmoe_net.identity import Address
 from dmoe_net.transport.sim import simulate
 from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.events import Partition, Reachability
 from dmoe_net.transport.sim.flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
-from dmoe_net.transport.sim.links import Constant, Exponential, HostOptions, LogNormal, Loss
+from dmoe_net.transport.sim.links import (
+    Constant,
+    Exponential,
+    HostOptions,
+    LatencyModel,
+    Line,
+    LogNormal,
+    Loss,
+    RegionMatrix,
+    model_between,
+    stream_key,
+)
 from dmoe_net.transport.sim.transport import BACKLOG
 from tests.net.link_frames import exchange, numbered, parts_of
-from tests.net.sim_hosts import arrival_s, connect, expect_duration, expect_lost, in_simulation, listen, part, peer
+from tests.net.sim_hosts import (
+    arrival_s,
+    connect,
+    expect_duration,
+    expect_lost,
+    in_simulation,
+    listen,
+    open_link,
+    part,
+    peer,
+)
 
 
 @in_simulation
@@ -79,8 +108,7 @@ async def test_large_frames_share_an_uplink() -> None:
             for link in links:
                 nursery.start_soon(link[0].send, *parts_of(numbered(1, size)))
             times = [await arrival_s(link[1]) - start for link in links]
-    both_s = 2 * 8 * size / bps
-    chunk_s = 8 * 512 * 1024 / bps
+    both_s, chunk_s = 2 * 8 * size / bps, 8 * 512 * 1024 / bps
     assert max(times) == pytest.approx(both_s + 0.05, abs=0.01)
     assert min(times) >= max(times) - 1.1 * chunk_s
 
@@ -89,10 +117,8 @@ async def test_large_frames_share_an_uplink() -> None:
 async def test_download_bandwidth() -> None:
     """Two senders share the receiver's line in the order in which their parts arrive there, not in that of sending."""
     latencies = {"far": 1.0, "near": 0.1, "b": 0.0}
-    async with simulate(
-        latency=lambda source, _: Constant(latencies[source]),
-        hosts=lambda name: HostOptions(down_bps=8000.0) if name == "b" else HostOptions(),
-    ) as network:
+    hosts = {"far": HostOptions(), "near": HostOptions(), "b": HostOptions(down_bps=8000.0)}
+    async with simulate(latency=lambda source, _: Constant(latencies[source]), hosts=hosts.__getitem__) as network:
         far, near = await connect(network, "far", "b"), await connect(network, "near", "b")
         start = trio.current_time()
         await far[0].send(part(1000))
@@ -106,8 +132,7 @@ async def test_download_bandwidth() -> None:
 async def test_a_send_waits_for_the_uplink() -> None:
     """`send` returns while less than the send buffer is left to do, and waits until so much has left."""
     nbytes = SEND_BUFFER_BYTES // 2
-    async with simulate(hosts=HostOptions(up_bps=8 * 8.0 * nbytes)) as network:
-        dialled, accepted = await connect(network, "a", "b")
+    async with open_link(hosts=HostOptions(up_bps=8 * 8.0 * nbytes)) as (_, dialled, accepted):
         async with expect_duration(0.0):
             await dialled.send(part(nbytes), part(nbytes))
         async with expect_duration(1 / 8):  # one of the two has left
@@ -135,8 +160,7 @@ async def test_a_slow_line_has_a_short_queue() -> None:
 async def test_a_receiver_that_does_not_read_bounds_the_link() -> None:
     """Unread data are bounded by the receive buffer, the rest by the send buffer and a part; reading goes on."""
     size = 100_000
-    async with simulate() as network:
-        dialled, accepted = await connect(network, "a", "b")
+    async with open_link() as (network, dialled, accepted):
         sent = 0
 
         async def send() -> None:
@@ -154,17 +178,14 @@ async def test_a_receiver_that_does_not_read_bounds_the_link() -> None:
             for index in range(200):
                 await trio.sleep(1.0)
                 assert network.statistics("b").nbytes - index * size <= RECEIVE_BUFFER_BYTES
-                frame = await accepted.receive()
-                assert frame is not None
-                assert frame.header["n"] == index
+                assert (await accepted.receive()).header["n"] == index
 
 
 @in_simulation
 async def test_links_keep_the_order_whatever_the_latency() -> None:
     """Latencies that differ wildly, and losses: frames arrive in the order of sending, over a stretch of time."""
     for options in ({"latency": LogNormal(0.1, 0.3)}, {"latency": Exponential(0.1), "loss": 0.02}):
-        async with simulate(**options) as network:
-            dialled, accepted = await connect(network, "a", "b")
+        async with open_link(**options) as (_, dialled, accepted):
             start = trio.current_time()
             async with trio.open_nursery() as nursery:
 
@@ -176,9 +197,7 @@ async def test_links_keep_the_order_whatever_the_latency() -> None:
                 nursery.start_soon(send)
                 times = []
                 for index in range(300):
-                    frame = await accepted.receive()
-                    assert frame is not None
-                    assert frame.header["n"] == index
+                    assert (await accepted.receive()).header["n"] == index
                     times.append(trio.current_time() - start)
             assert len(set(times)) > 10
             assert all(time >= 0.01 * index for index, time in enumerate(times))
@@ -188,10 +207,9 @@ async def test_links_keep_the_order_whatever_the_latency() -> None:
 async def test_ticks() -> None:
     """Deliveries come at multiples of the tick, rounded up; without one, at their exact times."""
     for tick_s, expected in ((0.01, 0.07), (0.0, 0.0617)):
-        async with simulate(tick_s=tick_s, latency=Constant(0.0617)) as network:
-            dialled, accepted = await connect(network, "a", "b")
-            async with expect_duration(expected):
-                await exchange(dialled, accepted, numbered(1))
+        latency = Constant(0.0617)
+        async with open_link(tick_s=tick_s, latency=latency) as (_, dialled, accepted), expect_duration(expected):
+            await exchange(dialled, accepted, numbered(1))
 
 
 @in_simulation
@@ -224,8 +242,7 @@ async def test_the_queue_of_a_listener_is_bounded() -> None:
 @in_simulation
 async def test_data_for_a_closed_link_reset_the_sender() -> None:
     """An end that sends after the other has closed is told after a round trip; data sent to it still arrive."""
-    async with simulate() as network:
-        dialled, accepted = await connect(network, "a", "b")
+    async with open_link() as (network, dialled, accepted):
         await dialled.send(part(1000))
         await dialled.aclose()
         await accepted.send(part(100))
@@ -240,18 +257,15 @@ async def test_data_for_a_closed_link_reset_the_sender() -> None:
 
 @in_simulation
 async def test_a_closed_link_delivers_even_what_the_window_held_back() -> None:
-    """`aclose` with a full window, and `abort` after it: the reader gets everything, later."""
-    async with simulate() as network:
-        dialled, accepted = await connect(network, "a", "b")
-        num_frames = 44
-        for index in range(num_frames):
+    async with open_link() as (_, dialled, accepted):
+        for index in range(44):
             await dialled.send(part(100_000, index))
         await dialled.aclose()
         dialled.abort()
         for _ in range(60):  # nobody reads them, and nobody minds as long as there is something to deliver
             await accepted.send(part(100_000))
         await trio.sleep(100.0)
-        for _ in range(num_frames):
+        for _ in range(44):
             assert await accepted.receive() is not None
         assert await accepted.receive() is None
 
@@ -259,8 +273,7 @@ async def test_a_closed_link_delivers_even_what_the_window_held_back() -> None:
 @in_simulation
 async def test_an_aborted_link_drops_what_has_not_left() -> None:
     """Parts that the window held back are lost; those that had left arrive before the reset."""
-    async with simulate() as network:
-        dialled, accepted = await connect(network, "a", "b")
+    async with open_link() as (_, dialled, accepted):
         for index in range(44):
             await dialled.send(part(100_000, index))
         dialled.abort()
@@ -272,7 +285,6 @@ async def test_an_aborted_link_drops_what_has_not_left() -> None:
 
 @in_simulation
 async def test_a_peer_does_not_dial_itself() -> None:
-    """As on the encrypted network: the same identity at the other end is no peer."""
     async with simulate() as network:
         listener = await listen(network, "a")
         with pytest.raises(DialFailed, match="that is this peer itself"):
@@ -293,8 +305,7 @@ async def test_ports_are_the_simulations_own() -> None:
 @in_simulation
 async def test_statistics() -> None:
     """Parts, bytes and frames delivered, dials and open links; for a host, what came to it and was dialled by it."""
-    async with simulate() as network:
-        dialled, accepted = await connect(network, "a", "b")
+    async with open_link() as (network, dialled, accepted):
         await exchange(dialled, accepted, numbered(1, 1_400_000))
         await accepted.send(part(100))
         await trio.sleep(1.0)
@@ -321,3 +332,128 @@ async def test_two_tasks_cannot_receive_or_accept_at_once() -> None:
                 with pytest.raises(trio.BusyResourceError):
                     await wait()
                 nursery.cancel_scope.cancel()
+
+
+MODELS: list[tuple[LatencyModel, float]] = [
+    (Constant(0.05), 0.05),
+    (Constant(0.0), 0.0),
+    (Exponential(0.1), 0.0),
+    (Exponential(0.1, 0.02), 0.02),
+    (LogNormal(0.08, 0.5), 0.0),
+    (LogNormal(0.08, 1.0, floor_s=0.03), 0.03),
+    (LogNormal(0.08, 0.0), 0.0),
+]
+draws = st.floats(0.0, 1.0, exclude_max=True)
+
+
+@given(model=st.sampled_from(MODELS), one=draws, other=draws)
+def test_latencies_are_finite_above_the_floor_and_grow_with_the_draw(
+    model: tuple[LatencyModel, float], one: float, other: float
+) -> None:
+    """Every draw from [0, 1), its ends included, gives a latency; a larger draw no smaller one."""
+    low, high = (model[0].sample_s(u) for u in sorted((one, other)))
+    assert model[1] <= low <= high < math.inf
+
+
+def test_moments_of_the_models() -> None:
+    grid = [(index + 0.5) / 100_000 for index in range(100_000)]
+    assert statistics.fmean(map(Exponential(0.1, 0.02).sample_s, grid)) == pytest.approx(0.1, rel=1e-3)
+    assert Exponential(0.1).sample_s(0.5) == pytest.approx(0.1 * math.log(2))
+    assert LogNormal(0.08, 0.7, floor_s=0.03).sample_s(0.5) == pytest.approx(0.08)
+    # One standard deviation above the median: exp(sigma) times as much lies above the floor.
+    one_sigma = statistics.NormalDist().cdf(1.0)
+    assert LogNormal(0.08, 0.7, floor_s=0.03).sample_s(one_sigma) == pytest.approx(0.03 + 0.05 * math.exp(0.7))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Constant(-1.0), "seconds.*-1.0"),
+        (lambda: Constant(math.nan), "seconds.*nan"),
+        (lambda: Exponential(0.1, floor_s=0.2), "mean_s.*floor_s = 0.2.*0.1"),
+        (lambda: LogNormal(math.inf, 1.0), "median_s.*inf"),
+        (lambda: LogNormal(0.1, -1.0), "sigma.*-1.0"),
+        (lambda: HostOptions(up_bps=0.0), "up_bps.*0.0"),
+        (lambda: HostOptions(down_bps=math.nan), "down_bps.*nan"),
+        (lambda: HostOptions(extra_latency_s=-0.1), "extra_latency_s.*-0.1"),
+        (lambda: Loss(probability=1.0), "probability.*1.0"),
+        (lambda: Loss(retransmit_s=0.0), "retransmit_s.*0.0"),
+        (lambda: Loss(max_retransmits=0), "max_retransmits.*0"),
+        (lambda: Partition((frozenset("ab"), frozenset("bc"))), "two groups.*b"),
+        (lambda: Partition(("ab",)), "set of host names.*'ab'"),
+    ],
+)
+def test_wrong_values_are_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_regions() -> None:
+    """A pair of regions has its model, or that of the other direction; what is missing is named."""
+    near, far, back = Constant(0.01), Constant(0.1), Constant(0.2)
+    matrix = RegionMatrix(
+        region_of={"a": "eu", "b": "eu", "c": "us", "d": "moon"},
+        models={("eu", "eu"): near, ("eu", "us"): far, ("us", "moon"): far, ("moon", "us"): back},
+    )
+    assert matrix("a", "b") is near
+    assert matrix("a", "c") is matrix("c", "a") is far
+    assert matrix("d", "c") is back
+    assert model_between(matrix, "c", "b") is far
+    assert model_between(near, "c", "b") is near
+    with pytest.raises(ValueError, match="between regions 'eu' and 'moon'"):
+        matrix("a", "d")
+    with pytest.raises(ValueError, match=r"'e' has no region; these have: a, b, c, d"):
+        matrix("e", "a")
+
+
+def test_streams_of_random_numbers_differ() -> None:
+    """Every seed, pair, link and direction has a key of its own, whatever the names look like."""
+    keys = {
+        stream_key(seed, dialler, listener, number, is_answer=is_answer)
+        for seed in (0, 1)
+        for dialler, listener in (("a", "b"), ("b", "a"), ("a', 'b", "c"), ("a", "b', 'c"))
+        for number in (1, 2)
+        for is_answer in (False, True)
+    }
+    assert len(keys) == 32
+
+
+def test_losses() -> None:
+    """The share of parts lost k times falls with p^k, is bounded, and each loss doubles the wait."""
+    loss = Loss(probability=0.3, retransmit_s=0.2, max_retransmits=3)
+    counts = [0] * 6
+    for sequence in range(20_000):
+        counts[loss.num_losses(b"key", sequence)] += 1
+    assert counts[5] == 0
+    # Four attempts at most are lost: the last class holds all that is left.
+    for count, share in zip(counts, (0.7, 0.21, 0.063, 0.0189, 0.0081), strict=False):
+        assert count / 20_000 == pytest.approx(share, abs=4 * math.sqrt(share / 20_000))
+    assert [loss.delay_s(0.05, lost) for lost in range(4)] == pytest.approx([0.0, 0.2, 0.6, 1.4])
+    assert loss.delay_s(0.5, 2) == pytest.approx(3.0)  # a round trip of 1 s is longer than 0.2 s
+    assert Loss().num_losses(b"key", 0) == 0
+
+
+def test_a_line_passes_one_part_after_the_other() -> None:
+    """1000 bytes at 8000 bits/s take a second; a part waits for those before it, and not for a pause."""
+    line = Line(8000.0)
+    for now, nbytes, done in ((10.0, 1000, 11.0), (10.5, 500, 11.5), (10.5, 0, 11.5), (20.0, 1000, 21.0)):
+        assert line.take(now, nbytes) == done
+    line.bandwidth_bps = math.inf
+    assert line.take(20.5, 10**9) == 21.0  # behind what is on the line already
+    assert line.take(22.0, 10**9) == 22.0
+
+
+def test_who_reaches_whom() -> None:
+    reachability = Reachability()
+    assert reachability.is_whole
+    reachability.set_groups((frozenset("ab"), frozenset("c")))
+    assert not reachability.is_whole
+    together = {pair for pair in ("ab", "ac", "ad", "cd", "de") if reachability.between(*pair)}
+    assert together == {"ab", "de"}
+    reachability.set_plugged("e", False)
+    assert not any(reachability.between(*pair) for pair in ("de", "ed"))
+    reachability.set_groups(())
+    assert not reachability.is_whole
+    assert reachability.between("a", "c")
+    reachability.set_plugged("e", True)
+    assert reachability.is_whole

@@ -50,6 +50,11 @@ def memory(size: int) -> Tensor:
     return np.full(size + 200, NOBODYS)
 
 
+def edges(whole: Tensor) -> Tensor:
+    """The parts of the caller's memory that it does not offer."""
+    return np.concatenate([whole[:100], whole[-100:]])
+
+
 def offered(whole: Tensor, call_id: int = 1) -> tuple[Sinks, FrameReader, Tensor]:
     """A reader, and the inner part of `whole` offered for the answer to a call."""
     sinks, into = Sinks(), whole[100:-100]
@@ -74,13 +79,10 @@ def test_an_answer_is_received_into_the_memory_that_is_offered(size: int, sizes:
     _, reader, into = offered(whole)
     [frame] = read(b"".join(reply([values(size)])), sizes=sizes, reader=reader)
     [tensor] = frame.tensors
-    assert isinstance(tensor, np.ndarray)
     assert tensor.ctypes.data == into.ctypes.data
-    assert not tensor.flags.writeable
-    assert into.flags.writeable
+    assert (tensor.flags.writeable, into.flags.writeable) == (False, True)
     assert np.array_equal(into, values(size))
-    assert is_untouched(whole[:100])
-    assert is_untouched(whole[-100:])
+    assert is_untouched(edges(whole))
     assert put_into(into, frame.tensors)[0].base is not None
     assert np.array_equal(into, values(size))
 
@@ -126,9 +128,8 @@ def test_what_is_no_answer_of_the_very_form_is_received_elsewhere(name: str) -> 
     [frame] = read(b"".join(UNFIT[name]), reader=reader)
     assert is_untouched(whole)
     assert not any(np.may_share_memory(tensor, into) for tensor in frame.tensors if isinstance(tensor, np.ndarray))
-    [after] = read(b"".join(reply([values(SMALL)])), reader=reader)  # the offer still stands
+    read(b"".join(reply([values(SMALL)])), reader=reader)  # the offer still stands
     assert np.array_equal(into, values(SMALL))
-    assert isinstance(after.tensors[0], np.ndarray)
 
 
 @pytest.mark.parametrize("kind", [WHOLE, OPEN])
@@ -172,9 +173,9 @@ def test_an_answer_that_is_under_way_when_its_call_ends_goes_elsewhere(
     [frame] = read(data[come:], reader=reader)
     assert is_untouched(whole)
     assert frame.tensors[0].shape == (LARGE,)
-    assert not np.may_share_memory(np.asarray(frame.tensors[0]), into)
+    assert not np.may_share_memory(frame.tensors[0], into)
     [after] = read(b"".join(reply([values(SMALL)], call_id=2)), reader=reader)
-    assert np.array_equal(np.asarray(after.tensors[0]), values(SMALL))
+    assert np.array_equal(after.tensors[0], values(SMALL))
 
 
 def test_an_answer_that_comes_twice_is_received_elsewhere_the_second_time() -> None:
@@ -203,20 +204,11 @@ def frozen(array: Tensor) -> Tensor:
     return array
 
 
-@pytest.mark.parametrize(
-    "into",
-    [
-        frozen(np.zeros(3)),
-        np.zeros((4, 4))[:, 1],
-        np.zeros(3, ">f4"),
-        np.zeros(3, np.complex64),
-        np.zeros((1,) * 9),
-        [0.0],
-    ],
-)
-def test_memory_that_cannot_be_received_into_is_refused(into: Any) -> None:
-    with pytest.raises(ValueError, match="received"):
-        check_sink(into)
+def test_memory_that_cannot_be_received_into_is_refused() -> None:
+    wrong = [frozen(np.zeros(3)), np.zeros((4, 4))[:, 1], np.zeros(3, ">f4"), np.zeros(3, np.complex64)]
+    for into in (*wrong, np.zeros((1,) * 9), [0.0]):
+        with pytest.raises(ValueError, match="received"):
+            check_sink(into)
 
 
 def server_id(ends: Ends) -> PeerId:
@@ -246,11 +238,6 @@ async def next_call(link: Link) -> CallStart:
     raise AssertionError("the other end has gone")
 
 
-def can_cut_parts(ends: Ends) -> bool:
-    """Simulated networks carry whole parts, and frames beside them."""
-    return isinstance(ends.client, TcpTransport | TlsTransport)
-
-
 def in_two(whole: Part) -> list[Part]:
     """A part that leaves in two writes."""
     data = b"".join(whole.pieces)
@@ -270,20 +257,19 @@ async def test_a_call_has_its_answer_where_it_asked_for_it(ends: Ends) -> None:
         open_rpc_peer(ends.client, peer_id=client_id(ends)) as client,
     ):
         server.add_handler("answer", answer)
-        assert server.address is not None
         for caller in (client, server):
             for size in (SMALL, LARGE):
                 whole = memory(size)
                 into = whole[100:-100]
                 call = functools.partial(caller.call, server.address, "answer", timeout_s=HOUR_S, into=into)
                 got = await call({"sizes": [size]})
-                assert [np.asarray(tensor).ctypes.data for tensor in got.tensors] == [into.ctypes.data]
-                assert not np.asarray(got.tensors[0]).flags.writeable
+                assert [tensor.ctypes.data for tensor in got.tensors] == [into.ctypes.data]
+                assert not got.tensors[0].flags.writeable
                 assert np.array_equal(into, values(size))
                 whole[:] = NOBODYS
                 for sizes in ([size - 1], [size, size], []):
                     got = await call({"sizes": sizes})
-                    assert [np.asarray(tensor).size for tensor in got.tensors] == sizes
+                    assert [tensor.size for tensor in got.tensors] == sizes
                     assert is_untouched(whole)
         with pytest.raises(ValueError, match="writable"):
             await client.call(server.address, "answer", {}, timeout_s=HOUR_S, into=frozen(values(3)))
@@ -305,7 +291,7 @@ async def test_what_comes_after_a_call_was_given_up_is_not_written(ends: Ends) -
         link = await accepted(listener, ends)
         start = await next_call(link)
         parts = link_parts(encode_message(CallReply(call_id=start.call_id, body={}, tensors=(values(LARGE),))))
-        if can_cut_parts(ends):
+        if isinstance(ends.client, TcpTransport | TlsTransport):  # simulated networks carry whole parts
             parts[1:2] = in_two(parts[1])
         await link.send(*parts[:2])
         await ends.settle()
@@ -343,22 +329,16 @@ async def test_a_call_whose_connection_breaks_within_the_answer_leaves_its_memor
         nursery.start_soon(break_off)
         with pytest.raises(PeerUnavailable):
             await client.call(listener.address, "m", {}, timeout_s=HOUR_S, into=whole[100:-100])
-        assert is_untouched(whole[:100])
-        assert is_untouched(whole[-100:])
+        assert is_untouched(edges(whole))
 
 
 def faulty(fault: str, size: int) -> CallReply:
     """A reducer's answer that does not count."""
-    tensor: Tensor = np.full(size, NOBODYS)
-    match fault:
-        case "not finite":
-            tensor[-1] = np.nan
-        case "one more":
-            tensor = np.append(tensor, NOBODYS)
-        case "one less":
-            tensor = tensor[1:]
-        case "int32":
-            tensor = tensor.astype(np.int32)
+    tensor: Tensor = np.full(size + {"one more": 1, "one less": -1}.get(fault, 0), NOBODYS)
+    if fault == "not finite":
+        tensor[-1] = np.nan
+    if fault == "int32":
+        tensor = tensor.astype(np.int32)
     weight = -1.0 if fault == "a weight below 0" else 2.0
     return CallReply(call_id=0, body={"senders": 2, "difference": False, "weight": weight}, tensors=(tensor,))
 

@@ -32,6 +32,9 @@ def blocks(indices: Any, levels: Any, scales: Any) -> SparseBlocks:
     return SparseBlocks(np.array(indices), np.array(levels, np.int8), np.array(scales, np.float32))
 
 
+SOME = blocks([[1, 2]], [[2, 3]], [0.5])
+
+
 def one_segment(coding: SparseCoding, size: int, *parts: SparseBlocks) -> SparseVector:
     return SparseVector(coding=coding, sizes=(size,), parts=parts)
 
@@ -104,7 +107,7 @@ def test_traffic_of_a_group() -> None:
     assert all_reduce_nbytes(large, 8) / all_gather_nbytes(DEFAULT, [large], 8) == pytest.approx(48.76, abs=0.01)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(codings, sizes_of, st.integers(0, 2**32 - 1))
 def test_what_arrives_is_what_was_sent(coding: SparseCoding, sizes: tuple[int, ...], seed: int) -> None:
     """The same dense vector, by plain loops; the length is the one foretold; what was read has the same bytes."""
@@ -130,15 +133,14 @@ def test_what_arrives_is_what_was_sent(coding: SparseCoding, sizes: tuple[int, .
 
 def test_many_tiles() -> None:
     """More blocks than are worked on together, and a short one behind them."""
-    sizes = (600 * 64 + 5,)
-    coding = SparseCoding(block_size=64, kept=3, bits=4)
+    coding, sizes = SparseCoding(block_size=64, kept=3, bits=4), (600 * 64 + 5,)
     vector = random_vector(np.random.default_rng(0), coding, sizes)
     read = parse_sparse_untrusted(encode_sparse(vector), coding, sizes)
     assert to_dense(read).tobytes() == to_dense(vector).tobytes()
     assert np.count_nonzero(to_dense(read)) == sum(np.count_nonzero(part.levels) for part in vector.parts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(codings, sizes_of, st.data())
 def test_garbage_raises_only_the_one_error(coding: SparseCoding, sizes: tuple[int, ...], data: st.DataObject) -> None:
     """Bytes of the right length, under the right head or not; what is accepted has no other form."""
@@ -154,7 +156,7 @@ def test_garbage_raises_only_the_one_error(coding: SparseCoding, sizes: tuple[in
         assert np.isfinite(to_dense(read)).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1), st.data())
 def test_one_flipped_bit(seed: int, data: st.DataObject) -> None:
     """It is refused, or is another content in its own one form."""
@@ -194,7 +196,6 @@ def test_one_flipped_bit(seed: int, data: st.DataObject) -> None:
     ],
 )
 def test_malformed_rows(row: str, message: str) -> None:
-    """Each way to break the format is refused, and the error says which."""
     payload = bytes.fromhex("4453 01 02 0700 0100" + row)
     with pytest.raises(RemoteProtocolError, match=message):
         parse_sparse_untrusted(memoryview(payload), SMALL, (8,))
@@ -212,7 +213,6 @@ def test_an_index_outside_its_block() -> None:
 
 @pytest.mark.parametrize("head", ["4454 01 02 0700 0100", "4453 02 02 0700 0100", "4453 01 04 0700 0100"])
 def test_another_head(head: str) -> None:
-    """Another magic, version or coding than expected."""
     payload = bytes.fromhex(head + "0000003f 05 09 09")
     with pytest.raises(RemoteProtocolError, match="must be 4453010207000100, got " + head.replace(" ", "")):
         parse_sparse_untrusted(memoryview(payload), SMALL, (8,))
@@ -225,13 +225,12 @@ def test_memory_is_bounded() -> None:
     tracemalloc.start()
     parse_sparse_untrusted(payload, DEFAULT, sizes)
     peak = tracemalloc.get_traced_memory()[1]
-    with pytest.raises(RemoteProtocolError):
-        parse_sparse_untrusted(payload, DEFAULT, (2**39,))
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    with pytest.raises(RemoteProtocolError):
-        parse_sparse_untrusted(payload, DEFAULT, (2**39,))
-    refused = tracemalloc.get_traced_memory()[1] - before
+    for _ in range(2):  # the first time imports and caches take some
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        with pytest.raises(RemoteProtocolError):
+            parse_sparse_untrusted(payload, DEFAULT, (2**39,))
+        refused = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert peak < 4 * 2**20
     assert refused < 2**16
@@ -252,30 +251,20 @@ def test_memory_is_bounded() -> None:
     ],
 )
 def test_what_cannot_be_sent(part: SparseBlocks, message: str) -> None:
-    """The sender is told what is wrong; a fault does not travel."""
     with pytest.raises(ValueError, match=message):
         encode_sparse(one_segment(SMALL, 8, part))
 
 
 def test_parts_must_be_complete() -> None:
-    """Nine values in blocks of eight are two parts."""
     with pytest.raises(ValueError, match="have 2 parts, got 1"):
-        encode_sparse(one_segment(SMALL, 9, blocks([[1, 2]], [[2, 3]], [0.5])))
+        encode_sparse(one_segment(SMALL, 9, SOME))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"block_size": 0}, "block_size must be from 1 to 65536, got 0"),
-        ({"block_size": 2**16 + 1}, "got 65537"),
-        ({"kept": 0}, "kept must be from 1 to the block size 4096, got 0"),
-        ({"kept": 4097}, "got 4097"),
-        ({"bits": 3}, "bits must be 2 or 4, got 3"),
-    ],
-)
-def test_wrong_codings(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SparseCoding(**arguments)
+def test_wrong_codings() -> None:
+    bounds = {"block_size": "from 1 to 65536", "kept": "from 1 to the block size 4096", "bits": "2 or 4"}
+    for name, value in (("block_size", 0), ("block_size", 2**16 + 1), ("kept", 0), ("kept", 4097), ("bits", 3)):
+        with pytest.raises(ValueError, match=f"{name} must be {bounds[name]}, got {value}"):
+            SparseCoding(**{name: value})
 
 
 def test_mean_by_hand() -> None:
@@ -286,7 +275,7 @@ def test_mean_by_hand() -> None:
     assert mean_of_sparse([first, second], [1, 3]).tolist() == [1.5, 1.375, 0.0, -0.375]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_mean_is_that_of_the_dense_vectors(seed: int, members: int) -> None:
     """Any number of members, weights with zeros among them, several segments."""
@@ -297,19 +286,11 @@ def test_mean_is_that_of_the_dense_vectors(seed: int, members: int) -> None:
     assert np.allclose(mean_of_sparse(vectors, weights), np.average(dense, axis=0, weights=weights), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [([], "got 2 and 0"), ([1.0, -1.0], "at least 0"), ([0.0, 0.0], "not all 0"), ([1.0, np.nan], "at least 0"),
-     ([1.0, np.inf], "finite")],
-)  # fmt: skip
-def test_wrong_weights(weights: list[float], message: str) -> None:
-    vector = one_segment(SMALL, 8, blocks([[1, 2]], [[2, 3]], [0.5]))
-    with pytest.raises(ValueError, match=message):
-        mean_of_sparse([vector, vector], weights)
-
-
-def test_vectors_of_different_sizes_have_no_mean() -> None:
-    first = one_segment(SMALL, 8, blocks([[1, 2]], [[2, 3]], [0.5]))
-    second = one_segment(SMALL, 7, blocks([[1, 2]], [[2, 3]], [0.5]))
+def test_what_has_no_mean() -> None:
+    """Weights that are not one for each, none above 0, or not finite; vectors of different sizes."""
+    wrong = [([], "got 2 and 0"), ([1.0, -1.0], "at least 0"), ([0.0, 0.0], "not all 0")]
+    for weights, message in (*wrong, ([1.0, np.nan], "at least 0"), ([1.0, np.inf], "finite")):
+        with pytest.raises(ValueError, match=message):
+            mean_of_sparse([one_segment(SMALL, 8, SOME)] * 2, weights)
     with pytest.raises(ValueError, match="vectors differ"):
-        mean_of_sparse([first, second], [1, 1])
+        mean_of_sparse([one_segment(SMALL, size, SOME) for size in (8, 7)], [1, 1])

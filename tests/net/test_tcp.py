@@ -22,16 +22,6 @@ from tests.net.link_frames import numbered, parts_of
 ANY_PORT = Address("127.0.0.1", 0)
 
 
-async def link_pair(*, max_body_bytes: int = 2**28) -> tuple[TcpLink, TcpLink]:
-    """Two ends of one connection: (dialled, accepted)."""
-    transport = TcpTransport(max_body_bytes=max_body_bytes)
-    listener = await transport.listen(ANY_PORT)
-    dialled = await transport.dial(listener.address)
-    accepted = await listener.accept()
-    await listener.aclose()
-    return dialled, accepted
-
-
 async def test_nobody_is_proven() -> None:
     """Plain TCP takes whoever answers, says so, and has no handshake to fail."""
     transport = TcpTransport()
@@ -69,7 +59,6 @@ def test_small_pieces_make_one_write_and_large_ones_are_not_copied() -> None:
 
 
 async def test_garbage_is_a_remote_protocol_error() -> None:
-    """Something that speaks HTTP is recognised by its first bytes."""
     listener = await TcpTransport().listen(ANY_PORT)
     stream = await trio.open_tcp_stream("127.0.0.1", listener.address.port)
     link = await listener.accept()
@@ -82,8 +71,11 @@ async def test_garbage_is_a_remote_protocol_error() -> None:
 
 
 async def test_the_transports_bound_on_bodies_is_kept() -> None:
-    """A link of a transport with a bound of 1000 bytes refuses 1001."""
-    dialled, accepted = await link_pair(max_body_bytes=1000)
+    transport = TcpTransport(max_body_bytes=1000)
+    listener = await transport.listen(ANY_PORT)
+    dialled = await transport.dial(listener.address)
+    accepted = await listener.accept()
+    await listener.aclose()
     await dialled.send(*parts_of(numbered(1, 1000), numbered(2, 1001)))
     assert await accepted.receive() is not None
     with pytest.raises(RemoteProtocolError, match="1001"):
@@ -94,7 +86,6 @@ async def test_the_transports_bound_on_bodies_is_kept() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 async def test_loopback_addresses_can_be_listened_on(host: str) -> None:
-    """Port 0 becomes the system's choice, and the reported address can be dialled."""
     if host == "::1" and not _has_ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     listener = await TcpTransport().listen(Address(host, 0))
@@ -146,7 +137,6 @@ async def test_an_address_that_keeps_silent_does_not_hold_up_the_next() -> None:
 
 
 async def test_every_address_says_why_it_cannot_be_had() -> None:
-    """Different reasons on one line."""
     listener = await TcpTransport().listen(ANY_PORT)
     await listener.aclose()
     refused = ("127.0.0.1", listener.address.port)
@@ -183,7 +173,6 @@ async def test_accept_survives_a_shortage(
 
 
 async def test_accept_passes_other_errors_on() -> None:
-    """An error that waiting cannot mend is ListenFailed."""
     with pytest.raises(ListenFailed, match="Bad file descriptor"):
         await SocketListener(ExhaustedSocket(errno.EBADF), ANY_PORT, TcpLink).accept()  # type: ignore[arg-type]
 

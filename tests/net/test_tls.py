@@ -1,32 +1,42 @@
-"""Encrypted links over the loopback interface: what they carry, and what they leave behind."""
+"""Encrypted links over the loopback interface: what they carry, what they leave behind, who is let in, and what refused
+peers learn."""
 
+import contextlib
 import os
 import ssl
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
-from dmoe_net.errors import ConnectionLost, RemoteProtocolError
+from dmoe_net.errors import ConnectionLost, DialFailed, HandshakeFailed, RemoteProtocolError
 from dmoe_net.identity import Address
-from dmoe_net.keys import CertificateChain, Membership, certificate_chain
+from dmoe_net.keys import Membership, certificate_chain
 from dmoe_net.transport.tcp import TcpTransport
-from dmoe_net.transport.tls import TlsTransport
+from dmoe_net.transport.tls import TlsLink, TlsTransport
 from dmoe_net.transport.tls_engine import client_context, server_context
-from tests.net.link_frames import assert_same, bytes_of, exchange, numbered, parts_of
+from tests.net.link_frames import assert_same, begin_and_cancel, bytes_of, exchange, numbered, parts_of
 from tests.net.tls_peers import (
     ALICE,
     ANY_PORT,
     BOB,
     EVE,
     OPEN,
+    OTHER_SECRET,
     SECRET,
+    RawPeer,
     allowing,
+    assert_refused,
+    caught,
+    dial_and_accept,
     link_pair,
     raw_dialler,
+    raw_listener,
     raw_pair,
+    trusting,
 )
 
 
@@ -70,11 +80,7 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
         raw.engine.encrypt(bytes_of(frame)[500:])
         ciphertext = raw.engine.take_ciphertext()
         await raw.stream.send_all(ciphertext[:700])
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(link.receive)
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                scope.cancel()
+        await begin_and_cancel(link.receive)
         await raw.stream.send_all(ciphertext[700:])
         assert_same(await link.receive(), frame)
 
@@ -82,11 +88,7 @@ async def test_a_cancelled_receive_loses_nothing() -> None:
 async def test_a_cancelled_send_ends_the_link() -> None:
     """Part of a record may have left, so nothing else may follow, not even a farewell."""
     async with link_pair() as (dialled, accepted):
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(dialled.send, *parts_of(numbered(1, 32 * 2**20)))
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                scope.cancel()
+        await begin_and_cancel(dialled.send, *parts_of(numbered(1, 32 * 2**20)))
         with pytest.raises(trio.BusyResourceError):
             await dialled.send(*parts_of(numbered(2)))
         await dialled.aclose()
@@ -95,7 +97,6 @@ async def test_a_cancelled_send_ends_the_link() -> None:
 
 
 async def test_the_transports_bound_on_bodies_is_kept() -> None:
-    """A link of a transport with a bound of 1000 bytes refuses 1001."""
     async with link_pair(max_body_bytes=1000) as (dialled, accepted):
         await dialled.send(*parts_of(numbered(1, 1000), numbered(2, 1001)))
         assert_same(await accepted.receive(), numbered(1, 1000))
@@ -121,20 +122,15 @@ async def test_a_cancelled_handshake_leaves_nothing_open() -> None:
     """Dialling somebody who says nothing, and accepting somebody who says nothing, until the caller has enough."""
     alice, silent = TlsTransport(ALICE), await TcpTransport().listen(ANY_PORT)
     before = num_descriptors()
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(alice.dial, silent.address)
-            accepted = await silent.accept()
-            await trio.testing.wait_all_tasks_blocked(0.01)
-            scope.cancel()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.dial, silent.address)
+        accepted = await silent.accept()
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        nursery.cancel_scope.cancel()
     accepted.abort()
     assert num_descriptors() == before
     async with raw_dialler() as (_, link):
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(link.handshake)
-                await trio.testing.wait_all_tasks_blocked(0.01)
-                scope.cancel()
+        await begin_and_cancel(link.handshake)
         link.abort()
     assert num_descriptors() == before
     await silent.aclose()
@@ -148,7 +144,6 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_key_is_never_on_disk_where_memory_will_do(temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Linux no temporary file is made at all."""
     if not hasattr(os, "memfd_create"):
         pytest.skip("no files in memory here")
     monkeypatch.setattr(tempfile, "mkstemp", None)
@@ -170,13 +165,8 @@ def test_a_key_does_not_stay_on_disk(temporary_folder: Path, monkeypatch: pytest
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", watched)
     chain = certificate_chain(ALICE, OPEN)
     client_context(chain)
-    wrong = CertificateChain(
-        swarm_certificate=chain.swarm_certificate,
-        leaf_certificate=chain.leaf_certificate,
-        private_key_pem=EVE.private_key_pem(),
-    )
     with pytest.raises(ssl.SSLError):
-        server_context(wrong)
+        server_context(replace(chain, private_key_pem=EVE.private_key_pem()))
     assert modes == [(temporary_folder, 0o600)] * 2
     assert os.listdir(temporary_folder) == []
 
@@ -187,3 +177,107 @@ async def test_no_log_of_secrets_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     async with link_pair() as (dialled, accepted):
         await exchange(dialled, accepted, numbered(1))
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(OPEN, SECRET), (OTHER_SECRET, SECRET), (SECRET, OPEN)])
+async def test_an_outsider_dials_a_member(theirs: Membership, ours: Membership) -> None:
+    """The member's handshake fails; the outsider hears why instead of a first frame."""
+    eve, bob = TlsTransport(EVE, membership=theirs), TlsTransport(BOB, membership=ours)
+    dialled, accepted, error = await dial_and_accept(eve, bob)
+    # With another secret a dialler refuses the listener's certificate before it shows its own.
+    assert isinstance(dialled, DialFailed)
+    assert "is not of our swarm" in str(dialled)
+    assert_refused(accepted, error, "refused us")
+    with pytest.raises(ConnectionLost):
+        await accepted.send(*parts_of(numbered(1)))
+
+
+async def test_an_outsider_who_trusts_the_members_is_not_trusted() -> None:
+    """Eve knows the members' swarm certificate, not their secret. She hears an alert and not a byte of data."""
+    chain = trusting(certificate_chain(EVE, OTHER_SECRET), certificate_chain(BOB, SECRET))
+    async with raw_dialler(client_context(chain), SECRET) as (raw, link), trio.open_nursery() as nursery:
+
+        async def member() -> None:
+            error = await caught(link.handshake)
+            assert_refused(link, error, "is not of our swarm")
+            assert isinstance(await caught(lambda: link.send(*parts_of(numbered(1)))), ConnectionLost)
+
+        nursery.start_soon(member)
+        await raw.handshake()  # in TLS 1.3 the dialler is through before it is judged
+        raw.engine.feed(memoryview(await raw.stream.receive_some()))
+        with pytest.raises(HandshakeFailed, match="refused us: another swarm secret"):
+            raw.engine.decrypt_into(memoryview(bytearray(100)))
+
+
+async def test_a_refused_dialler_learns_it_at_its_first_receive() -> None:
+    """The library's own dialler, when the listener judges it only afterwards."""
+
+    async def refuse(raw: RawPeer) -> None:
+        with pytest.raises(HandshakeFailed, match="is not of our swarm"):
+            await raw.handshake()
+        await raw.flush()
+
+    context = server_context(trusting(certificate_chain(BOB, OPEN), certificate_chain(BOB, SECRET)))
+    async with raw_listener(context, refuse) as address:
+        link = await TlsTransport(ALICE).dial(address)
+        with pytest.raises(HandshakeFailed, match="refused us: another swarm secret, or we are not on its allow-list"):
+            await link.receive()
+        link.abort()
+
+
+async def test_who_is_not_on_the_allow_list() -> None:
+    """Refused by the listener before it sends anything; refused by the dialler before it shows who it is."""
+    bob = TlsTransport(BOB, membership=allowing(ALICE, BOB))
+    dialled, accepted, error = await dial_and_accept(TlsTransport(EVE), bob)
+    assert_refused(accepted, error, f"{EVE.peer_id} is not on our allow-list")
+    if isinstance(dialled, TlsLink):  # else the reset was there first
+        with pytest.raises(HandshakeFailed, match="not on its allow-list"):
+            await dialled.receive()
+        dialled.abort()
+    dialled, accepted, error = await dial_and_accept(TlsTransport(ALICE, membership=allowing(BOB)), TlsTransport(EVE))
+    assert isinstance(dialled, DialFailed)
+    assert f"{EVE.peer_id} is not on our allow-list" in str(dialled)
+    assert isinstance(error, ConnectionLost)
+    accepted.abort()
+
+
+async def test_another_peer_answers() -> None:
+    """The error names both; the wrong peer does not even learn who asked."""
+    dialled, accepted, error = await dial_and_accept(TlsTransport(ALICE), TlsTransport(EVE), peer_id=BOB.peer_id)
+    assert isinstance(dialled, DialFailed)
+    assert f"is peer {EVE.peer_id}, expected {BOB.peer_id}" in str(dialled)
+    assert isinstance(error, ConnectionLost)
+    assert accepted.remote_peer_id is None
+
+
+async def test_a_dialler_shows_nothing_to_whom_it_refuses() -> None:
+    """After the first message of the handshake, in the clear anyway, the wrong peer gets no other byte."""
+    received = b""
+
+    async def listen(raw: RawPeer) -> None:
+        nonlocal received
+        raw.engine.feed(memoryview(await raw.stream.receive_some()))
+        assert not raw.engine.handshake()
+        await raw.flush()
+        with contextlib.suppress(trio.BrokenResourceError):
+            received = await raw.stream.receive_some()
+
+    async with raw_listener(server_context(certificate_chain(EVE, OPEN)), listen) as address:
+        with pytest.raises(DialFailed, match="expected"):
+            await TlsTransport(ALICE).dial(address, peer_id=BOB.peer_id)
+    assert received == b""
+
+
+async def test_a_peer_does_not_talk_to_itself() -> None:
+    """Whoever dials its own address is told so, and whoever has our key is not let in."""
+    alice = TlsTransport(ALICE)
+    for expected in (None, ALICE.peer_id, BOB.peer_id):
+        dialled, accepted, error = await dial_and_accept(alice, alice, peer_id=expected)
+        assert isinstance(dialled, DialFailed)
+        assert "that is this peer itself" in str(dialled)
+        assert isinstance(error, ConnectionLost)
+        accepted.abort()
+    context = client_context(certificate_chain(BOB, OPEN))
+    async with raw_dialler(context) as (raw, link), trio.open_nursery() as nursery:
+        nursery.start_soon(raw.handshake)
+        assert_refused(link, await caught(link.handshake), "has our own identity")

@@ -1,17 +1,28 @@
-"""Bytes that are not what they should be, on encrypted links and their listeners."""
+"""Bytes and certificates that are not what they should be, on encrypted links and their listeners."""
 
 import contextlib
+import datetime
 import ssl
 import struct
 from pathlib import Path
 
 import pytest
 import trio
-from cryptography.hazmat.primitives import hashes
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
-from dmoe_net.errors import ConnectionLost, DialFailed, HandshakeFailed, LocalProtocolError, RemoteProtocolError
+from dmoe_net.errors import (
+    ConnectionLost,
+    DialFailed,
+    HandshakeFailed,
+    LocalProtocolError,
+    NetError,
+    RemoteProtocolError,
+)
 from dmoe_net.keys import certificate_chain
 from dmoe_net.transport.tcp import TcpTransport
 from dmoe_net.transport.tls import TlsTransport
@@ -21,13 +32,17 @@ from tests.net.tls_peers import (
     ALICE,
     ANY_PORT,
     BOB,
+    EVE,
     OPEN,
+    RawPeer,
     assert_refused,
     caught,
     hostile_context,
     raw_dialler,
+    raw_listener,
     raw_pair,
     rejection,
+    trusting,
 )
 
 
@@ -86,7 +101,6 @@ async def test_an_older_tls_is_refused(tmp_path: Path) -> None:
 
 
 async def test_plain_and_encrypted_do_not_mix() -> None:
-    """A plain peer takes TLS for garbage, in either role."""
     plain = await TcpTransport().listen(ANY_PORT)
     async with trio.open_nursery() as nursery:
 
@@ -123,7 +137,6 @@ async def test_truncation_is_no_end(nbytes: int) -> None:
 
 
 async def test_a_farewell_inside_a_frame_is_no_end() -> None:
-    """The peer itself stopped halfway."""
     async with raw_pair() as (raw, link):
         await raw.send(bytes_of(numbered(1, 1000))[:500])
         raw.engine.close()
@@ -148,7 +161,6 @@ async def test_a_changed_byte_is_noticed() -> None:
 
 
 async def test_a_peer_that_is_proven_can_still_talk_nonsense() -> None:
-    """Encrypted bytes that are no frames are a RemoteProtocolError."""
     async with raw_pair() as (raw, link):
         await raw.send(b"GET / HTTP/1.1\r\n\r\n")
         with pytest.raises(RemoteProtocolError, match="not a part of a frame"):
@@ -210,3 +222,103 @@ async def test_nothing_passes_before_the_handshake() -> None:
         await link.aclose()
         with pytest.raises(ConnectionLost):
             await link.handshake()
+
+
+PLAIN = serialization.NoEncryption()
+
+
+def swarm_key(secret: bytes) -> Ed25519PrivateKey:
+    """As documented: HKDF-SHA256 without salt."""
+    kdf = HKDF(algorithm=hashes.SHA256(), length=32, salt=None, info=b"dmoe_jax swarm key v1")
+    return Ed25519PrivateKey.from_private_bytes(kdf.derive(secret))
+
+
+def name(text: str) -> x509.Name:
+    """A name with this one attribute."""
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+
+def forged(
+    public_key: object,
+    issuer_key: Ed25519PrivateKey,
+    *,
+    subject: str = "peer",
+    issuer: str = "swarm",
+    is_ca: bool = False,
+) -> bytes:
+    """A certificate made by somebody who knows how, PEM."""
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name(subject))
+        .issuer_name(name(issuer))
+        .public_key(public_key)  # type: ignore[arg-type]
+        .serial_number(7)
+        .not_valid_before(datetime.datetime(1970, 1, 1))
+        .not_valid_after(datetime.datetime(2100, 1, 1))
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+        .sign(issuer_key, None)
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def pem_of(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as a file's content."""
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, PLAIN)
+
+
+async def test_certificates_that_are_none_of_a_peer_are_refused(tmp_path: Path) -> None:
+    """The key of an open swarm, which everybody has, signed them, but they are no Ed25519 leaves of our format; or it
+    did not, and OpenSSL itself refuses them."""
+    open_key, key, between = swarm_key(b""), Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    ec_key, swarm = ec.generate_private_key(ec.SECP256R1()), certificate_chain(ALICE, OPEN).swarm_certificate
+    signed = {
+        "another kind of key": forged(ec_key.public_key(), open_key) + pem_of(ec_key),
+        "another format": forged(key.public_key(), open_key) + pem_of(key),
+        "an authority": forged(key.public_key(), open_key, is_ca=True) + pem_of(key),
+        "the swarm itself": ssl.DER_cert_to_PEM_cert(swarm).encode() + pem_of(open_key),
+    }
+    not_signed = {
+        "none": b"",
+        "self-signed": forged(key.public_key(), key, subject="swarm") + pem_of(key),
+        "through an authority": forged(key.public_key(), between, issuer="between")
+        + forged(between.public_key(), open_key, subject="between", is_ca=True)
+        + pem_of(key),
+        "another swarm's": forged(key.public_key(), swarm_key(b"x" * 16)) + pem_of(key),
+    }
+    for kind, pem in (signed | not_signed).items():
+        error = await rejection(hostile_context(pem, tmp_path / "pem"))
+        assert isinstance(error, HandshakeFailed), kind
+        assert ("no certificate of a peer" in str(error)) == (kind in signed), kind
+
+
+async def test_another_peers_certificate_without_its_key(tmp_path: Path) -> None:
+    """The handshake demands the key. (A mismatched Ed25519 key cannot even be loaded; an elliptic-curve key file
+    carries its public half, and can lie about it.)"""
+    alice = certificate_chain(ALICE, OPEN)
+    stolen = trusting(alice, alice).pem.replace(alice.private_key_pem, EVE.private_key_pem())
+    with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):
+        hostile_context(stolen, tmp_path / "pem")
+    victim, eve = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    pkcs1, point = serialization.PrivateFormat.TraditionalOpenSSL, serialization.PublicFormat.UncompressedPoint
+    own, others = (each.public_key().public_bytes(serialization.Encoding.X962, point) for each in (eve, victim))
+    file = eve.private_bytes(serialization.Encoding.DER, pkcs1, PLAIN).replace(own, others)
+    lie = ssl.DER_cert_to_PEM_cert(file).replace("CERTIFICATE", "EC PRIVATE KEY")
+    certificate = forged(victim.public_key(), swarm_key(b""))
+    error = await rejection(hostile_context(certificate + lie.encode(), tmp_path / "pem"))
+    assert isinstance(error, HandshakeFailed)
+    assert "bad signature" in str(error)
+
+
+async def test_a_listener_with_a_wrong_certificate_is_not_dialled(tmp_path: Path) -> None:
+    """The same checks hold for whoever listens."""
+    key = Ed25519PrivateKey.generate()
+
+    async def shake_hands(raw: RawPeer) -> None:
+        with contextlib.suppress(NetError, trio.BrokenResourceError):
+            await raw.handshake()
+
+    for signer, why in ((swarm_key(b""), "no certificate of a peer"), (swarm_key(b"x" * 16), "not of our swarm")):
+        context = hostile_context(forged(key.public_key(), signer) + pem_of(key), tmp_path / "pem", is_server=True)
+        async with raw_listener(context, shake_hands) as address:
+            with pytest.raises(DialFailed, match=why):
+                await TlsTransport(ALICE).dial(address)

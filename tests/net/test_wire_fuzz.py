@@ -28,10 +28,9 @@ MAX_INPUT_S = 1.0
 
 def busy_session() -> RpcSession:
     """A call of ours has left, a second one will after Hello: answers to both are legal, and so is some credit."""
-    peer_id = PeerId(b"\x01" * 32)
-    session = RpcSession(
-        messages.Hello(peer_id=peer_id, instance=bytes(8), port=None, window_bytes=frame_reader.WINDOW_BYTES)
-    )
+    peer_id, window_bytes = PeerId(b"\x01" * 32), frame_reader.WINDOW_BYTES
+    hello = messages.Hello(peer_id=peer_id, instance=bytes(8), port=None, window_bytes=window_bytes)
+    session = RpcSession(hello)
     session.place_call("m", {}, (), timeout_s=1.0)
     session.take_parts(2**20)
     session.place_call("m", {}, (FLOATS,), timeout_s=1.0)
@@ -60,7 +59,6 @@ def feed(data: bytes, cut: int) -> int:
 def refusal_site(error: BaseException) -> str:
     """Place where an error was raised: "module:line"."""
     traceback = error.__traceback__
-    assert traceback is not None
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return f"{Path(traceback.tb_frame.f_code.co_filename).stem}:{traceback.tb_lineno}"
@@ -92,7 +90,7 @@ def test_damaged_streams_have_one_error(block: int) -> None:
     """Frames, silence, or RemoteProtocolError, never for long; damage gets to every layer and every refusal in it."""
     outcomes, slowest_s = run(random.Random(block))
     assert slowest_s < MAX_INPUT_S
-    layers = Counter({"accepted": 0, "frame_reader": 0, "codec": 0, "tensors": 0, "messages": 0, "session": 0})
+    layers = Counter[str]()
     for site, count in outcomes.items():
         layers[site.split(":")[0]] += count
     for layer in ("accepted", "frame_reader", "codec", "tensors", "messages", "session"):
@@ -111,7 +109,6 @@ def refusals() -> set[str]:
     """Every `raise RemoteProtocolError` on the way of a frame that damage can reach, as "module:line"."""
     sites = set()
     for module in (frame_reader, codec, tensors, messages):
-        assert module.__file__ is not None
         path = Path(module.__file__)
         for node in ast.walk(ast.parse(path.read_text())):
             text = ast.unparse(node)

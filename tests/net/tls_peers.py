@@ -3,6 +3,7 @@
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -136,13 +137,23 @@ async def raw_pair() -> AsyncIterator[tuple[RawPeer, TlsLink]]:
         yield raw, link
 
 
+@contextlib.asynccontextmanager
+async def raw_listener(context: ssl.SSLContext, serve: Callable[[RawPeer], Awaitable[None]]) -> AsyncIterator[Address]:
+    """A listener whose first connection is moved by hand."""
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+
+    async def accept() -> None:
+        async with await listener.accept() as stream:
+            await serve(RawPeer(stream, context))
+
+    async with listener, trio.open_nursery() as nursery:
+        nursery.start_soon(accept)
+        yield Address("127.0.0.1", listener.socket.getsockname()[1])
+
+
 def trusting(chain: CertificateChain, trusted: CertificateChain) -> CertificateChain:
     """Shows one chain and trusts another's."""
-    return CertificateChain(
-        swarm_certificate=trusted.swarm_certificate,
-        leaf_certificate=chain.leaf_certificate,
-        private_key_pem=chain.private_key_pem,
-    )
+    return replace(chain, swarm_certificate=trusted.swarm_certificate)
 
 
 def assert_refused(link: TlsLink, error: NetError | None, why: str) -> None:

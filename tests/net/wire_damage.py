@@ -29,25 +29,8 @@ from dmoe_net.wire.messages import (
 )
 from tests.net.wire_parts import CHUNK, OPEN, RESET, WHOLE, preamble
 
-BOUNDARIES = [
-    0,
-    1,
-    2,
-    63,
-    64,
-    255,
-    256,
-    65535,
-    65536,
-    65537,
-    262143,
-    524288,
-    262145,
-    2**20,
-    2**20 + 1,
-    2**28,
-    2**28 + 1,
-]
+BOUNDARIES = [0, 1, 2, 63, 64, 255, 256, 65535, 65536, 65537, 262143, 524288, 262145]
+BOUNDARIES += [2**20, 2**20 + 1, 2**28, 2**28 + 1]
 BOUNDARIES += [2**31, 2**32 - 1, 2**32, 2**40, 2**40 + 1, 2**63 - 1, 2**63, 2**64 - 1]
 ODDITIES: list[Any] = [None, True, False, -1, 0.0, -1.0, 0.5, float("inf"), 1e300, "", "x", "none", b"", bytes(32)]
 ODDITIES += [[], {}, [1], {"a": 1}, [[]], [None] * 70, "x" * 2000, "ping", "hello", "call", "goodbye", "bfloat16"]
@@ -55,14 +38,8 @@ ODDITIES += BOUNDARIES
 SHAPES: list[list[int]] = [[], [0], [1] * 9, [2**40], [2**40, 0], [2**40, 2**40, 0], [2**20] * 4, [-1], [4096]]
 
 FLOATS = np.linspace(-3, 3, 5000, dtype=np.float32)
-TENSORS = (
-    FLOATS,
-    np.array([[True, False]]),
-    np.zeros((2, 0), np.int64),
-    np.arange(7, dtype=np.float64),
-    np.array(3, np.uint16),
-    np.ones(3, ml_dtypes.bfloat16),
-)
+TENSORS = (FLOATS, np.array([[True, False]]), np.zeros((2, 0), np.int64), np.arange(7, dtype=np.float64))
+TENSORS += (np.array(3, np.uint16), np.ones(3, ml_dtypes.bfloat16))
 COMPRESSED = tuple(Compressed(FLOATS[:4100], kind) for kind in Compression if kind is not Compression.NONE)
 LARGE = np.zeros(600_000, np.uint8)
 
@@ -74,12 +51,8 @@ MESSAGES: list[Message] = [
     CallReply(call_id=1, body={"ok": [True, 1.5]}, tensors=COMPRESSED[2:] + TENSORS[3:]),
     CallReply(call_id=1, body={}, tensors=(LARGE,)),
     CallError(call_id=1, kind=ErrorKind.BUSY, message="full…"),
-    CallCancel(call_id=3),
-    Credit(nbytes=1000),
-    Ping(),
-    Pong(),
-    Goodbye(),
 ]
+MESSAGES += [CallCancel(call_id=3), Credit(nbytes=1000), Ping(), Pong(), Goodbye()]
 HELLO = Hello(peer_id=PeerId(bytes(32)), instance=bytes(8), port=4001, window_bytes=2**20, compressions=("float16",))
 
 
@@ -216,7 +189,6 @@ def lie_about_shape(parts: list[RawPart], rng: random.Random) -> None:
     if index is None:
         return
     part = parts[index]
-    assert part.header is not None
     table = [list(row) for row in part.header["tensors"]]
     row = rng.choice(table)
     match rng.randrange(5):
@@ -244,10 +216,7 @@ def lie_about_type(parts: list[RawPart], rng: random.Random) -> None:
     index = pick(parts, rng, has_sound_table)
     if index is None:
         return
-    part = parts[index]
-    assert part.header is not None
-    other = rng.choice(SMALL)[0].header
-    assert other is not None
+    part, other = parts[index], rng.choice(SMALL)[0].header
     header = other | {"tensors": part.header["tensors"]}
     parts[index] = replace(part, header=header, number=len(encode(header)))
 
