@@ -1,5 +1,6 @@
 """Pictures of your own of what a run's router learnt: whether layers agree, how alike experts are, how the load moved.
 
+pip install 'dmoe_jax[plots]'              # Matplotlib
 python examples/inspect_run.py RUN      # a folder that `dmoe inspect RUN` takes; draws RUN/inspection/more.png
 """
 
