@@ -451,7 +451,7 @@ def test_bfloat16_stays_bfloat16() -> None:
 
 
 def test_a_copy_counts_as_what_it_has_learnt_since_all_were_the_same() -> None:
-    """That is all from a seed, and from another's state what came after; one that is behind counts nearly nothing."""
+    """All updates from a seed, and those after another's state; a copy that is behind counts nearly nothing."""
     seeded, newcomer, behind = Progress(), Progress(), Progress()
     assert seeded.weight(0) == LEAST_WEIGHT
     assert seeded.weight(500) == 500

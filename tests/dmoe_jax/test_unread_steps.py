@@ -114,7 +114,7 @@ def main(when: str, loops: list[Loop]) -> None:
 
 
 def environment_of(devices: int) -> dict[str, str]:
-    """That of a process with so many CPU devices, and as many threads as XLA takes by itself."""
+    """Environment of a process with so many CPU devices, and as many threads as XLA takes by itself."""
     environment = {name: text for name, text in os.environ.items() if name != "NPROC"}
     return environment | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
 
