@@ -138,8 +138,7 @@ class Maintenance:
         sweep_at, rejoin_at = self._after(config.sweep_period_s), self._after(config.rejoin_period_s)
         refresh_at, lonely_at = self._after(config.refresh_period_s), self._after(config.lonely_rejoin_period_s)
         while True:
-            is_lonely = len(self.book.table) == 0
-            await trio.sleep_until(min(sweep_at, refresh_at, lonely_at if is_lonely else rejoin_at))
+            await trio.sleep_until(min(sweep_at, refresh_at, lonely_at))
             now = trio.current_time()
             if now >= sweep_at:
                 sweep_at = self._after(config.sweep_period_s)
@@ -147,9 +146,11 @@ class Maintenance:
             if now >= refresh_at:
                 refresh_at = self._after(config.refresh_period_s)
                 nursery.start_soon(self._refresh)
-            if now >= rejoin_at or (now >= lonely_at and len(self.book.table) == 0):
-                rejoin_at, lonely_at = self._after(config.rejoin_period_s), self._after(config.lonely_rejoin_period_s)
-                nursery.start_soon(self._rejoin)
+            if now >= lonely_at:
+                lonely_at = self._after(config.lonely_rejoin_period_s)
+                if now >= rejoin_at or len(self.book.table) == 0:
+                    rejoin_at = self._after(config.rejoin_period_s)
+                    nursery.start_soon(self._rejoin)
 
     def _after(self, period_s: float) -> float:
         """Return the time after a period +-25 %."""
