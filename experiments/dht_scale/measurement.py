@@ -42,7 +42,7 @@ STUDIES = (
     Study("partition", "partition", "light", studies.partition, (100, 5.0), (300, 10.0)),
     Study("bootstraps", "bootstraps", "light", studies.bootstraps, (60,), (200,)),
     Study("joins", "joins", "light", studies.joins, (500, 50), (10_000, 1000)),
-    Study("memory", "memory", "full", studies.memory, (60,), (300,)),
+    Study("memory", "memory", "full", studies.memory, (300,), (300,)),
 )
 
 BARS = (
