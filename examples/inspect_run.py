@@ -12,10 +12,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dmoe_jax.inspection.reading import cut, read_locally
-from dmoe_jax.inspection.saved_model import load_model, open_corpus
-from dmoe_jax.inspection.saved_run import find_run
 from dmoe_jax.inspection.statistics import load_over_training
 from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.trained.saved_model import load_model, open_corpus
+from dmoe_jax.trained.saved_run import find_run
 
 
 def information(left, right):

@@ -17,16 +17,16 @@ from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.inspection.saved_run import SavedRun, find_run
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
+from dmoe_jax.trained.saved_run import SavedRun, find_run
 from dmoe_jax.training.prepared_run import check_code, is_code
 
 if TYPE_CHECKING:
     from dmoe_jax.data.corpora import Corpus
     from dmoe_jax.inspection.reading import Reading
-    from dmoe_jax.inspection.saved_model import SavedModel
+    from dmoe_jax.trained.saved_model import SavedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class InspectCommand:
         return 0
 
     def _load(self, run: SavedRun) -> "tuple[SavedModel, Corpus]":
-        from dmoe_jax.inspection.saved_model import load_model, open_corpus
+        from dmoe_jax.trained.saved_model import load_model, open_corpus
 
         corpus = open_corpus(run)
         return load_model(run, len(corpus.vocabulary), self.experts), corpus

@@ -22,7 +22,6 @@ from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data.corpora import check_source
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
-from dmoe_jax.inspection.saved_run import SHARED_FOLDER, saved_experts
 from dmoe_jax.machine.disk import FolderInUse, hold_folder
 from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.runs.command_line import parse_command_line
@@ -37,6 +36,7 @@ from dmoe_jax.runs.processes import (
     open_local_swarm,
 )
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
+from dmoe_jax.trained.saved_run import SHARED_FOLDER, saved_experts
 
 LEAVE_TIMEOUT_S = 90.0
 """Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""

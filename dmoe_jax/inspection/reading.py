@@ -16,7 +16,6 @@ import numpy as np
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.data.batches import Batch, evaluation_segments
-from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.machine.device import to_host
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.remote import RemoteMixture, mix_segment
@@ -26,6 +25,7 @@ from dmoe_jax.models.transformer_xl import TransformerXL, local_forward
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router, cell_numbers
 from dmoe_jax.swarm.swarm import Swarm
+from dmoe_jax.trained.saved_model import SavedModel
 
 BLOCKS = 32
 """Places from which a text is read side by side."""

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from dmoe_jax.data.corpora import Corpus
 from dmoe_jax.inspection.pictures import panels, shown_layers, words_picture
 from dmoe_jax.inspection.reading import Reading
-from dmoe_jax.inspection.saved_model import SavedModel
-from dmoe_jax.inspection.saved_run import SavedRun
 from dmoe_jax.inspection.statistics import APART_ERRORS, load_over_training, turnover
 from dmoe_jax.inspection.word_classes import article_starts
 from dmoe_jax.runs.report import markdown_table
 from dmoe_jax.runs.run_folder import REPORT, RunFolder, plain, replaced_file
+from dmoe_jax.trained.saved_model import SavedModel
+from dmoe_jax.trained.saved_run import SavedRun
 
 _ON_WORDS = (
     "How often the experts (rows) are chosen for what has such words and such a place in its article (columns), "

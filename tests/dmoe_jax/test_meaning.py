@@ -14,8 +14,6 @@ from dmoe_jax.averaging import MISSED_BEFORE_CATCHING_UP, TreeAverager
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.collaboration import Collaboration, CollaborationConfig, open_collaboration
 from dmoe_jax.data.vocabulary import Vocabulary
-from dmoe_jax.inspection.saved_model import open_corpus
-from dmoe_jax.inspection.saved_run import find_run
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mixture import statistics
 from dmoe_jax.models.config import TransformerXLConfig
@@ -24,6 +22,8 @@ from dmoe_jax.optim import moshpit_average
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.trained.saved_model import open_corpus
+from dmoe_jax.trained.saved_run import find_run
 from dmoe_net.meaning import check_meaning, differing
 from tests.dmoe_jax.averaging_peers import CONFIG, Loop, peer_at, start, swarm_lived
 from tests.dmoe_jax.training_rig import SIZES, command, served_swarm

@@ -19,7 +19,6 @@ from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import CallOptions, DataOptions, LanguageModelOptions, TrainOptions
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.inspection.reading import cut, read_in_swarm, read_locally
-from dmoe_jax.inspection.saved_model import SavedModel
 from dmoe_jax.layer_config import Route
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
@@ -27,6 +26,7 @@ from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.trained.saved_model import SavedModel
 from dmoe_jax.training.run import Plan
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.setup import BestValidation, Setup

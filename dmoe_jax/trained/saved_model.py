@@ -18,7 +18,6 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import names_of, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
 from dmoe_jax.directory.grid import all_uids, layer_prefix
-from dmoe_jax.inspection.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.models.config import TransformerXLConfig
@@ -26,6 +25,7 @@ from dmoe_jax.models.transformer_xl import init_experts, init_trunk
 from dmoe_jax.node.saving import saved_uids
 from dmoe_jax.routing.base import Router
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.trained.saved_run import SHARED_FOLDER, SavedRun, saved_experts
 from dmoe_jax.training.prepared_run import check_meaning_of_run
 
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
