@@ -22,6 +22,7 @@ from dmoe_jax.routing import Router, chain_routers, make_router, product_key, sc
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm
+from dmoe_jax.trained.loading import load_run
 from dmoe_jax.trainer import Trainer, Trainers
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "expert_from_nnx",
     "feedforward",
     "load_mnist",
+    "load_run",
     "make_router",
     "moshpit_average",
     "open_swarm",

@@ -15,6 +15,8 @@ import tyro
 from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.evaluate import EvaluateCommand
+from dmoe_jax.cli.generate import GenerateCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_join
@@ -38,6 +40,8 @@ Command = (
     | Annotated[AssistCommand, tyro.conf.subcommand("assist")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
+    | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
+    | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
@@ -86,6 +90,7 @@ def _given(words: Sequence[str]) -> Given:
     command = commands_of(Command).get(name)
     if command is None or {"--help", "-h"} & {*typed}:
         return Given(typed=typed)
-    # `dmoe inspect` asks a swarm only if it is told to.
-    environ = {key: value for key, value in os.environ.items() if (name, key) != ("inspect", JOIN_VARIABLE)}
+    # What reads a run asks a swarm only if it is told to.
+    is_own = name in ("inspect", "evaluate", "generate", "serve")
+    environ = {key: value for key, value in os.environ.items() if not (is_own and key == JOIN_VARIABLE)}
     return gather(command, typed, environ, name=name)

@@ -56,6 +56,14 @@ class Vocabulary:
             counts[UNK] += sum(counts.pop(word) for word in rare)
         return cls(tuple(sorted(counts, key=lambda word: (-counts[word], word))))
 
+    def encode_text(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text."""
+        return self.encode(text.replace("\n", f" {EOS} ").split())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        return " ".join(self.words[index] for index in ids)
+
     def __len__(self) -> int:
         return len(self.words)
 

@@ -87,20 +87,53 @@ def adaptive_softmax_loss(
     Raises:
       ValueError: if the cutoffs do not ascend within the vocabulary, or do not match cluster_w.
     """
+    head_logits = _head_logits(table, bias, cluster_w, cluster_b, hidden, cutoffs)
+    if not cutoffs:
+        return optax.softmax_cross_entropy_with_integer_labels(head_logits, targets)
+    # 0 for a word of the head, i + 1 for one of tail cluster i.
+    cluster = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
+    head_targets = jnp.where(cluster == 0, targets, cutoffs[0] + cluster - 1)
+    nll = optax.softmax_cross_entropy_with_integer_labels(head_logits, head_targets)
+    return nll + _tails_nll(table, bias, hidden, targets, cluster, cutoffs)
+
+
+def adaptive_softmax_log_probs(
+    table: Float[Array, "vocab d_model"],
+    bias: Float[Array, " vocab"],
+    cluster_w: Float[Array, "n_tail d_model"],
+    cluster_b: Float[Array, " n_tail"],
+    hidden: Float[Array, "n d_model"],
+    *,
+    cutoffs: tuple[int, ...],
+) -> Float[Array, "n vocab"]:
+    """Log-probability of every word, in nats: the whole distribution of which `adaptive_softmax_loss` reads one word.
+
+    Args: as of `adaptive_softmax_loss`. Raises ValueError as it does.
+    """
+    head = jax.nn.log_softmax(_head_logits(table, bias, cluster_w, cluster_b, hidden, cutoffs))
+    edges = itertools.pairwise((*cutoffs, table.shape[0]) if cutoffs else ())
+    tails = [jax.nn.log_softmax(hidden @ table[low:high].T + bias[low:high]) for low, high in edges]
+    first = cutoffs[0] if cutoffs else table.shape[0]
+    within = [head[:, first + number, None] + tail for number, tail in enumerate(tails)]
+    return jnp.concatenate([head[:, :first], *within], axis=-1)
+
+
+def _head_logits(
+    table: Float[Array, "vocab d_model"],
+    bias: Float[Array, " vocab"],
+    cluster_w: Float[Array, "n_tail d_model"],
+    cluster_b: Float[Array, " n_tail"],
+    hidden: Float[Array, "n d_model"],
+    cutoffs: tuple[int, ...],
+) -> Float[Array, "n head"]:
+    """Logits of the head's words and of the cluster tokens behind them; without cutoffs those of all words."""
     check_cutoffs(cutoffs, table.shape[0])
     if len(cutoffs) != cluster_w.shape[0]:
         raise ValueError(f"cutoffs {cutoffs} need {len(cutoffs)} cluster tokens, got {cluster_w.shape[0]}")
     if not cutoffs:
-        return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T + bias, targets)
-    # 0 for a word of the head, i + 1 for one of tail cluster i.
-    cluster = jnp.searchsorted(jnp.asarray(cutoffs, targets.dtype), targets, side="right")
-    head_size = cutoffs[0]
-    head_logits = jnp.concatenate(
-        [hidden @ table[:head_size].T + bias[:head_size], hidden @ cluster_w.T + cluster_b], axis=-1
-    )
-    head_targets = jnp.where(cluster == 0, targets, head_size + cluster - 1)
-    nll = optax.softmax_cross_entropy_with_integer_labels(head_logits, head_targets)
-    return nll + _tails_nll(table, bias, hidden, targets, cluster, cutoffs)
+        return hidden @ table.T + bias
+    words = hidden @ table[: cutoffs[0]].T + bias[: cutoffs[0]]
+    return jnp.concatenate([words, hidden @ cluster_w.T + cluster_b], axis=-1)
 
 
 def _tails_nll(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.dropout import KeyData, dropout, locked_dropout, row_keys, wrap_key
 from dmoe_jax.experts.transformer_xl import INIT_STDDEV
-from dmoe_jax.models.adaptive_softmax import adaptive_softmax_loss, unigram_biases
+from dmoe_jax.models.adaptive_softmax import adaptive_softmax_log_probs, adaptive_softmax_loss, unigram_biases
 from dmoe_jax.models.config import TransformerXLConfig
 
 # Sites of dropout, see `dmoe_jax.experts.dropout`. Embedding and head have keys of their own.
@@ -180,3 +180,12 @@ def token_nll(
         cutoffs=config.cutoffs,
     )
     return nll.reshape(targets.shape)
+
+
+def word_log_probs(
+    embed_params: PyTree, head_params: PyTree, hidden: Float[Array, "... d_model"], config: TransformerXLConfig
+) -> Float[Array, "... vocab"]:
+    """Log-probability of every word after each position, nats; arguments as of `token_nll`, nothing dropped."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    every = adaptive_softmax_log_probs(embed_params["table"], **head_params, hidden=rows, cutoffs=config.cutoffs)
+    return every.reshape(*hidden.shape[:-1], -1)

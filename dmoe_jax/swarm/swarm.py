@@ -39,7 +39,7 @@ from dmoe_jax.machine.device import Device
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller, OnCall
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.model import Batch, Model, State
+from dmoe_jax.model import Batch, Model, State, Trained
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.sharding import MeshShape, PlacedDevice, node_devices
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
@@ -335,6 +335,18 @@ class Swarm:
             on_step=on_step,
         ) as peer:
             yield CollaborativeTrainers(model, peer, several, seed=seed)
+
+    async def generate(self, model: Trained, prompts: Sequence[Any], **options: Any) -> list[Any]:
+        """Continue each prompt with the experts of this swarm, which answer and do not learn from it.
+
+        For more of the model's work in this swarm take `model.on(swarm)`.
+
+        Args:
+          model: of `dmoe_jax.load_run`.
+          prompts, options: as of `AsyncTrainedModel.generate`, and so are result and errors.
+        """
+        found: list[Any] = await model.on(self).generate(prompts, **options)
+        return found
 
     def announced(self, role: str, facts: Callable[[], Facts]) -> AbstractAsyncContextManager[None]:
         """List this process in the swarm in a role, such as "trainer", as long as the block lasts.

@@ -1,0 +1,85 @@
+"""`dmoe evaluate`: the perplexity of a trained model, as papers report it."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from dmoe_jax.cli.checks import check_at_least
+from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.sources import ConfigFile
+from dmoe_jax.cli.trained_options import TrainedModelOptions
+from dmoe_jax.runs.run_folder import plain
+from dmoe_jax.runs.speech import say
+
+if TYPE_CHECKING:
+    from dmoe_jax.trained.evaluation import TextEvaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand(TrainedModelOptions):
+    """Tell the perplexity of a trained language model on a whole text, with its frequent and rare words by themselves.
+
+    The text is the test part of the one that it was trained on.
+    """
+
+    split: Literal["test", "valid", "train"] = "test"
+    """Part of the text that the model reads, to its end."""
+    rows: int = 16
+    """Equal parts of it that are read side by side; each begins without a memory. 1 is most exact, and slow."""
+    mem_len: int | None = None
+    """Hidden states of earlier segments that a layer attends to, in place of those of training."""
+    clamp_len: int | None = None
+    """Distances above it count as this one, in place of the limit in training."""
+    config: ConfigFile = None
+    json: bool = False
+    """Print the figures as one JSON object."""
+
+    def run(self) -> int:
+        """Evaluate the model; the exit status."""
+        return run_until_done(self._evaluate)
+
+    async def _evaluate(self, stop: Stop) -> int:
+        del stop  # cancelled as a whole: it leaves no trace
+        check_at_least(1, self, "rows")
+        with _progress() as on_batch:
+            async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
+                found = await model.evaluate(model.split(self.split), rows=self.rows, on_batch=on_batch)
+        step = model.saved.step
+        if self.json:
+            say(json.dumps(plain({"run": str(self.run_folder), "step": step, "split": self.split, **_figures(found)})))
+        else:
+            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {self.split}"))
+        return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, if that is a terminal; yields what moves it."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=None)
+        yield lambda done, batches: progress.update(task, completed=done, total=batches)
+
+
+def _figures(found: "TextEvaluation") -> dict[str, Any]:
+    ranges = [{**asdict(each), "perplexity": each.perplexity} for each in found.by_rank]
+    own = {"perplexity": found.perplexity, "loss": found.loss, "bits": found.bits, "tokens": found.tokens}
+    return {**own, "by_rank": ranges}
+
+
+def _table(found: "TextEvaluation", title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for column in ("words by frequency", "targets", "perplexity", "bits"):
+        table.add_column(column, justify="left" if column == "words by frequency" else "right")
+    for each in found.by_rank:
+        name = f"{each.first + 1:,} to {each.stop:,}"
+        table.add_row(name, f"{each.tokens:,}", *(f"{x:.4g}" for x in (each.perplexity, each.loss / math.log(2))))
+    table.add_row("all", f"{found.tokens:,}", f"{found.perplexity:.4g}", f"{found.bits:.4g}", style="bold")
+    return table

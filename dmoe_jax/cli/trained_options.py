@@ -1,0 +1,88 @@
+"""The flags that name a trained model, and the way to it. Nothing here imports JAX before a model is loaded."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import trio
+import tyro
+
+from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
+from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.setting_up import set_up_jax
+
+if TYPE_CHECKING:
+    from dmoe_jax.trained.language_model import AsyncTrainedModel, TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelOptions:
+    """A trained model, and its experts."""
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
+    """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl, finished or not."""
+    experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
+    """Folders in which the nodes of a swarm saved its experts, each one's --checkpoint-dir. Default: those of dmoe up,
+    of dmoe demo --save-experts, or of experiments.transformer_xl."""
+    join: JoinTexts = ()
+    """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
+    network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
+    """Identity of this process in that swarm."""
+    data: str | None = None
+    """The text that the run was trained on, as for dmoe train. Default: as the run had it."""
+    router: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """The run's router again, if it is out of a file of your own: no file is run only because a run names it."""
+    trust_run: bool = False
+    """Run the Python file that the run names for its router."""
+
+    @asynccontextmanager
+    async def opened(
+        self, change: "Callable[[TrainedModel], TrainedModel]" = lambda model: model
+    ) -> "AsyncIterator[AsyncTrainedModel]":
+        """The model, with its experts at hand or in a swarm.
+
+        Args:
+          change: is given the model as it was loaded, and returns the one that is to be used.
+
+        Raises:
+          UsageError: there is no such model; or a ValueError in the block. NetError: the swarm cannot carry it.
+        """
+        if self.join and self.experts:
+            raise UsageError("--experts would have no effect beside --join: the experts are those of the swarm")
+        set_up_jax()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(_mistakes())
+            # In a thread, so that Ctrl-C is heard.
+            model = change(await trio.to_thread.run_sync(self._load, abandon_on_cancel=True))
+            if not self.join:
+                yield model.under_trio()
+                return
+            from dmoe_jax.swarm.opening import swarm_of
+
+            peer = await stack.enter_async_context(join_swarm(self.network, join=self.join))
+            yield model.on(await stack.enter_async_context(swarm_of(peer, name=self.network.swarm)))
+
+    def _load(self) -> "TrainedModel":
+        from dmoe_jax.trained.loading import load_run
+
+        return load_run(
+            self.run_folder,
+            experts=self.experts,
+            data=self.data,
+            router=self.router,
+            trust_run=self.trust_run,
+        )
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Turn mistakes of the user's, and what becomes of them in a swarm, into a `UsageError`."""
+    from dmoe_jax.routing.base import RouterError
+
+    try:
+        with mistakes_in_one_line():
+            yield
+    except RouterError as error:
+        raise CommandFailed(one_line(error)) from error

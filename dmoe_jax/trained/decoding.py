@@ -1,0 +1,268 @@
+"""A Transformer-XL reads on, word by word: its memory is the cache.
+
+The model was trained on segments of `seq_len` words, each with a memory of what entered its layers before. So it reads
+here: a word sees its own segment and the `mem_len` states before that, and where sequences are routed a segment keeps
+the experts that its first word and the memory chose. A word that is read alone gives what it gives inside its segment,
+to rounding. So a prompt is read in one pass (`Decoder.read_segments`), and what follows word by word (`read_word`).
+
+Both are coroutines that do not know where experts live: `Mix` asks them, and `Run` carries out what is between. Where
+experts are at hand neither waits, and the whole is traced into one program; else each function is a program of its own.
+
+Axes: B sequences, S words of a segment, T = N S words of N segments, M slots of memory, L = M + S - 1 states kept.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dmoe_jax.arrays import PyTree
+from dmoe_jax.machine.remembered import remembered
+from dmoe_jax.models.config import TransformerXLConfig
+from dmoe_jax.models.transformer_xl import attention_segment, expert_inputs, router_ids, routing_features, segments
+from dmoe_jax.models.trunk import LayerMemory, Memory, token_nll, word_log_probs
+from dmoe_jax.routing.base import Router, Scores, score
+
+
+class Kept(NamedTuple):
+    """A layer's memory of the words read so far.
+
+    Attributes:
+      states: [B, L, d_model], hidden states that entered the layer, newest last.
+      features: [B, d_model], what routes the segment at hand; [B, 0] where each word is routed by itself.
+    """
+
+    states: Float[Array, "B L d_model"]
+    features: Float[Array, "B _"]
+
+
+class ReadSoFar(NamedTuple):
+    """A batch of sequences, each read as far as it goes.
+
+    Attributes:
+      layers: one `Kept` for each layer.
+      filled: int32 [B], number of states that are kept, of the newest.
+      place: int32 [B], number of words read of the segment at hand, 0 to S - 1.
+      first: int32 [B], first word of that segment, for routers that hash.
+    """
+
+    layers: tuple[Kept, ...]
+    filled: Int[Array, " B"]
+    place: Int[Array, " B"]
+    first: Int[Array, " B"]
+
+
+class SegmentsRead(NamedTuple):
+    """Whole segments that were read.
+
+    Attributes:
+      hidden: [B, T, d_model], output of the last layer.
+      entered: for each layer the states that entered it, [B, T, d_model].
+      features: for each layer what its segments are routed by, [B, N, d_model]; [B, N, 0] where words are routed.
+    """
+
+    hidden: Float[Array, "B T d_model"]
+    entered: tuple[Float[Array, "B T d_model"], ...]
+    features: tuple[Float[Array, "B N _"], ...]
+
+
+class Asked(NamedTuple):
+    """Input of a mixture.
+
+    Attributes:
+      scores: the router's, of each sample.
+      inputs: the experts' inputs, [samples, ...].
+      wanted: bool [samples], False for padding, whose output is of no meaning; None: all are wanted.
+      at: int32 [samples], the one position of an expert's output that is wanted; None: all are.
+    """
+
+    scores: Scores
+    inputs: tuple[Any, ...]
+    wanted: Bool[Array, " samples"] | None = None
+    at: Int[Array, " samples"] | None = None
+
+
+Tokens = Int[Array, "B T"] | Int[np.ndarray, "B T"]
+"""Sequences of tokens."""
+Each = Int[Array, " B"] | Int[np.ndarray, " B"]
+"""A number of each sequence."""
+Alive = Bool[Array, "layers *grid"] | Bool[np.ndarray, "layers *grid"]
+"""True for each expert that may be chosen."""
+
+
+@runtime_checkable
+class Mix(Protocol):
+    """The mixtures of a model, wherever their experts live."""
+
+    async def __call__(self, layer: int, asked: Asked) -> Array:
+        """Return the mixed outputs of a layer: [samples, ...]; with `at`, [samples, 1, d_model]."""
+        ...
+
+
+Run = Callable[..., Awaitable[Any]]
+"""Carries out a jitted function: (function, *args) -> its result."""
+
+
+@remembered(8)
+def make_decoder(config: TransformerXLConfig, router: Router, whole_segments: bool = False) -> "Decoder":
+    """The decoder of these arguments, made once, with all that it compiled."""
+    return Decoder(config, router, whole_segments)
+
+
+class Decoder:
+    """Functions of one model that read a text; jitted, and without parameters.
+
+    Args:
+      whole_segments: True if experts take whole segments alone, as those of nodes do: then a word is sent with the
+        words before it in its segment. Else it is given to them by itself, and all that it sees as its memory.
+    """
+
+    def __init__(self, config: TransformerXLConfig, router: Router, whole_segments: bool) -> None:
+        self.config, self.router, self.whole_segments = config, router, whole_segments
+        self.states_kept = config.mem_len + config.seq_len - 1
+        self._embed = jax.jit(segments(config, router).embed)
+        self._segments_asked = jax.jit(self._ask_for_segments)
+        self._word_asked = jax.jit(self._ask_for_word)
+        self._word_begun = jax.jit(self._begin_word)
+        self.log_probs = jax.jit(lambda trunk, hidden: word_log_probs(trunk["embed"], trunk["head"], hidden, config))
+        """(trunk, hidden [..., d_model]) -> log-probability of each word [..., vocab], nats."""
+        self.log_probs_at = jax.jit(
+            lambda trunk, hidden, places: self.log_probs(trunk, _taken(hidden, places[:, None])[:, 0])
+        )
+        """(trunk, hidden [B, T, d_model], places [B]) -> those after one word of each sequence, [B, vocab]."""
+        self.nll = jax.jit(
+            lambda trunk, hidden, targets: token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
+        )
+        """(trunk, hidden [B, T, d_model], targets [B, T]) -> negative log-probability of each target, nats."""
+        self.memory_after = jax.jit(self._last_states)
+        """(memory, entered) -> memory of the segments that follow."""
+        self.state_after = jax.jit(self._kept_states)
+        """(what was read from an empty memory, tokens [B, T], lengths [B]) -> `ReadSoFar`."""
+
+    async def read_segments(
+        self, run: Run, mix: Mix, trunk: PyTree, memory: Memory, tokens: Tokens, lengths: Each
+    ) -> SegmentsRead:
+        """Read segments side by side, all of them with one call of each layer's experts.
+
+        Args:
+          memory: what was read before. tokens: T is a multiple of S; anything stands behind a sequence's end.
+          lengths: number of words of each sequence.
+        """
+        hidden, entered, features = await run(self._embed, trunk["embed"], tokens), [], []
+        for layer, before in enumerate(memory):
+            hidden = hidden.reshape(*tokens.shape, -1)
+            entered.append(hidden)
+            params = _layer_params(trunk, layer)
+            asked, own = await run(self._segments_asked, params, hidden, before, tokens, lengths)
+            features.append(own)
+            hidden = await mix(layer, asked)
+        return SegmentsRead(hidden.reshape(*tokens.shape, -1), tuple(entered), tuple(features))
+
+    async def read_word(
+        self, run: Run, mix: Mix, trunk: PyTree, state: ReadSoFar, tokens: Each
+    ) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
+        """Read one word of each sequence; return the log-probabilities of the next, and what was read with it."""
+        hidden, state, (filled, place) = await run(self._word_begun, trunk["embed"], state, tokens)
+        layers = []
+        for layer, before in enumerate(state.layers):
+            hidden = hidden.reshape(len(tokens), 1, -1)
+            asked, kept = await run(self._word_asked, _layer_params(trunk, layer), hidden, state, before, tokens)
+            layers.append(kept)
+            hidden = await mix(layer, asked)
+        log_probs = await run(self.log_probs, trunk, hidden.reshape(len(tokens), -1))
+        return log_probs, ReadSoFar(tuple(layers), filled, place, state.first)
+
+    def _ask_for_segments(
+        self, params: tuple[PyTree, PyTree], hidden: Array, before: LayerMemory, tokens: Array, lengths: Array
+    ) -> tuple[Asked, Array]:
+        config, (batch, total, width) = self.config, hidden.shape
+        count, size = total // config.seq_len, config.seq_len
+        slots = np.arange(count)[:, None] * size + np.arange(config.mem_len)
+        states = jnp.concatenate([before.states, hidden], axis=1)[:, slots]
+        filled = jnp.concatenate([before.mask, jnp.ones((batch, total), bool)], axis=1)[:, slots]
+        memory = LayerMemory(states.reshape(-1, *states.shape[2:]), filled.reshape(-1, config.mem_len))
+        hidden, words = hidden.reshape(-1, size, width), tokens.reshape(-1, size)
+        ids = jnp.asarray(router_ids(config, words))
+        if config.routes_tokens:
+            rows = attention_segment(config)(params[1], hidden.reshape(-1, width), memory)
+            wanted = (jnp.arange(total) < lengths[:, None]).reshape(-1)
+            asked = Asked(score(self.router, params[0], rows, ids=ids), expert_inputs(config, rows, memory), wanted)
+            return asked, jnp.zeros((batch, count, 0))
+        features = routing_features(hidden, memory.states, memory.mask)
+        wanted = (jnp.arange(count) * size < lengths[:, None]).reshape(-1)
+        asked = Asked(score(self.router, params[0], features, ids=ids), expert_inputs(config, hidden, memory), wanted)
+        return asked, features.reshape(batch, count, width)
+
+    def _ask_for_word(
+        self, params: tuple[PyTree, PyTree], hidden: Array, state: ReadSoFar, kept: Kept, tokens: Array
+    ) -> tuple[Asked, Kept]:
+        config, place = self.config, state.place[:, None]
+        age = jnp.arange(self.states_kept, 0, -1)[None]  # the newest state has age 1
+        is_filled = age <= state.filled[:, None]
+        states = jnp.concatenate([kept.states, hidden], axis=1)[:, 1:]
+        # With `same_length` a word sees mem_len states, its own among them.
+        seen = is_filled & (age <= (config.mem_len - 1 if config.layer.same_length else place + config.mem_len))
+        past = LayerMemory(kept.states, seen)
+        if config.routes_tokens:
+            rows = attention_segment(config)(params[1], hidden.reshape(len(tokens), -1), past)
+            asked = Asked(score(self.router, params[0], rows, ids=tokens), expert_inputs(config, rows, past))
+            return asked, Kept(states, kept.features)
+        memory_mask = is_filled & (age > place) & (age <= place + config.mem_len)
+        features = jnp.where(place == 0, routing_features(hidden, kept.states, memory_mask), kept.features)
+        scores = score(self.router, params[0], features, ids=state.first)
+        if not self.whole_segments:
+            return Asked(scores, expert_inputs(config, hidden, past)), Kept(states, features)
+        inputs = expert_inputs(config, *self._whole_segment(hidden, state, kept))
+        return Asked(scores, inputs, at=state.place), Kept(states, features)
+
+    def _whole_segment(self, hidden: Array, state: ReadSoFar, kept: Kept) -> tuple[Array, LayerMemory]:
+        """The segment at hand as far as it was read, zeros behind, and the memory before it."""
+        length, place = self.states_kept, state.place[:, None]
+        memory_age = place + jnp.arange(self.config.mem_len, 0, -1)
+        memory = _taken(kept.states, length - memory_age)
+        positions = jnp.arange(self.config.seq_len)[None]
+        before = _taken(kept.states, jnp.clip(length - (place - positions), 0, length - 1))
+        own = jnp.where((positions < place)[..., None], before, 0)
+        segment = jnp.where((positions == place)[..., None], hidden, own)
+        return segment, LayerMemory(memory, memory_age <= state.filled[:, None])
+
+    def _begin_word(
+        self, embed: PyTree, state: ReadSoFar, tokens: Array
+    ) -> tuple[Array, ReadSoFar, tuple[Array, Array]]:
+        """(the word's vector, the state with the first word of its segment, `filled` and `place` behind it)."""
+        state = state._replace(first=jnp.where(state.place == 0, tokens, state.first))
+        behind = jnp.minimum(state.filled + 1, self.states_kept), (state.place + 1) % self.config.seq_len
+        return self._embed(embed, tokens[:, None]), state, behind
+
+    def _last_states(self, memory: Memory, entered: Sequence[Array]) -> Memory:
+        def last(before: LayerMemory, states: Array) -> LayerMemory:
+            mask = jnp.concatenate([before.mask, jnp.ones(states.shape[:2], bool)], axis=1)
+            states = jnp.concatenate([before.states, states], axis=1)
+            return LayerMemory(states[:, -self.config.mem_len :], mask[:, -self.config.mem_len :])
+
+        return tuple(map(last, memory, entered))
+
+    def _kept_states(self, read: SegmentsRead, tokens: Array, lengths: Array) -> ReadSoFar:
+        size, length = self.config.seq_len, self.states_kept
+        count = read.features[0].shape[1]
+        segment = jnp.minimum(lengths // size, count - 1)
+        layers = []
+        for entered, features in zip(read.entered, read.features, strict=True):
+            padded = jnp.pad(entered, ((0, 0), (length, 0), (0, 0)))
+            states = _taken(padded, lengths[:, None] + np.arange(length))
+            layers.append(Kept(states, _taken(features, segment[:, None])[:, 0]))
+        first = jnp.take_along_axis(tokens, segment[:, None] * size, axis=1)[:, 0]
+        return ReadSoFar(tuple(layers), jnp.minimum(lengths, length), lengths % size, first)
+
+
+def _taken(states: Array, places: Array) -> Array:
+    """The states [B, places, d_model] at places [B, places]; one below the first is that one, masked elsewhere."""
+    return jnp.take_along_axis(states, jnp.maximum(places, 0)[..., None], axis=1)
+
+
+def _layer_params(trunk: PyTree, layer: int) -> tuple[PyTree, PyTree]:
+    """Parameters of a layer's gate, and of its attention where tokens are routed."""
+    return trunk["gates"][layer], trunk["attention"][layer] if "attention" in trunk else None

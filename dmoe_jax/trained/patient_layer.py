@@ -1,0 +1,136 @@
+"""A layer's experts in a swarm, asked until all that were chosen have answered.
+
+Training goes on without an expert that does not answer; a text that is generated shall not depend on who dies
+meanwhile. So experts are chosen among all that have been seen alive, by the function that chooses them on one machine,
+and those without an answer are asked again, wherever they live then, until patience ends.
+"""
+
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import trio
+
+from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.machine.device import to_host
+from dmoe_jax.mixture.remote import MAX_WATCHED_CELLS, RemoteMixture, mix_segment, select_program
+from dmoe_jax.routing.base import Scores
+from dmoe_jax.trained.decoding import Asked, Run
+from dmoe_net.errors import NoQuorum
+from dmoe_net.types import Array
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+"""Pauses before experts are asked again: each twice as long as the one before."""
+
+
+class PatientLayer:
+    """One layer of a model, whose experts in a swarm answer and do not learn.
+
+    A grid of more than `MAX_WATCHED_CELLS` experts is not known as a whole: there each attempt chooses anew, by beam
+    search among the living.
+
+    Args:
+      mixture: with a `k_min` of 1 and a `grace_s` of infinity, so that it waits for all answers.
+      run: carries out a compiled function.
+      patience_s: seconds for which an expert is asked before others take its place, for as long again.
+    """
+
+    def __init__(self, mixture: RemoteMixture, run: Run, *, patience_s: float) -> None:
+        self._mixture, self._run, self._patience_s = mixture, run, patience_s
+        self._mix = jax.jit(mix_segment(mixture.router))
+        self._select = select_program(mixture.router, mixture.config.k_best)
+        self._seen = np.zeros(mixture.router.grid_size, bool)
+        self._given_up = np.full(mixture.router.grid_size, -np.inf)  # until when
+        self.asked_again = 0
+        """Number of times that experts without an answer were asked again."""
+        self.replaced = 0
+        """Number of times that a word went on with other experts than those that were chosen."""
+
+    async def __call__(self, asked: Asked) -> Any:
+        """Return the mixed outputs: see `Mix`.
+
+        Raises:
+          NoQuorum: experts were chosen of which none answers. RouterError: the scores are not numbers.
+        """
+        scores, inputs, wanted, at = await to_host(self._mixture.device, tuple(asked))
+        self._mixture.check_scores(scores)
+        answers = self._chosen if self._seen.size <= MAX_WATCHED_CELLS else self._searched
+        indices, mask, outputs = await answers(scores, inputs, wanted)
+        x = inputs[0]
+        if at is not None:
+            rows = np.arange(len(at))
+            outputs, x = outputs[rows, :, at][:, :, None], x[rows, at][:, None]
+        mixed, _ = await self._run(self._mix, scores, indices, mask, outputs, x)
+        return mixed
+
+    async def _chosen(self, scores: Scores, inputs: Any, wanted: Any) -> tuple[Array, Array, Array]:
+        """(indices, mask, outputs) of the experts that are chosen among those that were ever seen alive."""
+        while True:
+            indices, mask = await self._choose(scores, wanted)
+            outputs, answered = None, np.zeros_like(mask)
+            with trio.move_on_after(self._patience_s):
+                for pause_s in _pauses():
+                    choice = await self._mixture.choose_selected(indices, mask & ~answered, self._seen)
+                    new, is_new, _ = await self._mixture.forward(choice, inputs)
+                    outputs = new if outputs is None else np.where(_beside(is_new, new), new, outputs)
+                    answered |= is_new
+                    if np.array_equal(answered, mask):
+                        return indices, mask, outputs
+                    self.asked_again += 1
+                    await trio.sleep(pause_s)
+            self._give_up(indices[mask & ~answered])
+
+    async def _choose(self, scores: Scores, wanted: Any) -> tuple[Array, Array]:
+        """Coordinates [samples, slots, dims] and mask [samples, slots] of the experts for all samples that are wanted.
+
+        Raises:
+          NoQuorum: there is no expert to choose from.
+        """
+        mixture, now = self._mixture, trio.current_time()
+        self._seen |= await mixture.alive()
+        self._seen &= self._given_up <= now
+        if not self._seen.any():
+            raise NoQuorum(f"layer {mixture.config.prefix!r}: no expert has answered for {self._patience_s:g} s")
+        indices, mask = await to_host(mixture.device, await self._run(self._select, scores, self._seen))
+        return indices, mask.copy() if wanted is None else mask & wanted[:, None]
+
+    def _give_up(self, coordinates: Array) -> None:
+        """Do without these experts until patience has passed once more."""
+        cells = {tuple(each) for each in coordinates.tolist()}
+        for cell in cells:
+            self._given_up[cell] = trio.current_time() + self._patience_s
+        self.replaced += 1
+        names = ", ".join(str(ExpertUid(self._mixture.config.prefix, cell)) for cell in sorted(cells))
+        logger.warning("%s did not answer for %g s; the text goes on with other experts", names, self._patience_s)
+
+    async def _searched(self, scores: Scores, inputs: Any, wanted: Any) -> tuple[Array, Array, Array]:
+        """(indices, mask, outputs) of the best living experts, by beam search, anew until all have answered."""
+        del wanted  # padding is rare here, and what it costs is a few rows
+        for pause_s in _pauses(most_s=self._patience_s):
+            choice = await self._mixture.choose(scores)
+            asked = np.zeros(choice.indices.shape[:2], bool)
+            for call in choice.calls:
+                asked[call.rows, call.slots] = True
+            outputs, answered, _ = await self._mixture.forward(choice, inputs)
+            if asked.any(axis=1).all() and np.array_equal(asked, answered):
+                return choice.indices, answered, outputs
+            self.asked_again += 1
+            await trio.sleep(pause_s)
+        raise NoQuorum(f"layer {self._mixture.config.prefix!r}: no expert has answered for {self._patience_s:g} s")
+
+
+def _pauses(most_s: float = float("inf")) -> Any:
+    """Seconds to wait after each attempt; their sum stays below `most_s`."""
+    pause_s, total_s = _FIRST_PAUSE_S, 0.0
+    while total_s < most_s:
+        yield pause_s
+        total_s += pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _beside(mask: Array, outputs: Array) -> Array:
+    """The mask of slots [samples, slots] in a shape that goes with their outputs."""
+    return mask.reshape(*mask.shape, *(1,) * (outputs.ndim - 2))
