@@ -55,6 +55,8 @@ ONLY_IN = {
     "socket": {"dmoe_net.transport.sockets"},
     "ssl": {"dmoe_net.transport.tls_engine"},
     "prometheus_client": {"dmoe_jax.metrics.families", "dmoe_jax.metrics.monitor"},
+    "safetensors": {"dmoe_jax.trained.exporting"},
+    "etils": {"dmoe_jax.trained.remote"},
     "pickle": set(),
 }
 

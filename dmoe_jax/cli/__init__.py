@@ -15,6 +15,7 @@ import tyro
 from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.export import ExportCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_join
@@ -38,6 +39,7 @@ Command = (
     | Annotated[AssistCommand, tyro.conf.subcommand("assist")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
+    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
