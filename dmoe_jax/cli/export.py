@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.machine.disk import check_local
+from dmoe_jax.machine.disk import check_local, url_of
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
@@ -93,7 +93,8 @@ class ExportCommand:
             nodes = [stack.enter_context(local_copy(each)) for each in self.experts]
             model, facts, vocabulary = self._read(folder, nodes)
             known, num_experts = int(model.known.sum()), model.known.size
-            console.print(f"{self.run_folder}: step {model.step}, {known} of {num_experts} experts")
+            source = url_of(self.run_folder) or self.run_folder
+            console.print(f"{source}: step {model.step}, {known} of {num_experts} experts")
             if not known:
                 console.print("its experts are not here: --experts FOLDER ... names where the nodes saved them")
             arrays = write_export(model, facts, self.out, split=self.split_experts, vocabulary=vocabulary)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import trio
 import tyro
@@ -338,7 +338,7 @@ class UpCommand:
         kind = {} if code.kind == "transformer_xl" else {"expert": code.kind}
         kind |= {"optimizer": code.optimizer} if code.optimizer else {}
         kind |= {} if route == "sequence" else {"route": route}
-        node = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
+        node: dict[str, Any] = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
         node |= {} if self.data.init is None else {"init": self.data.init}
         layer = words_of(self.language.layer)
         return [*self.listen_flags(), *as_flags(kind), *layer, *as_flags(node), *shlex.split(self.swarm.node_flags)]

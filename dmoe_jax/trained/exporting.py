@@ -32,8 +32,8 @@ from dmoe_jax.trained.saved_model import Checkpoint, SavedModel, step_of
 from dmoe_jax.trained.saved_run import SavedRun
 from dmoe_net.meaning import is_meaning
 
-Arrays = dict[str, np.ndarray]
-"""Arrays by the names that they have in a file."""
+Arrays = dict[str, Any]
+"""Arrays by the names that they have in a file; or their shapes and types."""
 
 
 def words_of_checkpoint(run: SavedRun, checkpoint: Checkpoint = "last") -> int:
@@ -116,10 +116,13 @@ def _write(file: Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> N
     ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     if odd := [name for name, array in ordered.items() if array.dtype not in DTYPES.values()]:
         raise ValueError(f"safetensors has no type for {ordered[odd[0]].dtype}, that of {odd[0]}")
+    file.touch()
+    mode = file.stat().st_mode
     try:
         save_file(ordered, file, metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"{file} cannot be written: {error}") from error
+    file.chmod(mode)  # it has left the user alone the right to read it
 
 
 @contextmanager

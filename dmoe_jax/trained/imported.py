@@ -32,16 +32,13 @@ from dmoe_jax.trained.export_files import (
     read_header,
     trunk_file,
 )
-from dmoe_jax.trained.exporting import named_arrays
+from dmoe_jax.trained.exporting import Arrays, named_arrays
 from dmoe_jax.trained.saved_model import SavedModel, config_of
 from dmoe_jax.training.prepared_run import check_code, is_code
 from dmoe_net.meaning import contradiction
 
 _SAME = ("vocab_size", "num_layers", "cutoffs", "route", "grid_size", "d_model")
 """Sizes in which a model and an export must agree, for a trunk of the one to serve the other."""
-
-_Shapes = Mapping[str, Any]
-"""Arrays, or their shapes and types, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ class _Export:
 
     path: Path
     file: Path
-    """Of the trunk, and of the experts unless each has its own."""
+    """The file of the trunk, and of the experts unless each has its own."""
     arrays: Mapping[str, StoredArray]
     """Those of this file."""
     facts: ExportFacts
@@ -212,25 +209,25 @@ def _checked_config(sizes: Mapping[str, Any], arrays: Mapping[str, StoredArray],
 
 
 def _check_types(sizes: Mapping[str, Any], kind: type) -> None:
-    """Check that fields which are whole numbers, or several of them, have such values."""
+    """Check that fields which are whole numbers, or several of them, have such values, none beyond all reason."""
     for name, hint in get_type_hints(kind).items():
         value = sizes[name]
         values = value if hint == tuple[int, ...] and isinstance(value, list) else [value]
-        if hint in (int, tuple[int, ...]) and not all(type(each) is int for each in values):
+        if hint in (int, tuple[int, ...]) and not all(type(each) is int and 0 <= each < 1 << 48 for each in values):
             raise TypeError(f"{name} is {value!r:.80}")
 
 
 def _check_experts(export: _Export) -> None:
     """Check that the trunk's file has the experts that it should have, and nothing else of that name."""
     held = {name: each for name, each in export.arrays.items() if name.startswith("experts.")}
-    wanted: dict[str, Any] = {KNOWN: export.arrays[KNOWN]}
+    wanted: Arrays = {KNOWN: export.arrays[KNOWN]}
     for layer, like in enumerate(export.experts):
         if export.known[layer].any() and not export.is_split:
             wanted |= named_arrays(like, "experts", layer_prefix(layer))
     _check_arrays(held, wanted, export.file)
 
 
-def _check_arrays(held: _Shapes, wanted: _Shapes, file: Path) -> None:
+def _check_arrays(held: Mapping[str, Any], wanted: Mapping[str, Any], file: Path) -> None:
     """Check that a file has the arrays that are wanted, and no others."""
     found, expected = (
         {name: f"{np.dtype(each.dtype)}{list(each.shape)}" for name, each in arrays.items()}

@@ -35,8 +35,9 @@ def local_copy(path: Path) -> Iterator[Path]:
 
             source = epath.Path(url)
             _copy(source, copy)
-            if is_export(copy) and (words := vocabulary_folder(source)) != source and words.exists():
-                _copy(words, vocabulary_folder(copy))
+            words = vocabulary_folder(copy)
+            if is_export(copy) and words != copy and (source.parent / words.name).exists():
+                _copy(source.parent / words.name, words)
         except ImportError as error:
             scheme = url.partition(":")[0]
             raise ValueError(

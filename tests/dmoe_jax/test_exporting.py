@@ -213,16 +213,16 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another vocabulary": (of_config(vocab_size=21), r"must have the shapes \(21, 8\)"),
     "another grid": (of_config(grid_size=[4, 1]), r"shapes .* and \(2, 4, 1\)"),
     "no grid": (of_config(grid_size=[]), r"shapes .* and \(2,\)"),
-    "layers without end": (of_config(num_layers=10**15), "must have the shapes"),
-    "a feed-forward network without end": (of_config(d_ff=10**12), r"expected float32\[4, 8, 1000000000000\]"),
-    "a width beyond all": (of_config(d_ff=10**400), "no configuration of a model"),
+    "layers without end": (of_config(num_layers=10**12), "must have the shapes"),
+    "a feed-forward network without end": (of_config(d_ff=10**12), r"expected float32\[4, 1000000000000\]"),
+    "a width beyond all": (of_config(d_ff=10**400), "no configuration of a model: d_ff is 1000"),
     "half an expert": (of_config(k_best=1.5), "k_best is 1.5"),
     "a word as number": (of_config(num_heads="2"), "num_heads is '2'"),
     "heads that do not fit": (of_config(num_heads=3), "no configuration of a model: .*num_heads"),
     "a field of another version": (of_config(depth=3), "another version"),
     "a missing field": (lambda header: of_metadata(config='{"layer": {}}')(header), "no configuration of a model"),
     "a layer that is none": (of_config(layer="small"), "no configuration of a model"),
-    "another router": (of_metadata(router="switch"), "is of another model: 'trunk.gates.0"),
+    "another router": (of_metadata(router="uniform_random"), "'trunk.gates.0.keys.bias' is .*, expected nothing"),
     "no router": (of_metadata(router="nobody"), "unknown router 'nobody'"),
     "an unknown type": (of_table(dtype="F8_E4M3"), "'trunk.embed.table' is"),
     "a type of another size": (of_table(dtype="F16"), "has 640 bytes"),
@@ -289,7 +289,7 @@ def test_garbage_in_a_header_raises_one_error(tmp_path: Path) -> None:
     file = export(trained(), tmp_path / "model.safetensors")
     whole, rng = file.read_bytes(), np.random.default_rng(0)
     size, refused = int.from_bytes(whole[:8], "little"), 0
-    for _ in range(300):
+    for _ in range(100):
         data = bytearray(whole)
         for at in rng.integers(0, 8 + size, rng.integers(1, 4)):
             data[at] = rng.integers(256)
@@ -298,7 +298,7 @@ def test_garbage_in_a_header_raises_one_error(tmp_path: Path) -> None:
             read_facts(file)
         except ValueError:
             refused += 1
-    assert refused > 200
+    assert refused > 60
 
 
 def test_an_expert_of_another_name_or_none_is_refused(tmp_path: Path) -> None:
@@ -465,10 +465,7 @@ def swarm_run(path: Path, states: Mapping[int, Any], losses: Mapping[int, float]
     """The folder of a run of `dmoe train` with these checkpoints, and with evaluations of these losses."""
     settings = TrainOptions(join=()).settings()
     sizes = dataclasses.asdict(trained().config)
-    language = {**settings["language"], **sizes["layer"], "num_layers": 2, "grid_size": GRID, "cutoffs": (10,)}
-    language["layer"] = sizes["layer"]
-    for name in sizes["layer"]:
-        del language[name]
+    language = settings["language"] | {name: sizes[name] for name in ("layer", "num_layers", "grid_size", "cutoffs")}
     folder = RunFolder.create(path, {**settings, "language": language, "calls": {**settings["calls"], "k_best": 2}})
     folder.log("task", name="my.txt", unit="tokens", meaning=WORDS)
     for step, loss in losses.items():
@@ -532,6 +529,7 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFi
         "vocabulary": str(tmp_path / "new" / "model.vocabulary" / "vocabulary.json"),
     }
     assert "its experts are not here: --experts FOLDER" in captured.err
+    assert out.stat().st_mode == (run / "config.json").stat().st_mode
     assert sorted(path.name for path in vocabulary_folder(out).iterdir()) == ["tokenizer.json", "vocabulary.json"]
 
 

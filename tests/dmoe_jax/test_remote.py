@@ -1,10 +1,8 @@
 """What lies at a URL is copied here to be read, and nothing is written there."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import jax
 import pytest
 from etils.epath import backend
@@ -23,30 +21,19 @@ from tests.dmoe_jax.training_rig import outcome
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of this machine that is s3://bucket for the libraries that read from there."""
     (tmp_path / "bucket").mkdir()
 
     class Bucket(DirFileSystem):
         """As a store is, it is asked for whole URLs."""
 
-        protocol = "s3"
-        cachable = False
-
-        def __init__(self, **options: Any) -> None:
-            super().__init__(path=str(tmp_path), fs=LocalFileSystem(), **options)
-
-        @classmethod
-        def _strip_protocol(cls, path: Any) -> Any:
-            return path
-
         def _join(self, path: Any) -> Any:
             return super()._join(str(path).removeprefix("s3://"))
 
-    monkeypatch.setitem(fsspec.registry.target, "s3", Bucket)
-    backend._FileSystemSpecBackend._get_filesystem.cache_clear()
-    yield tmp_path / "bucket"
-    backend._FileSystemSpecBackend._get_filesystem.cache_clear()
+    store = Bucket(path=str(tmp_path), fs=LocalFileSystem())
+    monkeypatch.setattr(backend._FileSystemSpecBackend, "_get_filesystem", lambda self, name: store)
+    return tmp_path / "bucket"
 
 
 def test_a_path_that_was_a_url_is_one_again() -> None:
