@@ -93,11 +93,11 @@ def write_export(model: SavedModel, facts: ExportFacts, out: Path, *, split: boo
     for layer, name in enumerate(model.layers):
         if model.known[layer].any():
             trunk |= named_arrays(model.experts[layer], "experts", name)
-    if _files_of_vocabulary(vocabulary):
-        with _made_folder(vocabulary_folder(out)) as folder:
-            _copy_vocabulary(vocabulary, folder)
     with replaced_file(out) as temporary:
         _write(temporary, trunk, facts.metadata())
+        if _files_of_vocabulary(vocabulary):
+            with _made_folder(vocabulary_folder(out)) as folder:
+                _copy_vocabulary(vocabulary, folder)
     return trunk
 
 

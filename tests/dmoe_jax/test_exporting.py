@@ -352,10 +352,13 @@ def test_an_export_is_whole_or_absent(split: bool, tmp_path: Path, monkeypatch: 
             raise SafetensorError("I/O error: No space left on device")
         written.append(file)
 
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "vocabulary.json").write_text("[]")
     monkeypatch.setattr("safetensors.numpy.save_file", failing)
+    out = tmp_path / ("parts" if split else "model.safetensors")
     with pytest.raises(OSError, match="No space left on device"):
-        export(trained(), tmp_path / ("parts" if split else "model.safetensors"), split=split)
-    assert list(tmp_path.iterdir()) == []
+        write_export(trained(), facts_of(trained()), out, split=split, vocabulary=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
 def test_a_type_that_the_form_does_not_know_is_refused(tmp_path: Path) -> None:
