@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ class Checkpoints:
     Args:
       keep: number of the newest that are kept.
       is_sound: returns False for a state that is worth nothing, such as one that is not finite.
+      also_kept: takes the numbers of all checkpoints and returns those that stay beside the newest.
       say: told of each checkpoint that cannot be used, once.
     """
 
@@ -162,10 +163,11 @@ class Checkpoints:
         keep: int = 2,
         files: CheckpointFiles | None = None,
         is_sound: Callable[[PyTree], Any] = lambda state: True,
+        also_kept: Callable[[Collection[int]], Collection[int]] = lambda numbers: (),
         say: Callable[[str], object] = logger.warning,
     ) -> None:
         self._folder = folder.absolute()
-        self._keep, self._is_sound, self._say = keep, is_sound, say
+        self._keep, self._is_sound, self._also_kept, self._say = keep, is_sound, also_kept, say
         self._owns_files = files is None
         self._files = CheckpointFiles() if files is None else files
         self._usable: set[int] = set()  # those that were read or written here
@@ -253,7 +255,7 @@ class Checkpoints:
         numbers = numbers_in(self._folder)
         # Kept are also the newest up to the one just saved: higher ones may be another node's.
         newest, own = numbers[-self._keep :], [number for number in numbers if number <= saved][-self._keep :]
-        for old in {*numbers} - {*newest, *own}:
+        for old in {*numbers} - {*newest, *own, *self._also_kept(numbers)}:
             trash = self._folder / f"{_TRASH}{old}"
             with suppress(OSError):  # another node that shares the folder was quicker
                 # Renamed first, so that nobody reads half of it.
@@ -274,20 +276,27 @@ def numbers_in(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and path.is_dir())
 
 
-def read_arrays(folder: Path, is_wanted: Callable[[tuple[str, ...]], bool]) -> tuple[int, Arrays]:
-    """The number of the newest checkpoint in a folder that can be read, and some of its arrays. Writes nothing."""
+def read_arrays(
+    folder: Path, is_wanted: Callable[[tuple[str, ...]], bool], step: int | None = None
+) -> tuple[int, Arrays]:
+    """The number of a checkpoint in a folder and some of its arrays: of the one with this number, or of the newest that
+    can be read. Writes nothing. Raises CheckpointError if there is none."""
+    held = numbers_in(folder)
+    if step is not None and step not in held:
+        there = ", ".join(map(str, held)) or "none"
+        raise CheckpointError(f"there is no checkpoint {step} in {folder.absolute()}; those that are there: {there}")
     files = CheckpointFiles()
     why: list[str] = []
     try:
-        for step in reversed(numbers_in(folder)):
+        for number in reversed(held) if step is None else (step,):
             try:
-                arrays = files.read_arrays(folder / str(step), is_wanted)
+                arrays = files.read_arrays(folder / str(number), is_wanted)
             except _Unusable as error:
                 why.append(str(error))
                 continue
             for each in why:
-                logger.warning("%s; checkpoint %d is read instead", each, step)
-            return step, arrays
+                logger.warning("%s; checkpoint %d is read instead", each, number)
+            return number, arrays
         raise CheckpointError("; ".join(why) or f"there is no checkpoint in {folder.absolute()}")
     finally:
         files.close()

@@ -16,6 +16,7 @@ from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.demo import DemoCommand
 from dmoe_jax.cli.dht import DhtCommand
 from dmoe_jax.cli.evaluate import EvaluateCommand
+from dmoe_jax.cli.export import ExportCommand
 from dmoe_jax.cli.generate import GenerateCommand
 from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
@@ -42,6 +43,7 @@ Command = (
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
+    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 

@@ -80,6 +80,10 @@ class NodeCommand(DhtCommand):
         if self.devices.follows:
             await self.devices.follow(stop, dict.fromkeys(self.hand.uids(), expert), optimizer, seed=self.seed)
             return 0
+        with mistakes_in_one_line():
+            begin = partial(self.saving.begin, self.hand.uids(), expert, optimizer)
+            if num_begun := await trio.to_thread.run_sync(begin, abandon_on_cancel=True):
+                say(f"{num_begun} experts begin as in {self.saving.init}")
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)
         async with (
             self.devices.opened_lead(stop) as placed,

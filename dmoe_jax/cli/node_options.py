@@ -12,6 +12,7 @@ import tyro
 from dmoe_jax.cli.checks import check_at_least, check_no_effect, check_positive
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
+from dmoe_jax.machine.disk import check_local
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.survey import check_claimable
@@ -163,12 +164,30 @@ class SavingOptions:
     checkpoint_period_s: float = 60.0
     """Seconds that an expert's newest checkpoint may be old, if it has learnt since; one more is made when the node is
     stopped. Where saving takes over a third of it checkpoints become older, and a warning says how old."""
+    init: Annotated[Path | None, tyro.conf.arg(metavar="EXPORT")] = None
+    """Begin with the experts of a model that dmoe export wrote, and not with their seeds: where --checkpoint-dir has no
+    checkpoint of one, it is written there. Trainers have an --init for the trunk."""
 
     def check(self) -> None:
         """Raise `UsageError` for a flag out of range."""
         check_positive(self, "checkpoint_period_s")
         if self.checkpoint_dir is not None and self.checkpoint_dir.exists() and not self.checkpoint_dir.is_dir():
             raise UsageError(f"--checkpoint-dir must be a folder, or a name for one; {self.checkpoint_dir} is a file")
+        if self.init is not None and self.checkpoint_dir is None:
+            raise UsageError("--init needs --checkpoint-dir: what experts begin with is written there")
+        if self.checkpoint_dir is not None:
+            with mistakes_in_one_line():
+                check_local(self.checkpoint_dir, "--checkpoint-dir")
+
+    def begin(self, uids: Collection[str], expert: "Expert", optimizer: "optax.GradientTransformation | None") -> int:
+        """Have the experts begin as --init says; return their number. Raises ValueError and OSError of the export."""
+        from dmoe_jax.trained.imported import begin_experts
+        from dmoe_jax.trained.remote import local_copy
+
+        if self.init is None or self.checkpoint_dir is None:
+            return 0
+        with local_copy(self.init) as path:
+            return begin_experts(path, self.checkpoint_dir, uids, expert, optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)

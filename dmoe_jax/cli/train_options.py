@@ -33,6 +33,9 @@ class DataOptions:
     """Seed of the trunk's initial parameters, and of all chance without --data-seed."""
     data_seed: int | None = None
     """Seed of the trainers' places in the data, of dropout and of the router's noise. Default: --seed."""
+    init: Annotated[Path | None, tyro.conf.arg(metavar="EXPORT")] = None
+    """Begin with the trunk of a model that dmoe export wrote, of the same sizes, words and router, and not with that of
+    --seed; the same for all trainers that average. Nodes have an --init for its experts."""
 
     def check(self, *, more: int = 0) -> None:
         """Raise `UsageError` for a flag out of range; `more` is added to the seeds for the last process."""
@@ -226,6 +229,8 @@ class TrainOptions:
         if self.model is None:
             with mistakes_in_one_line():
                 check_source(self.data.data)
+        elif self.data.init is not None:
+            raise UsageError("--init is for the language model: it would have no effect beside --model")
         self.averaging.check()
         averaged = "--average-every or --target-batch-size without --average-client"
         check_needs(averaged, self.averaging.listens, flags_of(self.listening))

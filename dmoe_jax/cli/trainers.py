@@ -3,17 +3,24 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import trio
 
+from dmoe_jax.checkpoints import numbers_in
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching
 from dmoe_jax.collaboration import Collaboration
 from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.swarm.swarm import Swarm
+from dmoe_jax.trained.imported import read_trunk_for
+from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.trainer import AnyTrainers
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import SwarmEngine
 from dmoe_jax.trunk import open_trunk_averaging
@@ -22,9 +29,15 @@ from dmoe_net.nursery import background_nursery
 
 @asynccontextmanager
 async def opened_engine(
-    options: TrainOptions, swarm: Swarm, training: Training, progress: TrainingProgress, watch: Watching
+    options: TrainOptions,
+    run: PreparedRun,
+    swarm: Swarm,
+    training: Training,
+    progress: TrainingProgress,
+    watch: Watching,
 ) -> AsyncIterator[SwarmEngine]:
-    """The engine of this process's trainers, caught up with others that are ahead."""
+    """The engine of this process's trainers, caught up with others that are ahead. Raises UsageError for an optimiser,
+    or an export to begin with, that will not do."""
     averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
     model, batches = training.model, training.batches
     figures: Callable[[], Mapping[str, float | int | None]] = dict
@@ -32,6 +45,10 @@ async def opened_engine(
         optimizer = averaging.wrap(trunk_optimizer(options))
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
         params = model.init(jax.random.key(options.data.seed))
+        # A run that goes on has its own, and the export may be gone.
+        if options.data.init is not None and not (run.path and numbers_in(run.path / CHECKPOINT_FOLDER)):
+            reading = partial(_exported_trunk, options.data.init, options.language.router, training)
+            params = await trio.to_thread.run_sync(reading, abandon_on_cancel=True)
     async with AsyncExitStack() as stack:
         trainers: AnyTrainers
         if averaging.target_batch_size:
@@ -76,6 +93,12 @@ async def opened_engine(
                 figures = averager.totals.headline
         watch.steps_of(trainers)
         yield SwarmEngine(trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures)
+
+
+def _exported_trunk(init: Path, router: str, training: Training) -> dict[str, Any]:
+    """The trunk of an export for this language model. Raises ValueError if it is another model's."""
+    with local_copy(init) as path:
+        return read_trunk_for(path, cast(Any, training.model).config, router=router, words=training.task.meaning)
 
 
 async def _show_swarm(peer: Collaboration, target: int, progress: TrainingProgress) -> None:

@@ -50,7 +50,7 @@ async def run_training(
             await training.wait_for_experts(options.calls.wait_s, progress)
             watch.found_experts()
             try:
-                async with opened_engine(options, swarm, training, progress, watch) as engine:
+                async with opened_engine(options, run, swarm, training, progress, watch) as engine:
                     watch.begins(engine, training.task.unit)
                     headline = await train(
                         engine,

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import trio
 import tyro
@@ -22,7 +22,7 @@ from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.data.corpora import check_source
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
-from dmoe_jax.machine.disk import FolderInUse, hold_folder
+from dmoe_jax.machine.disk import FolderInUse, check_local, hold_folder
 from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
@@ -251,12 +251,16 @@ class UpCommand:
     def check(self) -> None:
         """Raise `UsageError` for a flag that cannot be meant, before anything is started."""
         swarm = self.swarm
+        with mistakes_in_one_line():
+            check_local(self.out, "a run")
         check_at_least(1, swarm, "nodes")
         check_at_least(0, swarm, "trainers")
         check_at_least(1, self, "average_every")
         self.run_length.check()
         self.language.check()
         self.data.check(more=swarm.trainers)
+        if self.data.init is not None and not swarm.save_experts:
+            raise UsageError("--init needs the experts' folders, which --no-save-experts leaves out")
         if swarm.trainers < 2:
             check_no_effect(f"--trainers {swarm.trainers}: nobody averages", flags_of(self.budget))
         saved = [saved_experts(self.out)] if swarm.save_experts else []
@@ -334,7 +338,8 @@ class UpCommand:
         kind = {} if code.kind == "transformer_xl" else {"expert": code.kind}
         kind |= {"optimizer": code.optimizer} if code.optimizer else {}
         kind |= {} if route == "sequence" else {"route": route}
-        node = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
+        node: dict[str, Any] = {"seed": self.data.seed, "announce_period_s": 5, "xla_threads": threads}
+        node |= {} if self.data.init is None else {"init": self.data.init}
         layer = words_of(self.language.layer)
         return [*self.listen_flags(), *as_flags(kind), *layer, *as_flags(node), *shlex.split(self.swarm.node_flags)]
 

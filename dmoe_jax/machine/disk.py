@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +28,21 @@ class FolderInUse(OSError):
     """Another process writes to a folder. The message says which process, where, and since when."""
 
 
+def url_of(path: Path) -> str | None:
+    """The URL that a path was made of: gs://bucket/run for gs:/bucket/run; None for a path of this machine."""
+    found = re.match(r"(gs|s3):/+(?=[^/])", str(path))
+    return None if found is None else f"{found[1]}://{str(path)[found.end() :]}"
+
+
+def check_local(path: Path, what: str) -> None:
+    """Raise ValueError for a URL: `what` would be written there, and needs renames that are atomic, and locks."""
+    if (url := url_of(path)) is not None:
+        raise ValueError(
+            f"{what} cannot be written to {url}: it needs a file system of this machine, with locks and with renames "
+            "that are atomic; copy it there afterwards"
+        )
+
+
 @contextmanager
 def hold_folder(folder: Path, what: str) -> Iterator[None]:
     """Keep other processes out of a folder while the block lasts; `what` goes on there, for the message: "run".
@@ -35,8 +51,10 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
     from a process that dies. (Windows, and file systems without locks: nobody is kept out.)
 
     Raises:
-      FolderInUse: somebody else holds it, perhaps in this process. OSError: it cannot be written to.
+      FolderInUse: somebody else holds it, perhaps in this process. OSError: it cannot be written to. ValueError: it is
+        not on this machine.
     """
+    check_local(folder, f"the {what}")
     if sys.platform == "win32":
         yield
         return

@@ -75,6 +75,20 @@ def init_trunk(
       ValueError: the router is for another grid, or not for what is routed, or word_counts is of another vocabulary.
     """
     check_router(router, config.grid_size, config.d_model, in_order=config.routes_tokens)
+    return _init_trunk(key, config, router, word_counts)
+
+
+def trunk_shapes(config: TransformerXLConfig, router: Router) -> dict[str, PyTree]:
+    """Shapes and types of what `init_trunk` makes. Nothing is computed, nor is the router checked."""
+    return cast(dict[str, PyTree], jax.eval_shape(lambda key: _init_trunk(key, config, router), jax.random.key(0)))
+
+
+def _init_trunk(
+    key: PRNGKeyArray,
+    config: TransformerXLConfig,
+    router: Router,
+    word_counts: Num[np.ndarray, " vocab"] | None = None,
+) -> dict[str, PyTree]:
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     embed_params, head_params = init_embed_and_head(embed_key, head_key, config, word_counts=word_counts)
     gates = [router.init(k, config.d_model) for k in jax.random.split(gate_key, config.num_layers)]

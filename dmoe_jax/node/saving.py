@@ -27,7 +27,7 @@ from dmoe_jax.arrays import PyTree, copied
 from dmoe_jax.checkpoints import CheckpointFiles, Checkpoints, numbers_in
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.machine.device import Device
-from dmoe_jax.machine.disk import CheckpointError, hold_folder
+from dmoe_jax.machine.disk import CheckpointError, check_local, hold_folder
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.programs import Programs, compiled_alone
 from dmoe_jax.node.sharding import PlacedDevice, placed
@@ -66,11 +66,13 @@ class ExpertSaver:
 
     Raises:
       CheckpointError: the folder holds checkpoints of all experts of a node together, as earlier versions wrote them.
+      ValueError: it is not on this machine.
     """
 
     def __init__(
         self, folder: Path, backends: Mapping[str, ExpertBackend], device: Device | Sequence[PlacedDevice]
     ) -> None:
+        check_local(folder, "checkpoints of experts")
         self._folder = folder.absolute()
         if numbers := numbers_in(self._folder):
             raise CheckpointError(

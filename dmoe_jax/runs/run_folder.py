@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.machine.disk import is_empty
+from dmoe_jax.machine.disk import check_local, is_empty
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -124,6 +124,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def check_new(path: Path, *, hint: str = "") -> None:
     """Raises ValueError, which ends in the hint, unless a run may begin in this folder: it is not there, or empty."""
+    check_local(path, "a run")
     if path.exists() and not path.is_dir():
         raise ValueError(f"the run folder {path} is a file; expected a new or empty folder")
     if path.is_dir() and not is_empty(path):

@@ -9,27 +9,33 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.checkpoints import names_of, read_arrays
+from dmoe_jax.checkpoints import names_of, numbers_in, read_arrays
 from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
 from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.transformer_xl import init_experts, init_trunk
+from dmoe_jax.models.transformer_xl import init_experts, trunk_shapes
 from dmoe_jax.node.saving import saved_uids
 from dmoe_jax.routing.base import Router
+from dmoe_jax.routing.check import check_router
 from dmoe_jax.routing.registry import make_router
+from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trained.saved_run import SHARED_FOLDER, SavedRun, saved_experts
-from dmoe_jax.training.prepared_run import check_meaning_of_run
+from dmoe_jax.training.prepared_run import best_step, check_meaning_of_run
 
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
+
+
+Checkpoint = Literal["last", "best"] | int
+"""A checkpoint of a run: its newest one, the one whose evaluation on the way had the least loss, or that of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,22 +88,30 @@ def open_corpus(run: SavedRun) -> Corpus:
     return corpus
 
 
-def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> SavedModel:
-    """The model as the run's last checkpoint has it.
+def load_model(
+    run: SavedRun, vocab_size: int, nodes: Iterable[Path] = (), checkpoint: Checkpoint = "last"
+) -> SavedModel:
+    """The model as a checkpoint of the run has it.
 
     Args:
       vocab_size: number of words of the text that it was trained on.
-      nodes: checkpoint folders of the nodes that served its experts; none: those that lie beside the run.
+      nodes: checkpoint folders of the nodes that served its experts; none: those that lie beside the run. The experts
+        are those that the nodes saved last, whatever the checkpoint of the trunk.
+      checkpoint: of those that are kept, which are few.
 
     Raises:
-      ValueError: the checkpoint is of another model, a node's folder has none, or the settings do not fit each other.
+      ValueError: there is no such checkpoint, or it is of another model; a node's folder has none, or the settings do
+        not fit each other.
     """
-    config = _config(run.sizes, vocab_size)
+    config = config_of(run.sizes, vocab_size)
     router = make_router(run.router, config.grid_size)
     step, arrays = read_arrays(
-        run.checkpoints, lambda names: names[0] in ("trunk", "params", "experts") and "opt_state" not in names
+        run.checkpoints,
+        lambda names: names[0] in ("trunk", "params", "experts") and "opt_state" not in names,
+        step_of(run, checkpoint),
     )
-    like = init_trunk(jax.random.key(0), config, router)
+    check_router(router, config.grid_size, config.d_model, in_order=config.routes_tokens)
+    like = trunk_shapes(config, router)
     trunk = next((found for place in _TRUNKS if (found := _tree(arrays, place, like)) is not None), None)
     if trunk is None:
         raise CheckpointError(f"checkpoint {step} in {run.checkpoints} is not of the model that config.json describes")
@@ -112,7 +126,18 @@ def load_model(run: SavedRun, vocab_size: int, nodes: Iterable[Path] = ()) -> Sa
     return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
 
 
-def _config(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
+def step_of(run: SavedRun, checkpoint: Checkpoint) -> int | None:
+    """The step of a checkpoint; None for the newest that can be read. Raises CheckpointError if none was evaluated."""
+    if checkpoint != "best":
+        return None if checkpoint == "last" else checkpoint
+    best = best_step(RunFolder(run.path).metrics(), numbers_in(run.checkpoints))
+    if best is None:
+        raise CheckpointError(f"no checkpoint in {run.checkpoints} was evaluated, so that none is known as the best")
+    return best
+
+
+def config_of(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
+    """The model's configuration from its fields by name. Raises ValueError if they do not fit each other."""
     if sizes.get("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"the run's vocabulary has {sizes['vocab_size']} words, that of the text {vocab_size}")
     cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)

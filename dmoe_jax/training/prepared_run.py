@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -164,6 +165,23 @@ def finished_headline(folder: RunFolder) -> dict[str, Any] | None:
     if not headlines or not headlines[-1].get("complete"):
         return None
     return {name: value for name, value in headlines[-1].items() if name != "kind"}
+
+
+def best_step(records: Iterable[Mapping[str, Any]], steps: Collection[int]) -> int | None:
+    """The one of these steps whose evaluation on the way had the least loss; None if none of them was evaluated.
+
+    Only evaluations over as many words or samples as the last one count: others had other words before them.
+    """
+    points = [record for record in records if record.get("kind") == "eval" and _is_loss(record.get("loss"))]
+    if not points:
+        return None
+    alike = [point for point in points if all(point.get(key) == points[-1].get(key) for key in ("split", "items"))]
+    losses = {step: point["loss"] for point in alike for step in steps if step == point.get("step")}
+    return min(losses, key=losses.__getitem__, default=None)
+
+
+def _is_loss(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def cut_metrics(folder: RunFolder, *, step: int, size: int | None) -> None:

@@ -4,13 +4,13 @@ A run that *pauses* is a row of stretches of `eval_every` updates with an evalua
 Whatever ends it early (Ctrl-C, a power cut, a loss of NaN), it goes on from its last pause, and then gives bit for bit
 what it would have given without the break. Otherwise evaluations and checkpoints run *beside* the training, which never
 waits for them; this needs an engine that runs under trio. The figures of the end, over whole texts, are no part of the
-curve.
+curve. Beside the newest checkpoints stays the one whose evaluation had the least loss (`best_step`).
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from dmoe_jax.arrays import host_copy
-from dmoe_jax.checkpoints import Checkpoints
+from dmoe_jax.arrays import PyTree, host_copy
+from dmoe_jax.checkpoints import Checkpoints, numbers_in
 from dmoe_jax.machine.disk import CheckpointError, reserve
 from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.report import spoken, write_report
@@ -28,7 +28,7 @@ from dmoe_jax.runs.run_folder import FIGURE, REPORT, RunFolder, plain
 from dmoe_jax.trainer import StepRecord, first_leaf
 from dmoe_jax.training.balance import BalanceLog
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun, cut_metrics
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun, best_step, cut_metrics
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.task import Task
 from dmoe_net.errors import NetError
@@ -40,6 +40,9 @@ Records = Callable[[], Iterable[tuple[str, Mapping[str, object]]]]
 
 _ROOM_BYTES = 1 << 19
 """Room on the disk that is held from the beginning of a run, for its figure and report."""
+
+_Taken = tuple[int, PyTree, dict[str, Any]]
+"""A step with the state and the facts of its checkpoint."""
 
 _SPLIT_NAMES = {"valid": "validation", "test": "test"}
 
@@ -212,9 +215,11 @@ class _Ledger:
         self._room = self.folder.path / ".room"
         with suppress(OSError):
             reserve(self._room, _ROOM_BYTES)
-        self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER)
         (self.folder.path / CHECKPOINT_FOLDER).mkdir(exist_ok=True)
         cut_metrics(self.folder, step=engine.step, size=size)
+        # The curve tells which checkpoint is the best: a file that did could be left wrong by a killed process.
+        self._curve: list[Mapping[str, Any]] = [each for each in self.folder.metrics() if each["kind"] == "eval"]
+        self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER, also_kept=self._best_of)
         self.totals = engine.totals()
         self._balance = BalanceLog(self.log, engine.layers, self.totals)
         self._calls_logged = (0, 0)
@@ -323,6 +328,7 @@ class _Ledger:
         sizes = {"items": evaluation.items, "items_seen": items_seen}
         self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.engine.totals().virtual_s)
         if kind == "eval":
+            self._curve.append({"kind": kind, "step": step, "split": split, **figures, **sizes})
             self._log_baseline(evaluation)
             if not self.plan.pause:
                 self.log_balance()
@@ -338,6 +344,14 @@ class _Ledger:
         if baseline and baseline != self._baseline:
             self._baseline = baseline
             self._write("baseline", **baseline)
+
+    def _best_of(self, steps: Collection[int]) -> Collection[int]:
+        best = best_step(self._curve, steps)
+        return () if best is None else (best,)
+
+    def is_best(self, step: int) -> bool:
+        """True if no checkpoint that is there was evaluated at a lower loss than this step."""
+        return step in self._best_of({*numbers_in(self.folder.path / CHECKPOINT_FOLDER), step})
 
     def checkpoint_facts(self) -> dict[str, Any]:
         return {
@@ -500,27 +514,44 @@ class _Beside:
         run.on_step(record)
         if record.step >= plan.steps:
             return
+        saves = plan.checkpoint_every > 0 and record.step % plan.checkpoint_every == 0
         if record.step % plan.eval_every == 0 and run.task.splits:
-            if self._evaluating:
-                run.event("evaluation_left_out", f"that of step {record.step}: the one before is not done yet")
-            else:
+            if not self._evaluating:
                 self._evaluating = True
-                self._nursery.start_soon(self._evaluate)
-        if plan.checkpoint_every and record.step % plan.checkpoint_every == 0:
-            self._nursery.start_soon(self._save)
+                self._nursery.start_soon(self._evaluate, saves)
+                return
+            run.event("evaluation_left_out", f"that of step {record.step}: the one before is not done yet")
+        if saves:
+            self._nursery.start_soon(self._write, None)
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, saves: bool) -> None:
+        """Evaluate, and save what was evaluated if it is the best so far or a checkpoint is due anyway."""
+        run = self._run
+        taken: _Taken | None = None
         try:
-            await self._run.evaluate_first()
+            # Not while the disk is busy: copies that wait for it would fill the memory.
+            if run.plan.checkpoint_every and not self._saving.locked():
+                # Nothing comes between this and the evaluation's own look at the parameters.
+                taken = await self._taken()
+            if saves:
+                self._nursery.start_soon(self._write, taken)
+            await run.evaluate_first()
         except NetError as error:
-            self._run.event("evaluation_lost", str(error))
+            run.event("evaluation_lost", str(error))
+            return
         finally:
             self._evaluating = False
+        if taken is not None and not saves and run.is_best(taken[0]):
+            await self._write(taken)
 
-    async def _save(self) -> None:
-        """Write a checkpoint. If cancelled, it is written or absent, never half."""
+    async def _taken(self) -> _Taken:
+        step, state = await self._run.engine.snapshot()
+        return step, state, self._run.checkpoint_facts()
+
+    async def _write(self, taken: _Taken | None) -> None:
+        """Write a checkpoint; None: of the state as it is once the disk is free. If cancelled, it is written or absent,
+        never half."""
         async with self._saving:
-            step, state = await self._run.engine.snapshot()
-            facts = self._run.checkpoint_facts()
+            taken = await self._taken() if taken is None else taken
             with self._run.saving():
-                await trio.to_thread.run_sync(self._run.checkpoints.save, step, state, facts)
+                await trio.to_thread.run_sync(self._run.checkpoints.save, *taken)

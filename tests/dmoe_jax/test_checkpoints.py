@@ -213,3 +213,31 @@ def test_readers_fall_back_and_write_nothing(tmp_path: Path, caplog: pytest.LogC
     assert "8 cannot be read: " in caplog.text
     assert caplog.text.strip().endswith("checkpoint 2 is read instead")
     assert names_in(tmp_path) == ["2", "8"]
+
+
+def test_a_reader_may_ask_for_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That one or none: a damaged one is not replaced, and of one that is not there the error names those that are."""
+    saved_in(tmp_path, *numbers(2, 8))
+    step, arrays = read_arrays(tmp_path, lambda names: names == ("params", "w"), 2)
+    assert (step, arrays["params", "w"][0, 0]) == (2, 2)
+    flip_a_number(tmp_path / "8")
+    with pytest.raises(CheckpointError, match="8 cannot be read: "):
+        read_arrays(tmp_path, lambda names: True, 8)
+    with pytest.raises(CheckpointError, match=rf"no checkpoint 5 in {tmp_path}; those that are there: 2, 8"):
+        read_arrays(tmp_path, lambda names: True, 5)
+    with pytest.raises(CheckpointError, match="those that are there: none"):
+        read_arrays(tmp_path / "new", lambda names: True, 5)
+    assert not caplog.text
+
+
+def test_some_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    """As long as they are asked for; the newest is restored all the same."""
+    kept = {3}
+    checkpoints = Checkpoints(tmp_path, also_kept=lambda held: kept & {*held})
+    for step in range(1, 7):
+        checkpoints.save(step, state_at(step), {})
+    assert names_in(tmp_path) == ["3", "5", "6"]
+    assert checkpoints.restore_latest(state_at(0))[0] == 6
+    kept.clear()
+    checkpoints.save(7, state_at(7), {})
+    assert names_in(tmp_path) == ["6", "7"]

@@ -63,7 +63,7 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, inspect, identity}"),
+        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, inspect, export, identity}"),
         ("dht --bogus 3", 2, "Unrecognized options: --bogus, 3"),
         ("node --d-model x", 2, "Error parsing --d-model: .*'x'"),
         ("train --join 127.0.0.1:1 --compression zip", 2, "invalid choice 'zip'"),
@@ -86,6 +86,10 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
         ("node --announce-period-s -1", 2, "--announce-period-s must be positive, got -1.0"),
         ("node --claim 0 --of a.0", 2, "--claim must be at least 1, got 0"),
         ("node --claim 4", 2, "--claim needs --of PATTERN"),
+        ("node --init x.safetensors", 2, "--init needs --checkpoint-dir"),
+        ("node --init /nowhere/x.safetensors --checkpoint-dir /nowhere/y", 2, "there is no export /nowhere/x.safeten"),
+        ("up --init x.safetensors --no-save-experts", 2, "--init needs the experts' folders"),
+        ("train --join 127.0.0.1:1 --model m.py:m --init x.safetensors", 2, "--init is for the language model"),
         ("node --of a.0", 2, "--of would have no effect without --claim N"),
         ("node --claim 4 --of a.[", 2, r"bad grid pattern 'a.\['"),
         ("node --claim 4 --of a.[0:4] --experts a.3", 2, r"--of together must .*, got a.3 in a.3 and in a.\[0:4\]"),
@@ -203,7 +207,7 @@ def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.Captu
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "assist", "status", "inspect"])
+@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "assist", "status", "inspect", "export"])
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:

@@ -8,21 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.experts.user_file import load_from_file
+from dmoe_jax.models.transformer_xl import init_trunk
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.swarm.opening import open_swarm
+from dmoe_jax.trained.exporting import facts_of, words_of_checkpoint, write_export
+from dmoe_jax.trained.saved_model import load_model
+from dmoe_jax.trained.saved_run import find_run
 from dmoe_net.wire.compression import Compression
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
@@ -335,3 +341,48 @@ async def test_a_trainer_is_listed_while_it_waits(text: str, tmp_path: Path) -> 
                 members = await first.members()
         assert [(each.role, each.info["state"], each.info["step"]) for each in members] == [("trainer", "waiting", 0)]
         nursery.cancel_scope.cancel()
+
+
+def exported(run_folder: Path, out: Path) -> PyTree:
+    """The trunk of a run, which is exported."""
+    found = find_run(run_folder)
+    model = load_model(found, words_of_checkpoint(found))
+    write_export(model, facts_of(found, model), out, split=False, vocabulary=run_folder)
+    return model.trunk
+
+
+async def test_training_begins_with_an_export(trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path) -> None:
+    """A run that hardly learns has the trunk of the other at its end; it goes on when the export is gone."""
+    trunk = exported(trained[0], export := tmp_path / "model.safetensors")
+    wishes: dict[str, Any] = {"init": export, "learning_rate": 1e-12, "eval_every": 8}
+    async with served_swarm() as (_, swarm):
+        await run(command(out := tmp_path / "run", text, steps=2, **wishes), swarm)
+        export.unlink()
+        await run(command(out, text, steps=4, resume=True, **wishes), swarm)
+    found = load_model(find_run(out), words_of_checkpoint(find_run(out)))
+    assert found.step == 4
+    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, atol=1e-6), found.trunk, trunk)
+    other = init_trunk(jax.random.key(0), found.config, found.router)
+    assert np.abs(other["embed"]["table"] - trunk["embed"]["table"]).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"router": "switch"}, "the router of the model in .*model.safetensors is product_key, not switch"),
+        ({"data": "other"}, "the words of the model in .*model.safetensors are others"),
+        ({"init": Path("/nowhere/x.safetensors")}, "there is no export /nowhere/x.safetensors"),
+    ],
+)
+async def test_training_does_not_begin_with_another_model(
+    changes: dict[str, Any], line: str, trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path
+) -> None:
+    """The error names the export and what differs; nothing is written."""
+    exported(trained[0], export := tmp_path / "model.safetensors")
+    (tmp_path / "other.txt").write_text("the cat sat on the hat .\n" * 1000)
+    if changes.get("data"):
+        changes, text = {}, str(tmp_path / "other.txt")
+    async with served_swarm() as (_, swarm):
+        with pytest.raises(UsageError, match=line):
+            await run(command(tmp_path / "run", text, **{"init": export} | changes), swarm)
+    assert not (tmp_path / "run").exists()

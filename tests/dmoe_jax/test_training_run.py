@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ import trio
 
 import dmoe_jax.runs
 from dmoe_jax.arrays import host_copy
+from dmoe_jax.checkpoints import Checkpoints, numbers_in, read_arrays
 from dmoe_jax.cli import main
 from dmoe_jax.data.vocabulary import unigram_perplexity
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
@@ -27,7 +28,7 @@ from dmoe_jax.model import Evaluation
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
-from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline, prepare_run
+from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, best_step, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
 from dmoe_jax.training.run import Plan, train, train_without_waiting
 from dmoe_jax.training.task import Task, language_task
@@ -520,3 +521,139 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not empty"):  # it was prepared before the first one began
         run(CountingEngine())
     assert records(tmp_path, "headline", "complete") == [(True,)]
+
+
+@dataclass(eq=False)
+class Curve(CountingEngine):
+    """Its loss at a step is what is written here, and 9 at others."""
+
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+    async def evaluate(self, split: str, *, max_items: int | None, on_batch: OnBatch) -> Evaluation:
+        loss = self.losses.get(self.step, 9.0)
+        return replace(await super().evaluate(split, max_items=max_items, on_batch=on_batch), loss=loss)
+
+
+LOSSES = {4: 3.0, 8: 1.0, 12: 2.0, 16: 2.5, 20: 2.0}
+
+
+def best_of(folder: Path) -> int | None:
+    """The best checkpoint of a run, as whoever reads its folder finds it."""
+    return best_step(RunFolder(folder).metrics(), numbers_in(folder / CHECKPOINT_FOLDER))
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    """Of five pauses the second had the least loss; the two last are kept as ever."""
+    count(tmp_path, Curve(losses=LOSSES), steps=20)
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 16, 20]
+    assert best_of(tmp_path) == 8
+
+
+def test_a_resumed_run_goes_on_from_the_newest_and_knows_the_best(tmp_path: Path) -> None:
+    """Until there is a better one: then the former best goes as any other."""
+    with pytest.raises(KeyboardInterrupt):
+        count(tmp_path, Curve(losses=LOSSES, fails_at=18), steps=20)
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 12, 16]
+    engine = Curve(losses=LOSSES | {20: 0.5})
+    count(tmp_path, engine, steps=20, resume=True)
+    assert engine.stretches == [4]
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [16, 20]
+    assert best_of(tmp_path) == 20
+
+
+@pytest.mark.parametrize(("method", "begins_at"), [("save", 4), ("_prune", 8)])
+def test_a_run_that_is_killed_at_its_best_knows_it(
+    method: str, begins_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the evaluation and its checkpoint, and between the checkpoint and the deletion of others."""
+    whole = getattr(Checkpoints, method)
+
+    def killed_at_8(self: Checkpoints, step: int, *args: Any) -> None:
+        if step == 8:
+            raise Killed
+        whole(self, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, method, killed_at_8)
+        with pytest.raises(Killed):
+            count(tmp_path, Curve(losses=LOSSES), steps=20)
+    engine = Curve(losses=LOSSES)
+    count(tmp_path, engine, steps=20, resume=True)
+    assert sum(engine.stretches) == 20 - begins_at
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 16, 20]
+    assert best_of(tmp_path) == 8
+
+
+def test_the_best_is_of_the_checkpoints_that_are_there() -> None:
+    """Over the same words, of the first split, with a loss that is a number; the first of equal ones."""
+
+    def point(step: Any, loss: Any, *, split: str = "valid", items: int = 50, kind: str = "eval") -> dict[str, Any]:
+        return {"kind": kind, "step": step, "loss": loss, "split": split, "items": items}
+
+    good = [point(2, 3.0), point(4, 1.0), point(6, 2.0), point(8, 2.0)]
+    assert best_step(good, [2, 4, 6, 8]) == 4
+    assert best_step(good, [2, 6, 8]) == 6
+    assert best_step(good, [3]) is None
+    assert best_step([], [3]) is None
+    odd = [point(3, None), point(3, "0"), point(3, math.nan), point([3], 0.1), point(3, 0.1, kind="final_eval")]
+    assert best_step([*odd, *good], [2, 3, 6]) == 6
+    assert best_step([point(2, 0.5, items=9), point(2, 0.5, split="test"), *good], [2, 6]) == 6
+    assert best_step([*good, point(8, 5.0, items=99)], [2, 6, 8]) == 8
+
+
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch, *, write_s: float) -> None:
+    """Have a thread's work done at once after so many seconds of the test's clock, which does not see threads."""
+
+    async def run_sync(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        await trio.sleep(write_s)
+        return function(*args)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_sync)
+
+
+async def test_beside_training_the_best_is_what_was_evaluated(
+    tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations last for 2.5 steps, and their losses are those of their beginning; so are the checkpoints."""
+    in_virtual_time(monkeypatch, write_s=0.1)
+    engine = Curve(losses=LOSSES, step_s=1.0, evaluation_s=2.5)
+    await count_beside(tmp_path, engine, steps=20, checkpoint_every=100)
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 20]
+    assert best_of(tmp_path) == 8
+    _, arrays = read_arrays(tmp_path / CHECKPOINT_FOLDER, lambda names: True, 8)
+    assert arrays["sum",] == [sum(range(9))]
+    assert events(tmp_path) == []
+
+
+async def test_a_due_checkpoint_and_an_evaluation_share_one(
+    tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is written once, before its evaluation is done; the best stays though it was one of those."""
+    in_virtual_time(monkeypatch, write_s=0.1)
+    written: list[int] = []
+    save = Checkpoints.save
+
+    def noted(self: Checkpoints, step: int, *args: Any) -> None:
+        written.append(step)
+        save(self, step, *args)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    await count_beside(tmp_path, Curve(losses=LOSSES, step_s=1.0, evaluation_s=2.5), steps=20)
+    assert written == [4, 8, 12, 16, 20]
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 16, 20]
+
+
+async def test_copies_do_not_wait_for_a_slow_disk(
+    tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is written nothing is copied to be the next best; the best is the best of those that are there."""
+    in_virtual_time(monkeypatch, write_s=6.5)
+    await count_beside(tmp_path, Curve(losses=LOSSES, step_s=1.0), steps=20, checkpoint_every=100)
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [12, 20]
+    assert best_of(tmp_path) == 12
+
+
+async def test_without_checkpoints_on_the_way_there_is_no_best_one(tmp_path: Path, autojump_clock: Any) -> None:
+    """The end is the only one, as asked for."""
+    await count_beside(tmp_path, Curve(losses=LOSSES, step_s=1.0), steps=20, checkpoint_every=0)
+    assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [20]
