@@ -185,7 +185,7 @@ WIDE_FUNCTIONS: dict[str, int] = {
 INNER_MODULES_OF_EXPERIMENTS = modules(
     {
         "dmoe_jax": "arrays autodiff layer_config model trainer trunk",
-        "dmoe_jax.data": "vocabulary wikitext2",
+        "dmoe_jax.data": "wikitext2 words",
         "dmoe_jax.directory": "directory grid members",
         "dmoe_jax.emulator": "events order",
         "dmoe_jax.experts": "base dropout feedforward relative_attention transformer_xl",

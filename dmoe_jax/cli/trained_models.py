@@ -9,6 +9,7 @@ import optax
 import trio
 
 from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.data.positions import positioned
 from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
 from dmoe_jax.layer_config import Recipe
@@ -107,7 +108,7 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
                 "training batches"
             )
         shards = range(data.num_trainers)
-        return model, [iter(make_batches(shard, len(shards), data.chance_seed)) for shard in shards]
+        return model, [positioned(make_batches(shard, len(shards), data.chance_seed)) for shard in shards]
 
     with mistakes_in_one_line():
         model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)

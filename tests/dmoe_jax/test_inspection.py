@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
+from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.words import EOS, UNK
 from dmoe_jax.inspection import pictures
 from dmoe_jax.inspection.pictures import Panel
 from dmoe_jax.inspection.statistics import lift, load_over_training, one_hot, turnover
