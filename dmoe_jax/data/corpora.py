@@ -151,7 +151,7 @@ def _words_of(train: Sequence[str], *, is_tokenised: bool) -> Vocabulary:
     return found if UNK in found else Vocabulary((*found.words, UNK), is_tokenised)
 
 
-def _corpus(text: Text, vocabulary: AnyVocabulary, parts: Sequence[Int32[np.ndarray, " tokens"]]) -> Corpus:
+def _corpus(text: Text, vocabulary: AnyVocabulary, parts: Sequence[np.ndarray]) -> Corpus:
     """A corpus of these ids; they are read-only, for all trainers of a process share them."""
     train, valid, test = parts = [np.array(part) for part in parts]
     for part in parts:

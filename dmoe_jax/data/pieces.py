@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -79,7 +80,7 @@ class PieceVocabulary:
         """The text of some pieces, as far as the tokenizer keeps texts: some drop line feeds or capitals."""
         return self.tokenizer.decode(self.order[np.asarray(ids, np.int64)].tolist())
 
-    def piece(self, number: int) -> str:
+    def piece(self, number: SupportsIndex) -> str:
         """The piece of one id."""
         return self.words[number]
 

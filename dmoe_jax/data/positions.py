@@ -43,6 +43,7 @@ class Positioned(Iterator[T], Generic[T]):
         self._batches = batches
         self._iterator = iter(batches)
         self._read = 0
+        self._sought: Position | None = None
         self._owner, self._get_state, self._set_state = _accessors(batches, self._iterator)
         self.position  # noqa: B018 - raises now what it would raise at the first checkpoint
 
@@ -54,6 +55,8 @@ class Positioned(Iterator[T], Generic[T]):
     @property
     def position(self) -> Position:
         """The position behind the last batch that was read, in JSON."""
+        if self._sought is not None:
+            return self._sought  # some batches know where they are only when they have read again
         if isinstance(self._batches, Resumable) or self._get_state is None:
             return self.number
         state = self._get_state()
@@ -69,6 +72,7 @@ class Positioned(Iterator[T], Generic[T]):
         """
         if isinstance(position, dict):
             self._restore(position)
+            self._sought = position
         elif isinstance(self._batches, Resumable):
             self._batches.seek(position)
         else:
@@ -77,6 +81,7 @@ class Positioned(Iterator[T], Generic[T]):
     def __next__(self) -> T:
         batch = next(self._iterator)
         self._read += 1
+        self._sought = None
         return batch
 
     def _read_up_to(self, position: int) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Int, Int32
@@ -87,7 +88,7 @@ class Vocabulary:
         """The words of these ids with spaces between them, and a line feed for each `<eos>`."""
         return join_words(self.words[number] for number in ids)
 
-    def piece(self, number: int) -> str:
+    def piece(self, number: SupportsIndex) -> str:
         """The word of one id."""
         return self.words[number]
 

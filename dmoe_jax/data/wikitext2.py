@@ -46,13 +46,14 @@ def read_folder(folder: Path) -> list[str]:
     Raises:
       DataError: naming the file that is missing, unreadable, too large or miscounted.
     """
-    texts = [_read(folder, split) for split in SPLITS]
-    if (found := len({*texts[0].split(), EOS})) != VOCAB_SIZE:
-        raise DataError(f"{folder}: expected {VOCAB_SIZE:,} different words in train, got {found:,}")
-    return texts
+    (train, num_words), *others = (_read(folder, split) for split in SPLITS)
+    if num_words != VOCAB_SIZE:
+        raise DataError(f"{folder}: expected {VOCAB_SIZE:,} different words in train, got {num_words:,}")
+    return [train, *(text for text, _ in others)]
 
 
-def _read(folder: Path, split: str) -> str:
+def _read(folder: Path, split: str) -> tuple[str, int]:
+    """A part's text, and its number of different words with `<eos>`."""
     path, most_bytes = folder / f"{split}.txt.gz", files.MAX_FILE_BYTES
     data = files.read_gzip(path, most_bytes + 1, f"the {split} text of WikiText-2, gzip of UTF-8 text")
     if len(data) > most_bytes:
@@ -62,9 +63,10 @@ def _read(folder: Path, split: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected UTF-8 text: {error}") from error
     text += "" if text.endswith("\n") else "\n"  # a last line without a line feed is a line too
-    if (found := len(text.split()) + text.count("\n")) != NUM_TOKENS[split]:
+    words = text.split()
+    if (found := len(words) + text.count("\n")) != NUM_TOKENS[split]:
         raise DataError(f"{path}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {found:,}")
-    return text
+    return text, len({*words, EOS})
 
 
 def download(folder: Path) -> None:

@@ -7,13 +7,18 @@ from typing import Any
 import datasets
 import grain
 import numpy as np
+import optax
 import pytest
 import trio
 
 from dmoe_jax.data.batches import SegmentStream
 from dmoe_jax.data.positions import Positioned, positioned
+from dmoe_jax.machine.device import InlineDevice
+from dmoe_jax.machine.disk import CheckpointError
+from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Model, Outcome
-from dmoe_jax.trainer import Trainer
+from dmoe_jax.trainer import Trainer, Trainers
+from dmoe_jax.training.swarm_engine import SwarmEngine
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import NetError
 
@@ -45,9 +50,16 @@ def shuffled() -> Any:
     return grain.MapDataset.source(RECORDS).shuffle(seed=3).repeat().batch(2).to_iter_dataset()
 
 
+class Source(list[Any]):
+    """A source of records that Grain knows again."""
+
+    def __repr__(self) -> str:
+        return "Source"
+
+
 def loader() -> Any:
     """Grain's data loader, whose state is bytes."""
-    source = grain.MapDataset.source(RECORDS)
+    source = Source(RECORDS)
     sampler = grain.samplers.IndexSampler(len(RECORDS), shuffle=True, seed=1, shard_options=grain.sharding.NoSharding())
     return grain.DataLoader(data_source=source, sampler=sampler, operations=[grain.transforms.Batch(2)])
 
@@ -113,7 +125,7 @@ def test_a_position_from_before_the_batches_had_a_state_is_read_up_to() -> None:
         (Counting, {"read": -1.5, "state": {}}, "of type Counting"),
         (Counting, {"read": 3}, "of type Counting"),
         (Counting, {"read": 3, "state": {}, "bytes": ""}, "of type Counting"),
-        (loader, {"read": 3, "bytes": "no base64!"}, ""),
+        (loader, {"read": 3, "bytes": "no base64!"}, "base64"),
         (generator, 51, "there are only 50 batches, asked for number 51"),
     ],
 )
@@ -165,12 +177,24 @@ def _zero(params: Any) -> Any:
     return params.sum() * 0.0
 
 
+def test_a_checkpoint_of_other_batches_is_refused() -> None:
+    """As one of another model is."""
+
+    def engine(batches: Any) -> SwarmEngine:
+        trunk = SharedTrunk(np.zeros(1, np.float32), optax.sgd(0.1), device=InlineDevice())
+        trainers = Trainers(Failing(), trunk, [batches], seed=0)
+        return SwarmEngine(trainers, CallStatistics(), lambda split, items: ((), None), layers={})
+
+    old, new = engine(Counting()), engine(generator())
+    with pytest.raises(CheckpointError, match="batches of trainer 0 cannot go on: the position is the state of other"):
+        new.load(0, old.state(), old.facts())
+    engine(Counting()).load(0, old.state(), old.facts())
+
+
 async def test_a_batch_counts_when_its_step_has_ended(autojump_clock: trio.testing.MockClock) -> None:
     """Made or lost; one that a step is at work on is read again by whoever goes on."""
-    import optax
-
     model = Failing()
-    trunk = SharedTrunk(model.init(None), optax.sgd(0.1))
+    trunk = SharedTrunk(model.init(None), optax.sgd(0.1), device=InlineDevice())
     trainer = Trainer(0, model, trunk, Counting())
     lost: list[Exception] = []
     with trio.move_on_after(100):

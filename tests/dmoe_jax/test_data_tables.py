@@ -86,7 +86,7 @@ def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (table(words=["a"]), "expected a column 'text', got words$"),
         (table(text=[1, 2]), "expected texts in the column 'text'$"),
         (table(text=["a", None]), "expected texts in the column 'text'$"),
-        (table(1), r"too short: its valid part has 0 tokens, .* \(the last 10% of a text in one part are held out\)"),
+        (table(1), r"too short: its train part has 16 tokens, .* \(the last 10% of a text in one part are held out\)"),
     ],
 )
 def test_what_has_no_text_is_one_sentence(found: Any, message: str, tmp_path: Path) -> None:

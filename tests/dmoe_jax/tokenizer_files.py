@@ -31,9 +31,9 @@ def json_file(folder: Path, *, lines: list[str] = LINES, name: str = "tokenizer.
 def model_file(folder: Path) -> Path:
     """The file of a SentencePiece model."""
     data = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for line in LINES * 20 if line]), model_writer=data, vocab_size=32, minloglevel=2
-    )
+    lines = iter([line for line in LINES * 20 if line])
+    sizes = {"vocab_size": 32, "hard_vocab_limit": False}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=data, minloglevel=2, **sizes)
     (folder / "tokenizer.model").write_bytes(data.getvalue())
     return folder / "tokenizer.model"
 
