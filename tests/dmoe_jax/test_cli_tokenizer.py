@@ -13,6 +13,7 @@ from dmoe_jax.cli.training import run_training
 from dmoe_jax.cli.up import DataOptions, UpCommand
 from dmoe_jax.data import load_corpus, load_vocabulary
 from dmoe_jax.data.saved_vocabulary import VOCABULARY
+from dmoe_jax.experts.user_file import load_from_file
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import read_metrics
 from dmoe_jax.trained.saved_model import load_model, open_corpus
@@ -111,10 +112,10 @@ def loss(w, x, y):
     return jnp.mean((x @ w - y) ** 2)
 
 optimizer = optax.adam(0.1)
-seen = []
 
 class Line(Model):
     mixtures = []
+    seen = []
 
     def __init__(self, swarm):
         pass
@@ -123,7 +124,7 @@ class Line(Model):
         return jnp.zeros(3)
 
     async def forward(self, run, params, batch, state, keys):
-        seen.append(batch["number"].tolist())
+        self.seen.append(batch["number"].tolist())
         return Outcome(loss=run(loss, params, batch["x"], batch["y"]), items=len(batch["y"]))
 
     def batches(self, shard, num_shards, seed):
@@ -156,3 +157,18 @@ async def test_a_pipeline_of_grain_goes_on_at_the_very_record(tmp_path: Path) ->
         assert [step for step, _ in whole[2]] == list(range(1, 10))
         facts = json.loads(next((tmp_path / "parts" / "checkpoints" / "9").rglob("metadata")).read_text())["facts"]
         assert facts["engine"]["positions"][0]["read"] == 9
+
+
+@pytest.mark.slow
+async def test_a_collaboration_goes_on_at_the_very_record(tmp_path: Path) -> None:
+    """However many micro-batches its steps took: what the two parts have read is what one pipeline gives."""
+    (tmp_path / "mine.py").write_text(PIPELINE)
+    spec, out = f"{tmp_path / 'mine.py'}:Line", tmp_path / "run"
+    flags = {"model": spec, "optimizer": f"{tmp_path / 'mine.py'}:optimizer", "num_trainers": 1, "target_batch_size": 6}
+    async with served_swarm() as (_, swarm):
+        for steps in (2, 4):
+            await run(swarm, out, "embedded", steps=steps, resume=steps == 4, **flags)
+    model = load_from_file(spec, kind="model")
+    pipeline = iter(model.batches(None, 0, 1, 0))
+    assert model.seen == [next(pipeline)["number"].tolist() for _ in model.seen]
+    assert len(model.seen) >= 8  # of three records each

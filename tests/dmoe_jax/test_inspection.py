@@ -79,6 +79,14 @@ def test_words_have_a_kind() -> None:
     assert [found.names[kind] for kind in found.of[numbers]] == [*frequent.values(), *rare.values()]
 
 
+def test_pieces_have_the_kinds_of_their_letters() -> None:
+    """The sign of a space before them is no letter, unless it is all there is."""
+    vocabulary = Vocabulary(("Ġthe", "▁walk", "ĠLondon", "Ġ,", "▁"))
+    found = kinds(vocabulary)
+    kinds_of = ["frequent word (of 100)", "frequent word (of 100)", "Capitalised", "punctuation", "punctuation"]
+    assert [found.names[kind] for kind in found.of] == kinds_of
+
+
 def test_articles_begin_at_their_titles() -> None:
     """`= Title =` opens an article, `= = Section = =` and a lone sign do not."""
     text = f"{EOS} = A b = {EOS} {EOS} = = c = = {EOS} x = y {EOS} = d = {EOS} z {EOS}".split()
