@@ -102,7 +102,8 @@ def own_text(name: str, origin: str, parts: Sequence[str]) -> Text:
     """A user's text, tokenised already if one word in a thousand of its training part is `<unk>`."""
     given = parts[0].split()
     is_tokenised = given.count(UNK) > _TOKENISED * len(given)
-    return Text(name=name, origin=origin, parts=[ended(part) for part in parts], is_tokenised=is_tokenised, is_own=True)
+    parts = [ended(part.translate(_INVISIBLE)) for part in parts]
+    return Text(name=name, origin=origin, parts=parts, is_tokenised=is_tokenised, is_own=True)
 
 
 def ended(text: str) -> str:
@@ -112,7 +113,7 @@ def ended(text: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").translate(_INVISIBLE)
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: expected UTF-8 text: {error}") from error
     except OSError as error:

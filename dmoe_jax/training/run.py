@@ -211,7 +211,8 @@ class _Ledger:
         if run.goes_on and run.path is not None:
             task.keep_in(run.path)  # refused before anything is written
         self.folder: RunFolder = run.begin()
-        task.keep_in(self.folder.path)
+        if not run.goes_on:
+            task.keep_in(self.folder.path)
         self._room = self.folder.path / ".room"
         with suppress(OSError):
             reserve(self._room, _ROOM_BYTES)

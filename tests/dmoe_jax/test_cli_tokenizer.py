@@ -36,10 +36,10 @@ async def run(swarm: Any, *args: Any, **flags: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*FILES])
-async def test_a_run_in_pieces(kind: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "is_own"), [("json", False), ("model", True)])
+async def test_a_run_in_pieces(kind: str, is_own: bool, text: str, tmp_path: Path) -> None:
     """It has clusters of rare pieces, bits for each byte, and all that is needed where text and tokenizer are not."""
-    out, file = tmp_path / "run", FILES[kind](tmp_path)
+    out, file, text = tmp_path / "run", FILES[kind](tmp_path), text if is_own else "embedded"
     async with served_swarm() as (_, swarm):
         headline = await run(swarm, out, text, tokenizer=str(file), cutoffs=(16,))
     assert (headline["complete"], headline["steps"], headline["training_tokens"]) == (True, 8, 8 * 2 * 4)
