@@ -53,6 +53,11 @@ class Corpus:
     vocabulary: AnyVocabulary
 
 
+def has_name(source: str) -> bool:
+    """True for a text that is known by its name everywhere, and is no path: one of `SOURCES`, or one on the hub."""
+    return source in SOURCES or source.startswith(tables.HUB)
+
+
 def check_source(source: str) -> None:
     """Check that a text can be meant: one of `SOURCES`, a data set on the hub, or the path of a text of one's own.
 

@@ -16,10 +16,9 @@ import numpy as np
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import names_of, read_arrays
-from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
+from dmoe_jax.data.corpora import Corpus, has_name, load_corpus
 from dmoe_jax.data.pieces import PieceVocabulary
 from dmoe_jax.data.saved_vocabulary import VOCABULARY, load_vocabulary
-from dmoe_jax.data.tables import HUB
 from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.disk import CheckpointError
@@ -76,8 +75,7 @@ class SavedModel:
 
 def open_corpus(run: SavedRun) -> Corpus:
     """The text that a run was trained on. Raises ValueError if it cannot be had, or is another one."""
-    is_named = run.data in SOURCES or run.data.startswith(HUB)
-    if run.data == run.corpus and not is_named and not Path(run.data).exists():
+    if run.data == run.corpus and not has_name(run.data) and not Path(run.data).exists():
         raise ValueError(f"the run was trained on a text of your own, {run.corpus!r}; say where it is with --data")
     # Words are those of the text, which shows whether it is the same; pieces are the tokenizer's, whatever the text.
     vocabulary = load_vocabulary(run.path) if (run.path / VOCABULARY).exists() else None
