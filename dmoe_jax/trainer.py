@@ -21,6 +21,7 @@ import trio
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
+from dmoe_jax.data.positions import Position, positioned
 from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import NetError
@@ -32,15 +33,6 @@ fewer; parameters that are beyond help would lose steps for ever."""
 
 class EndOfData(Exception):
     """A trainer's batches have come to their end."""
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """Batches that can be taken up again at any place, such as `dmoe_jax.data.batches.SegmentStream`."""
-
-    @property
-    def position(self) -> int: ...
-    def seek(self, position: int) -> None: ...
 
 
 @runtime_checkable
@@ -104,7 +96,8 @@ class Trainer(Generic[Batch, State]):
 
     Args:
       index: number of the trainer in its process, whose trainers share `model` and `trunk`.
-      batches: this trainer's data; any iterator of what the model's `forward` understands.
+      batches: this trainer's data; any iterator of what the model's `forward` understands, with a position of its own
+        or without: see `data.positions`.
       seed: the run's. All chance of a step follows from it, the trainer's number and its place in the data.
     """
 
@@ -114,9 +107,9 @@ class Trainer(Generic[Batch, State]):
         self._index = index
         self._model = model
         self._trunk = trunk
-        self._batches = batches
+        self._batches = positioned(batches)
+        self._position = self._batches.position
         self._seed = seed
-        self._read = 0
         self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
         self.state: State | None = None
@@ -125,19 +118,21 @@ class Trainer(Generic[Batch, State]):
         """Called with each step that has ended, well or not. One that is cancelled has no end."""
 
     @property
-    def position(self) -> int:
-        """Batches read so far: with `state`, all that there is to save."""
-        return self._batches.position if isinstance(self._batches, Resumable) else self._read
+    def position(self) -> Position:
+        """Position in the data behind the last batch whose step has ended, in JSON: with `state`, all there is to save.
 
-    def seek(self, position: int) -> None:
-        """Make batch `position` the next one; batches that are not `Resumable` are read up to it."""
-        if isinstance(self._batches, Resumable):
-            self._batches.seek(position)
-            return
-        if position < self._read:
-            raise ValueError(f"these batches cannot go back: {self._read} are read, asked for {position}")
-        while self._read < position:
-            self._next_batch()
+        A batch that a step is at work on is read again by whoever goes on from here.
+        """
+        return self._position
+
+    def seek(self, position: Position) -> None:
+        """Make the batch behind a position the next one.
+
+        Raises:
+          ValueError: the position is of other batches, or they end before it.
+        """
+        self._batches.seek(position)
+        self._position = self._batches.position
 
     async def step(self) -> StepRecord:
         """Take one step. If cancelled, the trunk is untouched or stepped; experts may have learnt already.
@@ -147,19 +142,19 @@ class Trainer(Generic[Batch, State]):
           FloatingPointError: the loss or a gradient is not finite; the trunk is untouched.
           EndOfData: there is no further batch.
         """
-        position = self.position
+        number = self._batches.number
         batch, began = self._next_batch(), trio.current_time()
         try:
-            record = await self._step(position, batch)
+            record = await self._step(number, batch)
         except (NetError, FloatingPointError) as error:
-            self._note_span(began, type(error).__name__)
+            self._note_end(began, type(error).__name__)
             raise
-        self._note_span(began, "ok")
+        self._note_end(began, "ok")
         return record
 
-    async def _step(self, position: int, batch: Batch) -> StepRecord:
-        """The step for a batch, which was read from this position."""
-        keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=position)
+    async def _step(self, number: int, batch: Batch) -> StepRecord:
+        """The step for the batch of this number."""
+        keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=number)
         state = self._model.initial_state(batch) if self.state is None else self.state
         read_at, params = self._trunk.step, self._trunk.params
         (_, outcome), grads = await self._loss_and_grads(params, batch, state, keys)
@@ -175,7 +170,8 @@ class Trainer(Generic[Batch, State]):
         self.state = outcome.state
         return StepRecord(step=step, trainer=self._index, loss=loss, items=items, staleness=step - 1 - read_at)
 
-    def _note_span(self, began: float, outcome: str) -> None:
+    def _note_end(self, began: float, outcome: str) -> None:
+        self._position = self._batches.position
         self.on_span(StepSpan(trainer=self._index, began=began, ended=trio.current_time(), outcome=outcome))
 
     async def attempt(self, on_lost: OnLost) -> StepRecord | None:
@@ -225,11 +221,9 @@ class Trainer(Generic[Batch, State]):
 
     def _next_batch(self) -> Batch:
         try:
-            batch = next(self._batches)
+            return next(self._batches)
         except StopIteration:
-            raise EndOfData(f"trainer {self._index} has read its last batch, number {self._read}") from None
-        self._read += 1
-        return batch
+            raise EndOfData(f"trainer {self._index} has read its last batch, number {self._batches.number}") from None
 
 
 def loss_and_grads(model: Model[Batch, State]) -> Callable[..., Any]:

@@ -149,14 +149,13 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 37_105, "dmoe_net": 17_477, "experiments": 13_451}
+LINE_BUDGETS = {"dmoe_jax": 37_957, "dmoe_net": 17_477, "experiments": 13_451}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.averaging.tree_averager": 16,
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
-    "dmoe_jax.cli.up": 16,
     "dmoe_jax.mixture.remote": 17,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.placement.averager": 16,
@@ -188,7 +187,7 @@ WIDE_FUNCTIONS: dict[str, int] = {
 INNER_MODULES_OF_EXPERIMENTS = modules(
     {
         "dmoe_jax": "arrays autodiff layer_config model trainer trunk",
-        "dmoe_jax.data": "vocabulary wikitext2",
+        "dmoe_jax.data": "wikitext2 words",
         "dmoe_jax.directory": "directory grid members",
         "dmoe_jax.emulator": "events order",
         "dmoe_jax.experts": "base dropout feedforward relative_attention transformer_xl",

@@ -41,7 +41,7 @@ class DemoModelOptions(LanguageModelOptions):
     least perplexity, balanced where tokens choose and product_key where sequences do."""
 
 
-@named_flags("data", "num_trainers", "seed")
+@named_flags("data", "tokenizer", "num_trainers", "seed")
 @dataclass(frozen=True, kw_only=True)
 class DemoDataOptions(DataOptions):
     """The text of the demonstration, and who reads it."""

@@ -5,8 +5,10 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -16,6 +18,7 @@ from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain
 from dmoe_jax.runs.speech import say
 
@@ -32,6 +35,8 @@ class EvaluateCommand(TrainedModelOptions):
 
     split: Literal["test", "valid", "train"] = "test"
     """Part of the text that the model reads, to its end."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A text of your own to read instead, in the words that the model knows."""
     rows: int = 16
     """Equal parts of it that are read side by side; each begins without a memory. 1 is most exact, and slow."""
     mem_len: int | None = None
@@ -51,13 +56,21 @@ class EvaluateCommand(TrainedModelOptions):
         check_at_least(1, self, "rows")
         with _progress() as on_batch:
             async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
-                found = await model.evaluate(model.split(self.split), rows=self.rows, on_batch=on_batch)
-        step = model.saved.step
+                text = model.split(self.split) if self.text is None else _read(self.text)
+                found = await model.evaluate(text, rows=self.rows, on_batch=on_batch)
+        step, name = model.saved.step, self.split if self.text is None else str(self.text)
         if self.json:
-            say(json.dumps(plain({"run": str(self.run_folder), "step": step, "split": self.split, **_figures(found)})))
+            say(json.dumps(plain({"run": str(self.run_folder), "step": step, "text": name, **_figures(found)})))
         else:
-            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {self.split}"))
+            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {name}"))
         return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 @contextmanager

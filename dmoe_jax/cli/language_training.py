@@ -30,7 +30,9 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
     """The Transformer-XL of the flags; raises UsageError for a router, a corpus or sizes that will not do."""
     data, language = options.data, options.language
     with progress.phase("loading the corpus"), mistakes_in_one_line():
-        corpus = await trio.to_thread.run_sync(lambda: load_corpus(source=data.data), abandon_on_cancel=True)
+        corpus = await trio.to_thread.run_sync(
+            lambda: load_corpus(source=data.data, tokenizer=data.tokenizer), abandon_on_cancel=True
+        )
     progress.say(f"corpus: {corpus.description}")
     seed, seq_len, shards = data.chance_seed, language.layer.seq_len, range(data.num_trainers)
     with mistakes_in_one_line():

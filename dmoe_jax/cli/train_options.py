@@ -12,6 +12,7 @@ from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, ch
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run
 from dmoe_jax.data.corpora import check_source
+from dmoe_jax.data.tokenizers import check_tokenizer
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
@@ -24,7 +25,11 @@ class DataOptions:
 
     data: str = "auto"
     """Corpus of the language model: auto (WikiText-2 from DMOE_DATA, cache or download, else the embedded one),
-    wikitext-2, embedded, or a text of your own: a file, or a folder with train.txt, valid.txt and test.txt."""
+    wikitext-2, embedded; or a text of your own: a file, or a folder with train.txt, valid.txt and test.txt; or a data
+    set of the library datasets with a column text: a folder of save_to_disk, or hf:NAME or hf:NAME:CONFIG."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="FILE|NAME")] = None
+    """Tokenizer of the language model: a tokenizer.json of Hugging Face, a .model of SentencePiece, a folder with one,
+    or a name on the Hugging Face hub. Default: the text's words."""
     num_trainers: int = 4
     """Asynchronous trainers in this process."""
     batch_size: int = 4
@@ -41,6 +46,17 @@ class DataOptions:
         """Raise `UsageError` for a flag out of range; `more` is added to the seeds for the last process."""
         check_at_least(1, self, "num_trainers", "batch_size")
         check_seed(self, "seed", "data_seed", more=more)
+
+    def check_text(self, model: str | None) -> None:
+        """Raise `UsageError` for a text or tokenizer that cannot be had, or that the user's own model does not read."""
+        if model and self.tokenizer is not None:
+            raise UsageError(f"--tokenizer {self.tokenizer} would have no effect beside --model {model}")
+        if model:
+            return
+        with mistakes_in_one_line():
+            check_source(self.data)
+            if self.tokenizer is not None:
+                check_tokenizer(self.tokenizer)
 
     @property
     def chance_seed(self) -> int:
@@ -226,10 +242,8 @@ class TrainOptions:
         self.language.check()
         self.run_length.check()
         check_at_least(0, self.calls, "wait_s")
-        if self.model is None:
-            with mistakes_in_one_line():
-                check_source(self.data.data)
-        elif self.data.init is not None:
+        self.data.check_text(self.model)
+        if self.model is not None and self.data.init is not None:
             raise UsageError("--init is for the language model: it would have no effect beside --model")
         self.averaging.check()
         averaged = "--average-every or --target-batch-size without --average-client"

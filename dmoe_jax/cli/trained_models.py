@@ -8,10 +8,10 @@ from typing import Any
 import optax
 import trio
 
-from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.cli.train_options import TrainOptions, TrunkRecipe
+from dmoe_jax.data.positions import positioned
 from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.experts.user_file import UserFileError, call_user, user_model, user_optimizer
-from dmoe_jax.layer_config import Recipe
 from dmoe_jax.mixture.readiness import ExpertMismatch
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import AnyModel, Model
@@ -87,7 +87,7 @@ def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
         raise UserFileError(f"{error} ({hint})") from error
 
 
-def trunk_recipe(options: TrainOptions) -> Recipe:
+def trunk_recipe(options: TrainOptions) -> TrunkRecipe:
     """The recipe that trains the trunk, unless the user gives an optimiser."""
     return replace(options.optimizer.recipe, total_steps=options.run_length.steps)
 
@@ -107,7 +107,7 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
                 "training batches"
             )
         shards = range(data.num_trainers)
-        return model, [iter(make_batches(shard, len(shards), data.chance_seed)) for shard in shards]
+        return model, [positioned(make_batches(shard, len(shards), data.chance_seed)) for shard in shards]
 
     with mistakes_in_one_line():
         model, batches = await trio.to_thread.run_sync(make, abandon_on_cancel=True)

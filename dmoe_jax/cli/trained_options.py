@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import trio
 import tyro
@@ -22,10 +22,14 @@ class TrainedModelOptions:
     """A trained model, and its experts."""
 
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
-    """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl, finished or not."""
+    """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl, finished or not; or a file or
+    folder of dmoe export; also at gs:// or s3://."""
     experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
     """Folders in which the nodes of a swarm saved its experts, each one's --checkpoint-dir. Default: those of dmoe up,
     of dmoe demo --save-experts, or of experiments.transformer_xl."""
+    checkpoint: Literal["last", "best"] | int = "last"
+    """Checkpoint of the run: last, best (of the least loss in an evaluation on the way), or its step. The experts of a
+    swarm are as their nodes saved them last."""
     join: JoinTexts = ()
     """Peers of a swarm that is alive, whose experts are asked instead. They do not learn from it."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
@@ -70,6 +74,7 @@ class TrainedModelOptions:
         return load_run(
             self.run_folder,
             experts=self.experts,
+            checkpoint=self.checkpoint,
             data=self.data,
             router=self.router,
             trust_run=self.trust_run,

@@ -20,7 +20,6 @@ from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
-from dmoe_jax.data.corpora import check_source
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.machine.disk import FolderInUse, check_local, hold_folder
 from dmoe_jax.machine.xla_threads import share_of_threads
@@ -275,8 +274,8 @@ class UpCommand:
                 raise UsageError(f"--nodes {swarm.nodes} with --claim {swarm.claim} leave {unserved}")
         elif not all(self.hands()):
             raise UsageError(f"--nodes {swarm.nodes} is more than there are experts: {num_experts}")
+        self.data.check_text(self.code.model)
         with mistakes_in_one_line():
-            check_source(self.data.data)
             self.network.security()
             if self.network.announce is not None:
                 ListenOptions(listen="0.0.0.0:0", announce=self.network.announce)

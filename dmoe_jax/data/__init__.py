@@ -9,6 +9,8 @@ from dmoe_jax.data.batches import Batch, SegmentStream, evaluation_segments
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.files import DataError
 from dmoe_jax.data.mnist import Images, Mnist, load_mnist, read_mnist
+from dmoe_jax.data.pieces import PieceVocabulary
+from dmoe_jax.data.saved_vocabulary import load_vocabulary, save_vocabulary
 from dmoe_jax.data.vocabulary import Vocabulary, unigram_perplexity
 
 __all__ = [
@@ -17,11 +19,14 @@ __all__ = [
     "DataError",
     "Images",
     "Mnist",
+    "PieceVocabulary",
     "SegmentStream",
     "Vocabulary",
     "evaluation_segments",
     "load_corpus",
     "load_mnist",
+    "load_vocabulary",
     "read_mnist",
+    "save_vocabulary",
     "unigram_perplexity",
 ]

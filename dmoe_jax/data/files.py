@@ -2,6 +2,7 @@
 
 import gzip
 import http.client
+import importlib
 import os
 import shutil
 import tempfile
@@ -10,7 +11,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dmoe_jax.machine.cache_folder import cache_folder
 
@@ -84,6 +85,37 @@ def _keep(folder: Path, cache: Path | None) -> str:
     except OSError as error:
         return f"not kept: {error}"
     return f"kept in {cache}"
+
+
+def needed_package(name: str, extra: str, what: str) -> Any:
+    """Import a package that only an extra of ours installs.
+
+    Args:
+      what: what needs it, for the message.
+
+    Raises:
+      DataError: it is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"{what} needs the package {name} ({error}): pip install 'dmoe_jax[{extra}]'") from error
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+      DataError: it cannot be read, or has more than so many.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > most_bytes:
+        raise DataError(f"{path}: expected at most {most_bytes:,} bytes, got more")
+    return data
 
 
 def read_gzip(path: Path, most_bytes: int, what: str) -> bytes:

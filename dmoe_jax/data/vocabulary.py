@@ -4,29 +4,28 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from dmoe_jax.checks import check_positive
 from dmoe_jax.data.files import DataError
-
-EOS = "<eos>"
-"""Ends every line of a text; one token, counted in perplexity, as in every published WikiText-2 figure."""
-
-UNK = "<unk>"
-"""Stands for every word outside the vocabulary."""
+from dmoe_jax.data.words import UNK, cut_words, join_words
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The words that a model knows; a word's id is its place in `words`.
 
-    Ids go by falling frequency (adaptive softmax and adaptive embeddings cut the vocabulary by id), ties by the
-    alphabet, so that they do not depend on the order of the text's articles.
+    Ids go by falling frequency, ties by the alphabet, so that they do not depend on the order of the text's articles.
+
+    Attributes:
+      is_tokenised: True if texts are made into words already, to be split at spaces; see `data.words`.
     """
 
     words: tuple[str, ...]
+    is_tokenised: bool = False
     _ids: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -42,27 +41,20 @@ class Vocabulary:
         return f"vocabulary: {len(self):,} words, {digest}"
 
     @classmethod
-    def build(cls, words: Iterable[str], *, min_count: int = 1) -> "Vocabulary":
+    def build(cls, words: Iterable[str], *, min_count: int = 1, is_tokenised: bool = False) -> "Vocabulary":
         """The vocabulary of a training text.
 
         Args:
           words: the text, `<eos>` included.
           min_count: words seen fewer times are left out; `<unk>` takes their place and their frequency.
+          is_tokenised: True if the text was made into words by others.
         """
         check_positive(min_count=min_count)
         counts = Counter(words)
         rare = [word for word, count in counts.items() if count < min_count and word != UNK]
         if rare:
             counts[UNK] += sum(counts.pop(word) for word in rare)
-        return cls(tuple(sorted(counts, key=lambda word: (-counts[word], word))))
-
-    def encode_text(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text."""
-        return self.encode(text.replace("\n", f" {EOS} ").split())
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
-        return " ".join(self.words[index] for index in ids)
+        return cls(tuple(sorted(counts, key=lambda word: (-counts[word], word))), is_tokenised)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -83,6 +75,22 @@ class Vocabulary:
                 raise DataError(f"{stranger!r} is not in the vocabulary of {len(self)} words, which has no {UNK}")
         get = self._ids.get
         return np.fromiter((get(word, unk) for word in words), dtype=np.int32, count=len(words))
+
+    def encode_text(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids of a text's words, with `<eos>` where a line ends; a last line without a line feed has none.
+
+        Raises:
+          DataError: as of `encode`.
+        """
+        return self.encode(cut_words(text, is_tokenised=self.is_tokenised))
+
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:
+        """The words of these ids with spaces between them, and a line feed for each `<eos>`."""
+        return join_words(self.words[number] for number in ids)
+
+    def piece(self, number: SupportsIndex) -> str:
+        """The word of one id."""
+        return self.words[number]
 
 
 def unigram_perplexity(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from dmoe_jax.data import files
 from dmoe_jax.data.files import DataError
-from dmoe_jax.data.vocabulary import EOS
+from dmoe_jax.data.words import EOS
 
 SPLITS = ("train", "valid", "test")
 
@@ -37,51 +37,36 @@ PUBLIC_TRAIN_GIT_BLOB = "2d84b35af79e411d73ea7cae83c73964c6ac83b4"
 
 BASE_URL = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/"
 
-Parts = tuple[list[str], list[str], list[str]]
-"""The words of train, valid and test."""
 
-
-def split_words(text: bytes) -> list[str]:
-    """The words of a text, `<eos>` for each line; a last line without a line feed is a line too.
-
-    Raises:
-      DataError: the bytes are not UTF-8.
-    """
-    try:
-        decoded = text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"expected UTF-8 text: {error}") from error
-    if decoded and not decoded.endswith("\n"):
-        decoded += "\n"
-    return decoded.replace("\n", f" {EOS} ").split()
-
-
-def read_folder(folder: Path) -> Parts:
-    """Read and count `train.txt.gz`, `valid.txt.gz` and `test.txt.gz` of a folder.
+def read_folder(folder: Path) -> list[str]:
+    """Read `train.txt.gz`, `valid.txt.gz` and `test.txt.gz` of a folder, and count their words.
 
     Counts are checked and checksums are not: a user's copy may have its articles in an order of its own.
 
     Raises:
       DataError: naming the file that is missing, unreadable, too large or miscounted.
     """
-    train, valid, test = (_read(folder, split) for split in SPLITS)
-    if (found := len(set(train))) != VOCAB_SIZE:
-        raise DataError(f"{folder}: expected {VOCAB_SIZE:,} different words in train, got {found:,}")
-    return train, valid, test
+    (train, num_words), *others = (_read(folder, split) for split in SPLITS)
+    if num_words != VOCAB_SIZE:
+        raise DataError(f"{folder}: expected {VOCAB_SIZE:,} different words in train, got {num_words:,}")
+    return [train, *(text for text, _ in others)]
 
 
-def _read(folder: Path, split: str) -> list[str]:
+def _read(folder: Path, split: str) -> tuple[str, int]:
+    """A part's text, and its number of different words with `<eos>`."""
     path, most_bytes = folder / f"{split}.txt.gz", files.MAX_FILE_BYTES
-    text = files.read_gzip(path, most_bytes + 1, f"the {split} text of WikiText-2, gzip of UTF-8 text")
-    if len(text) > most_bytes:
+    data = files.read_gzip(path, most_bytes + 1, f"the {split} text of WikiText-2, gzip of UTF-8 text")
+    if len(data) > most_bytes:
         raise DataError(f"{path}: expected at most {most_bytes:,} bytes of text, got more")
     try:
-        words = split_words(text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-    if len(words) != NUM_TOKENS[split]:
-        raise DataError(f"{path}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {len(words):,}")
-    return words
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: expected UTF-8 text: {error}") from error
+    text += "" if text.endswith("\n") else "\n"  # a last line without a line feed is a line too
+    words = text.split()
+    if (found := len(words) + text.count("\n")) != NUM_TOKENS[split]:
+        raise DataError(f"{path}: expected {NUM_TOKENS[split]:,} tokens with one <eos> a line, got {found:,}")
+    return text, len({*words, EOS})
 
 
 def download(folder: Path) -> None:

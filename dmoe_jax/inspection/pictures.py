@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.inspection.reading import Reading
 from dmoe_jax.inspection.statistics import Lift, lift, one_hot
 from dmoe_jax.inspection.word_classes import kinds, places_in_article, present
@@ -45,7 +45,7 @@ class Panel(NamedTuple):
 
 
 def panels(
-    reading: Reading, layer: int, *, num_experts: int, vocabulary: Vocabulary, article_starts: np.ndarray
+    reading: Reading, layer: int, *, num_experts: int, vocabulary: AnyVocabulary, article_starts: np.ndarray
 ) -> list[Panel]:
     """Panels of a layer: two of kinds of words, and one of places in the article if there are `article_starts`."""
     members = np.asarray(one_hot(reading.chosen[layer], num_experts).any(axis=2))

@@ -5,13 +5,17 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
+from dmoe_jax.data.pieces import AnyVocabulary
+from dmoe_jax.data.words import EOS, UNK
 
 FREQUENT = 100
 """Number of most frequent words of which the lower-case ones are a kind of their own: articles, prepositions, ..."""
 
 _HEADING = "="
 """WikiText sets one of it around an article's title, more around those of sections."""
+
+_SPACES = "Ġ▁"
+"""Signs of a space before a tokenizer's piece: of byte-level pairs, and of SentencePiece."""
 
 _SIGNS = {EOS: "end of line", UNK: UNK, _HEADING: "heading sign ="}
 _ENDINGS = {ending: f"word in -{ending}" for ending in ("ing", "ed", "ly", "s")}
@@ -28,9 +32,10 @@ class Classes(NamedTuple):
     of: Int[np.ndarray, "..."]
 
 
-def kinds(vocabulary: Vocabulary) -> Classes:
+def kinds(vocabulary: AnyVocabulary) -> Classes:
     """Kinds of words by their letters: punctuation, numbers, capitalised words, endings."""
-    found = [_KINDS.index(_kind(word, index)) for index, word in enumerate(vocabulary.words)]
+    words = [word.lstrip(_SPACES) or word for word in vocabulary.words]
+    found = [_KINDS.index(_kind(word, index)) for index, word in enumerate(words)]
     return Classes(_KINDS, np.array(found, np.int32))
 
 
@@ -63,10 +68,10 @@ def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " 
     return Classes(names, np.where(before >= 0, of, -1).astype(np.int32))
 
 
-def article_starts(ids: Int[np.ndarray, " tokens"], vocabulary: Vocabulary) -> Int[np.ndarray, " articles"]:
+def article_starts(ids: Int[np.ndarray, " tokens"], vocabulary: AnyVocabulary) -> Int[np.ndarray, " articles"]:
     """Beginnings of the articles of a text in WikiText's form, lines `= Title =`; none in texts of other forms."""
     words = vocabulary.words
-    if _HEADING not in vocabulary or EOS not in vocabulary:
+    if _HEADING not in words or EOS not in words:
         return np.zeros(0, np.int64)
     heading, end = words.index(_HEADING), words.index(EOS)
     ends = np.flatnonzero(ids == end)

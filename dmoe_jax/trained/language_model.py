@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
@@ -83,7 +83,7 @@ class AsyncTrainedModel:
 
     saved: SavedModel
     """Its parameters."""
-    vocabulary: Vocabulary
+    vocabulary: AnyVocabulary
     """Text <-> ids."""
     split: Callable[[str], Int[np.ndarray, " tokens"]]
     """Tokens of a part of the text that it was trained on: of "train", "valid" or "test"."""
@@ -219,7 +219,7 @@ class TrainedModel:
     def __init__(
         self,
         saved: SavedModel,
-        vocabulary: Vocabulary,
+        vocabulary: AnyVocabulary,
         split: Callable[[str], Int[np.ndarray, " tokens"]],
         reader: Reader | None = None,
         wait: Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any] = lambda start: without_waiting(start()),

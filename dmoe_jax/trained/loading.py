@@ -1,17 +1,24 @@
-"""The way from a run folder to a trained model."""
+"""The way from a run folder, or an export, to a trained model."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
 
+from dmoe_jax.data.corpora import Corpus, load_corpus
+from dmoe_jax.data.pieces import AnyVocabulary
+from dmoe_jax.data.saved_vocabulary import VOCABULARY, load_vocabulary
+from dmoe_jax.trained.export_files import is_export, vocabulary_folder
+from dmoe_jax.trained.imported import read_export
 from dmoe_jax.trained.language_model import TrainedModel
-from dmoe_jax.trained.saved_model import load_model, open_corpus
+from dmoe_jax.trained.remote import local_copy
+from dmoe_jax.trained.saved_model import Checkpoint, load_model, open_corpus
 from dmoe_jax.trained.saved_run import find_run
-from dmoe_jax.training.prepared_run import check_code
+from dmoe_jax.training.prepared_run import check_code, check_meaning_of_run, is_code
 
 SPLITS = ("train", "valid", "test")
 """Parts of a text."""
@@ -21,34 +28,71 @@ def load_run(
     path: str | Path,
     *,
     experts: Sequence[str | Path] = (),
+    checkpoint: Checkpoint = "last",
     data: str | None = None,
     router: str | None = None,
     trust_run: bool = False,
 ) -> TrainedModel:
-    """Load the Transformer-XL of a run, finished or not, from its last checkpoint.
+    """Load the Transformer-XL of a run, finished or not, or of an export.
 
     Args:
-      path: folder of `dmoe train`, `dmoe demo`, `dmoe up` or `experiments.transformer_xl`.
-      experts: folders in which nodes saved its experts; none: those that lie beside the run.
+      path: folder of `dmoe train`, `dmoe demo`, `dmoe up` or `experiments.transformer_xl`; or a file or folder of
+        `dmoe export`; also at a URL, gs:// or s3://.
+      experts: folders in which nodes saved the run's experts; none: those that lie beside the run.
+      checkpoint: "last", "best" (of the least loss in an evaluation on the way), or the step of one that is there. The
+        experts of a swarm are as their nodes saved them last.
       data: the text that it was trained on; None: as the run had it.
-      router: the run's router again, FILE.py:NAME, if it is out of a file: no file is run because a run names it.
-      trust_run: run the Python file that the run names.
+      router: the model's router again, FILE.py:NAME, if it is out of a file: none is run because a folder names it.
+      trust_run: run the Python file that the folder names.
 
     Raises:
-      ValueError: there is no such run, or its text or its code cannot be had.
-      CheckpointError: there is no checkpoint that can be read.
+      ValueError: there is no such run or checkpoint, or its words or its code cannot be had.
+      OSError: it cannot be read.
     """
-    run = replace(found := find_run(Path(path), data=data, unfinished=True), router=router or found.router)
-    if not trust_run:
-        check_code(run.path, [run.router], named=[router or ""], otherwise=", or trust the run")
-    corpus = functools.cache(lambda: open_corpus(run))
-    vocabulary = corpus().vocabulary
-    saved = load_model(run, len(vocabulary), [Path(folder) for folder in experts])
+    with ExitStack() as stack:
+        found = stack.enter_context(local_copy(Path(path)))
+        folders = [stack.enter_context(local_copy(Path(folder))) for folder in experts]
+        if is_export(found):
+            return _load_export(found, data, router, trust_run)
+        run = find_run(found, data=data, unfinished=True)
+        if router is not None and not is_code(run.router):
+            raise ValueError(f"router {router!r} would have no effect: that of the run is {run.router!r}")
+        run = replace(run, router=router or run.router)
+        if not trust_run:
+            check_code(run.path, [run.router], named=[router or ""], otherwise=", or trust the run")
+        text = functools.cache(lambda: open_corpus(run))
+        has_words = (run.path / VOCABULARY).exists()  # those of earlier versions have none
+        vocabulary = load_vocabulary(run.path) if has_words else text().vocabulary
+        check_meaning_of_run(run.path, vocabulary.meaning)
+        saved = load_model(run, len(vocabulary), folders, checkpoint)
+        return TrainedModel(saved, vocabulary, _splits(text))
 
+
+def _load_export(path: Path, data: str | None, router: str | None, trust_run: bool) -> TrainedModel:
+    vocabulary = load_vocabulary(vocabulary_folder(path))
+    saved = read_export(path, router=router, trust=trust_run)
+    if saved.config.vocab_size != len(vocabulary):
+        raise ValueError(f"{path} has {saved.config.vocab_size} words, the vocabulary beside it {len(vocabulary)}")
+    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"the export {path}"))
+
+
+def text_in(vocabulary: AnyVocabulary, data: str | None, what: str) -> Callable[[str], Int32[np.ndarray, " tokens"]]:
+    """Parts of the text of a source, in a vocabulary; without a source they are an error, which names `what`."""
+
+    @functools.cache
+    def text() -> Corpus:
+        if data is None:
+            raise ValueError(f"{what} does not say where its text is: name it with data")
+        return load_corpus(source=data, vocabulary=vocabulary)
+
+    return _splits(text)
+
+
+def _splits(text: Callable[[], Corpus]) -> Callable[[str], Int32[np.ndarray, " tokens"]]:
     def split(name: str) -> Int32[np.ndarray, " tokens"]:
         if name not in SPLITS:
             raise ValueError(f"expected one of {', '.join(SPLITS)}, got {name!r}")
-        ids: np.ndarray = getattr(corpus(), name)
+        ids: np.ndarray = getattr(text(), name)
         return ids
 
-    return TrainedModel(saved, vocabulary, split)
+    return split

@@ -16,7 +16,9 @@ import numpy as np
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import names_of, numbers_in, read_arrays
-from dmoe_jax.data.corpora import SOURCES, Corpus, load_corpus
+from dmoe_jax.data.corpora import Corpus, has_name, load_corpus
+from dmoe_jax.data.pieces import PieceVocabulary
+from dmoe_jax.data.saved_vocabulary import VOCABULARY, load_vocabulary
 from dmoe_jax.directory.grid import all_uids, layer_prefix
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.disk import CheckpointError
@@ -79,9 +81,12 @@ class SavedModel:
 
 def open_corpus(run: SavedRun) -> Corpus:
     """The text that a run was trained on. Raises ValueError if it cannot be had, or is another one."""
-    if run.data == run.corpus and run.data not in SOURCES and not Path(run.data).exists():
+    if run.data == run.corpus and not has_name(run.data) and not Path(run.data).exists():
         raise ValueError(f"the run was trained on a text of your own, {run.corpus!r}; say where it is with --data")
-    corpus = load_corpus(source=run.data)
+    # Words are those of the text, which shows whether it is the same; pieces are the tokenizer's, whatever the text.
+    vocabulary = load_vocabulary(run.path) if (run.path / VOCABULARY).exists() else None
+    pieces = vocabulary if isinstance(vocabulary, PieceVocabulary) else None
+    corpus = load_corpus(source=run.data, vocabulary=pieces)
     if run.corpus not in (corpus.name, "auto"):
         raise ValueError(f"the run was trained on {run.corpus!r}; --data {run.data} is {corpus.name!r}")
     check_meaning_of_run(run.path, corpus.vocabulary.meaning)

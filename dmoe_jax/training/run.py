@@ -211,7 +211,11 @@ class _Ledger:
         self._unwritten = 0
         passed_over: list[str] = []
         size = self._restore(run, passed_over.append)
+        if run.goes_on and run.path is not None:
+            task.keep_in(run.path)  # refused before anything is written
         self.folder: RunFolder = run.begin()
+        if not run.goes_on:
+            task.keep_in(self.folder.path)
         self._room = self.folder.path / ".room"
         with suppress(OSError):
             reserve(self._room, _ROOM_BYTES)

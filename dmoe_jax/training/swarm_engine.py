@@ -6,8 +6,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.mixture.statistics import CallStatistics
 from dmoe_jax.model import Evaluation
+from dmoe_jax.runs.endings import one_line
 from dmoe_jax.trainer import AnyTrainers, OnLost, OnStep, StepRecord
 from dmoe_jax.training.engine import OnBatch, Totals
 
@@ -90,8 +92,11 @@ class SwarmEngine:
         trainers, positions = self._trainers.trainers, facts["positions"]
         # With another number of trainers the data is dealt out anew, and each starts at its own beginning.
         if len(positions) == len(trainers):
-            for trainer, position in zip(trainers, positions, strict=True):
-                trainer.seek(position)
+            for number, (trainer, position) in enumerate(zip(trainers, positions, strict=True)):
+                try:
+                    trainer.seek(position)
+                except Exception as error:  # a state is taken by batches of the user's own
+                    raise CheckpointError(f"the batches of trainer {number} cannot go on: {one_line(error)}") from error
         self._counted = {name: facts[name] for name in self._counted}
         load_statistics(self._statistics, facts["statistics"])
 

@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.data import Corpus, load_corpus
-from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.data.words import UNK
 from dmoe_jax.optim import collaborative
 from experiments.collaborative.world import Problem
 

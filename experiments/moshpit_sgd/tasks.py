@@ -10,7 +10,7 @@ import optax
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.data import SegmentStream, evaluation_segments, load_corpus, load_mnist
-from dmoe_jax.data.vocabulary import UNK
+from dmoe_jax.data.words import UNK
 from dmoe_jax.models import LayerConfig, TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory, forget
 from experiments.moshpit_sgd.settings import ModelName

@@ -19,6 +19,7 @@ from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions, check_changes
 from dmoe_jax.cli.training import run_training
+from dmoe_jax.data import load_vocabulary
 from dmoe_jax.experts.user_file import load_from_file
 from dmoe_jax.models.transformer_xl import init_trunk
 from dmoe_jax.peers.security import Plain
@@ -64,7 +65,9 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
     assert headline["evaluated_tokens"] == 128
     assert (headline["calls_failed"], headline["failures"]) == (0, {})
     assert headline["perplexity_over_unigram"] > 0
-    assert {*os.listdir(out)} == {"config.json", "metrics.jsonl", "figure.png", "report.md", "checkpoints"}
+    files = "config.json metrics.jsonl figure.png report.md vocabulary.json checkpoints"
+    assert {*os.listdir(out)} == {*files.split()}
+    assert load_vocabulary(out).words[:1] == ("the",)
     assert "your own text" in (out / "report.md").read_text()
     metrics = read_metrics(out / "metrics.jsonl")
     kinds = "task baseline train eval final_eval calls experts balance headline"

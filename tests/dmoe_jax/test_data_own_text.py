@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dmoe_jax.data import DataError
 from dmoe_jax.data.corpora import Corpus, load_corpus
-from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary, unigram_perplexity
+from dmoe_jax.data.vocabulary import Vocabulary, unigram_perplexity
+from dmoe_jax.data.words import EOS, UNK
 
 LINE = "The cat sat on the mat.\n"
 """Seven words and the end of the line."""
@@ -45,8 +46,8 @@ def test_a_folder_has_a_file_for_each_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (LINE * 10, r"my\.txt is too short: its valid part has 4 words, expected at least 20"),
-        ("", "its train part has 0 words"),
+        (LINE * 10, r"my\.txt is too short: its valid part has 4 tokens, expected at least 20"),
+        ("", "its train part has 0 tokens"),
         (b"\xff\xfe\x00", "expected UTF-8 text"),
         (None, r"there is no such file or folder; expected one, or auto, wikitext-2, embedded"),
     ],

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dmoe_jax.cli.train_options import TrainOptions
-from dmoe_jax.data.vocabulary import EOS, UNK, Vocabulary
+from dmoe_jax.data.vocabulary import Vocabulary
+from dmoe_jax.data.words import EOS, UNK
 from dmoe_jax.inspection import pictures
 from dmoe_jax.inspection.pictures import Panel
 from dmoe_jax.inspection.statistics import lift, load_over_training, one_hot, turnover
@@ -76,6 +77,14 @@ def test_words_have_a_kind() -> None:
     found = kinds(vocabulary)
     numbers = vocabulary.encode([*frequent, *rare])
     assert [found.names[kind] for kind in found.of[numbers]] == [*frequent.values(), *rare.values()]
+
+
+def test_pieces_have_the_kinds_of_their_letters() -> None:
+    """The sign of a space before them is no letter, unless it is all there is."""
+    vocabulary = Vocabulary(("Ġthe", "▁walk", "ĠLondon", "Ġ,", "▁"))
+    found = kinds(vocabulary)
+    kinds_of = ["frequent word (of 100)", "frequent word (of 100)", "Capitalised", "punctuation", "punctuation"]
+    assert [found.names[kind] for kind in found.of] == kinds_of
 
 
 def test_articles_begin_at_their_titles() -> None:
