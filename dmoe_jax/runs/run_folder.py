@@ -155,8 +155,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
       ValueError: naming the first line that is not a JSON object with a "kind".
       OSError: the file cannot be read.
     """
+    return records_in(path.read_bytes(), path)
+
+
+def records_in(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """The records in the bytes of a metrics file, as of `read_metrics`; the path is for the message."""
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
         except ValueError as error:
