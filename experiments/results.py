@@ -10,13 +10,10 @@ from typing import Any, Literal
 from rich.table import Table
 
 from dmoe_jax.runs.report import ReportTable, format_value, write_report
-from dmoe_jax.runs.run_folder import RunFolder, flat, plain, replaced_file
+from dmoe_jax.runs.run_folder import RESULTS, RunFolder, flat, plain, replaced_file
 
 MISSED_BARS, OPEN_BARS = "missed_bars", "bars_not_decided"
 """Keys of the headline: names of the bars that were missed, and of those that an interval crosses."""
-
-RESULTS = "results.csv"
-"""File beside the report with a row for each run of a comparison."""
 
 Verdict = Literal["met", "missed", "not decided"]
 
