@@ -191,9 +191,10 @@ def _holds_nothing(path: Path) -> bool:
 
 def _has_learnt_nothing(nodes: Path) -> bool:
     """True if the folder of a `dmoe up`'s nodes has no checkpoint of any expert, nor anything that is not theirs."""
-    if not all(_NODE_FOLDERS.fullmatch(node.name) and node.is_dir() for node in nodes.iterdir()):
+    of_nodes = [each for each in nodes.iterdir() if each.name != HOLDER]
+    if not all(_NODE_FOLDERS.fullmatch(node.name) and node.is_dir() for node in of_nodes):
         return False
-    experts = [expert for node in nodes.iterdir() for expert in node.iterdir()]
+    experts = [expert for node in of_nodes for expert in node.iterdir()]
     saved = [each for expert in experts if expert.is_dir() for each in expert.iterdir()]
     return all(each.is_dir() for each in experts) and all(
         each.name == HOLDER or _HALF_WRITTEN.fullmatch(each.name) for each in saved
@@ -214,6 +215,6 @@ def _is_half_written(path: Path) -> bool:
 
 
 def _half_written_in(path: Path) -> list[Path]:
-    """What killed writers have left of a run, or of the experts of a `dmoe up`."""
+    """Checkpoints and files of a run, or of the experts of a `dmoe up`, that killed writers have left."""
     places = [*path.glob("*/*")] if path.suffix == NODES else [path, path / CHECKPOINT_FOLDER]
     return sorted(each for place in places if place.is_dir() for each in place.iterdir() if _is_half_written(each))
