@@ -193,9 +193,9 @@ def size_of(path: Path) -> int:
     return total
 
 
-def megabytes(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """A size for people."""
-    return f"{num_bytes / 1e6:,.1f} MB"
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.leftovers import Leftover, find_leftovers, remove
-from dmoe_jax.cli.run_list import ListedRun, compare_runs, list_runs, megabytes
+from dmoe_jax.cli.run_list import ListedRun, compare_runs, list_runs, size_text
 from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.report import format_value
 from dmoe_jax.runs.speech import say
 
-RunsFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="folder", metavar="FOLDER")]
+RunsFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="folder", metavar="[FOLDER]")]
 _DEFAULT = Path("runs")
 
 
@@ -33,7 +33,7 @@ class RunsCommand:
     """
 
     root: RunsFolder = _DEFAULT
-    """Folder with run folders, or a run folder. Default: runs, where commands put them by default."""
+    """Folder with run folders, or a run folder."""
     json: bool = False
     """Print one JSON object a run instead of a table."""
 
@@ -87,7 +87,7 @@ class CleanRunsCommand:
     """
 
     root: RunsFolder = _DEFAULT
-    """Folder with run folders, or a run folder. Default: runs, where commands put them by default."""
+    """Folder with run folders, or a run folder."""
     yes: bool = False
     """Remove without asking. Needed where there is no terminal to ask at."""
 
@@ -99,8 +99,8 @@ class CleanRunsCommand:
             say(f"nothing to clean up in {self.root}")
             return 0
         for each in leftovers:
-            say(f"{each.path}: {each.why}, {megabytes(each.size_bytes)}")
-        total = megabytes(sum(each.size_bytes for each in leftovers))
+            say(f"{each.path}: {each.why}, {size_text(each.size_bytes)}")
+        total = size_text(sum(each.size_bytes for each in leftovers))
         if not (self.yes or _is_wanted(f"Remove these {len(leftovers)}, {total}? [y/N] ")):
             say("nothing was removed")
             return 0
@@ -148,7 +148,7 @@ def _list_table(runs: Sequence[ListedRun]) -> Table:
         begun = datetime.fromisoformat(run.begun).strftime("%Y-%m-%d %H:%M")
         figure = f"{run.figure} {format_value(run.value)}" if run.figure else ""
         steps = "" if run.steps is None else f"{run.steps:,}"
-        table.add_row(run.name, run.command, begun, steps, run.state_text, figure, megabytes(run.size_bytes))
+        table.add_row(run.name, run.command, begun, steps, run.state_text, figure, size_text(run.size_bytes))
     return table
 
 

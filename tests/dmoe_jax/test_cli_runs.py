@@ -242,7 +242,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, capsys: pytest.C
     assert {str(each.path.relative_to(tmp_path)): each.why for each in find_leftovers(tmp_path)} == LEFTOVERS
     before = files_in(tmp_path)
     printed = said(["runs", "clean", str(tmp_path), "--yes"], capsys).splitlines()
-    assert printed[0].startswith(f"{tmp_path / 'comparison'}: a run without a step, 0.0 MB")
+    assert printed[0].startswith(f"{tmp_path / 'comparison'}: a run without a step, ")
     assert printed[-1] == f"removed {len(LEFTOVERS)} of {len(LEFTOVERS)}"
     gone = {name for name in before if any(name == each or name.startswith(f"{each}/") for each in LEFTOVERS)}
     assert files_in(tmp_path) == before - gone
@@ -337,7 +337,8 @@ def test_the_user_is_asked(
     """Nothing goes without a yes; the end of the input is none."""
 
     def answered(question: str) -> str:
-        assert question == "Remove these 1, 0.0 MB? [y/N] "
+        assert question.startswith("Remove these 1, ")
+        assert question.endswith("? [y/N] ")
         if answer is None:
             raise EOFError
         return answer
