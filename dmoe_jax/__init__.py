@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from dmoe_jax.public import *  # noqa: F403
 else:
     _MODULES = ("data", "emulator", "experts", "models", "optim", "routing")
+    _WITHOUT_JAX = {"read_run": "dmoe_jax.runs.tables"}
 
     def __getattr__(name: str) -> object:
         """A promised name or module, or their list as `__all__`."""
         if name in _MODULES:
             return importlib.import_module(f"dmoe_jax.{name}")
+        if name in _WITHOUT_JAX:  # `dmoe_jax.public` loads it
+            return getattr(importlib.import_module(_WITHOUT_JAX[name]), name)
         # Other names with underscores are Python's questions to any package: they are no reason to load everything.
         if name == "__all__" or not name.startswith("_"):
             import dmoe_jax.public

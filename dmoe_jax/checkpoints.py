@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dmoe_jax.arrays import PyTree, stored
-from dmoe_jax.machine.disk import CheckpointError, check_room
+from dmoe_jax.machine.disk import TRASH, UNFINISHED, CheckpointError, check_room
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +33,6 @@ _CHECKSUMS = "checksums.json"
 """File with path in the checkpoint -> [bytes, CRC-32] of each file that is read."""
 _NOT_READ = {_CHECKSUMS, "commit_success.txt", "_CHECKPOINT_METADATA"}
 """Files that no array and no fact depends on."""
-_UNFINISHED = ".unfinished-"
-"""Begins the name of a checkpoint that is being written."""
-_TRASH = ".old-"
-"""Begins the name of a checkpoint that is about to be deleted."""
 _SET_ASIDE = "set-aside-"
 """Begins the name of a checkpoint that cannot be used and is kept for whoever wants to look at it."""
 
@@ -81,7 +77,7 @@ class CheckpointFiles:
             if path.exists():
                 raise CheckpointError(f"{path} is there already")
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{path.name}.", dir=path.parent))
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{path.name}.", dir=path.parent))
             try:
                 # NumPy scalars (step counts) become arrays of rank 0: Orbax stores arrays alone, none without elements.
                 arrays = jax.tree.map(lambda leaf: np.asarray(stored(leaf)), state)
@@ -256,13 +252,13 @@ class Checkpoints:
         # Kept are also the newest up to the one just saved: higher ones may be another node's.
         newest, own = numbers[-self._keep :], [number for number in numbers if number <= saved][-self._keep :]
         for old in {*numbers} - {*newest, *own, *self._also_kept(numbers)}:
-            trash = self._folder / f"{_TRASH}{old}"
+            trash = self._folder / f"{TRASH}{old}"
             with suppress(OSError):  # another node that shares the folder was quicker
                 # Renamed first, so that nobody reads half of it.
                 (self._folder / str(old)).rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
         for path in self._folder.iterdir():
-            name = path.name.removeprefix(_TRASH).removeprefix(_UNFINISHED)
+            name = path.name.removeprefix(TRASH).removeprefix(UNFINISHED)
             number, dot, _ = name.partition(".")
             is_leftover = bool(dot) or name != path.name
             if is_leftover and number.isdigit() and int(number) < saved:

@@ -19,11 +19,12 @@ from dmoe_jax.optim import moshpit_average
 from dmoe_jax.peers.security import Plain, Tls
 from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.routing import Router, chain_routers, make_router, product_key, score
+from dmoe_jax.runs.tables import read_run
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trained.loading import load_run
-from dmoe_jax.trainer import Trainer, Trainers
+from dmoe_jax.trainer import Trainers
 
 __all__ = [
     "BlockingMixture",
@@ -47,7 +48,6 @@ __all__ = [
     "Swarm",
     "Tls",
     "TooFewExperts",
-    "Trainer",
     "Trainers",
     "TreeAverager",
     "TreeAveragerConfig",
@@ -63,6 +63,7 @@ __all__ = [
     "moshpit_average",
     "open_swarm",
     "product_key",
+    "read_run",
     "score",
     "value_and_grad",
 ]

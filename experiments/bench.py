@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
+from dmoe_jax.machine.disk import check_not_held, hold_folder
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_words, flags_of, words_of
@@ -26,7 +28,7 @@ from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
 from dmoe_jax.training.prepared_run import check_code, saved_settings
 from experiments.exits import ending_of, one_line_errors, run_until_signal
-from experiments.results import Result, result_table, write_result
+from experiments.results import Result, result_table, write_result, write_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -116,6 +118,8 @@ class Run(Generic[S]):
 def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
     """Make a new run folder, or open the one to go on with if the settings say `resume`."""
     resume = isinstance(settings, ResumableSettings) and settings.resume
+    if settings.out is not None:
+        check_not_held(settings.out, "run")
     return RunFolder.create(settings.out, settings, name=name, resume=resume)
 
 
@@ -189,7 +193,9 @@ def run_experiment(
     run = Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
     errors: dict[str, Any] = {"expected": experiment.expected, "causes": experiment.causes}
     hint = "; --resume goes on" if isinstance(settings, ResumableSettings) else ""
-    with one_line_errors(name, hint=hint, **errors):
+    with one_line_errors(name, hint=hint, **errors), ExitStack() as held:
+        with mistakes_in_one_line():
+            held.enter_context(hold_folder(folder.path, "run"))
         try:
             if inspect.iscoroutinefunction(experiment.measure):
                 run_until_signal(partial(experiment.measure, run), prog=name)
@@ -249,6 +255,8 @@ def _report(run: Run[S], experiment: Experiment[S]) -> Result | None:
         write_result(run.folder, result, figure_text=experiment.figure_text)
     else:
         experiment.write_report(run, result)
+    if result.runs:
+        write_runs(run.folder, result.runs)
     for renderable in [result_table(result)] if result.printed is None else result.printed:
         run.console.print(renderable)
     run.say(f"run folder: {run.folder.path}")

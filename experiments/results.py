@@ -1,19 +1,24 @@
-"""Result of a run: figures, the bars that they must reach, and how both are shown."""
+"""Result of a run: figures, the bars that they must reach, how both are shown, and a table of the runs compared."""
 
+import csv
+import io
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.table import Table
 
 from dmoe_jax.runs.report import ReportTable, format_value, write_report
-from dmoe_jax.runs.run_folder import RunFolder
+from dmoe_jax.runs.run_folder import RESULTS, RunFolder, flat, plain, replaced_file
 
 MISSED_BARS, OPEN_BARS = "missed_bars", "bars_not_decided"
 """Keys of the headline: names of the bars that were missed, and of those that an interval crosses."""
 
 Verdict = Literal["met", "missed", "not decided"]
+
+Finals = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""Label of a setting -> seed -> the final figures of that run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,8 @@ class Result:
     """A paragraph for the report, below its title."""
     tables: Sequence[ReportTable] = ()
     """Tables for the report, below its figure."""
+    runs: Finals = field(default_factory=dict)
+    """Runs of a comparison, for results.csv. Empty: the experiment compares no settings by seeds, or has no run yet."""
     failure: str = ""
     """Failure of a run that came to its end all the same, in one line: the exit status is 1. Empty: none."""
 
@@ -116,6 +123,37 @@ def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None
         figure_text=figure_text,
         tables=tables,
     )
+
+
+def finals_of(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """The final figures in records of one run each, which have a "seed"; labels are the values of the fields `names`.
+
+    Of two records for a label and a seed the last counts.
+    """
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for record in records:
+        figures = {name: value for name, value in record.items() if name != "kind"}
+        found.setdefault(", ".join(str(record[name]) for name in names), {})[record["seed"]] = figures
+    return found
+
+
+def write_runs(folder: RunFolder, runs: Finals) -> None:
+    """Write results.csv as RFC 4180 has it: a header, then a row for each run with label, seed and final figures.
+
+    A figure inside a figure has a column of its own, such as failures.timeout; lists have none. A figure that a run
+    does not have, or that is not finite, is empty.
+    """
+    rows = []
+    for label, seeds in runs.items():
+        for seed, figures in seeds.items():
+            known = {name: value for name, value in flat(plain(figures)).items() if not isinstance(value, list)}
+            rows.append({"label": label, "seed": seed} | known | {"label": label, "seed": seed})
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    with replaced_file(folder.path / RESULTS) as temporary:
+        temporary.write_text(text.getvalue(), encoding="utf-8", newline="")
 
 
 def _rows(result: Result) -> list[tuple[str, str]]:

@@ -22,13 +22,14 @@ from dmoe_jax.cli.identity import IdentityCommand
 from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_join
 from dmoe_jax.cli.node import NodeCommand
+from dmoe_jax.cli.runs import CleanRunsCommand, CompareRunsCommand, RunsCommand
 from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
-from dmoe_jax.runs.endings import UsageError, fail, mistakes_in_one_line
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, fail, mistakes_in_one_line
 from dmoe_jax.runs.speech import say, standard_streams
 from dmoe_net.keys import IdentityError
 
@@ -44,6 +45,9 @@ Command = (
     | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
+    | Annotated[RunsCommand, tyro.conf.subcommand("runs")]
+    | Annotated[CompareRunsCommand, tyro.conf.subcommand("runs compare")]
+    | Annotated[CleanRunsCommand, tyro.conf.subcommand("runs clean")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
 
@@ -51,7 +55,7 @@ Command = (
 @standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a mistake of the user's, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if args is None else args)
+    words = _named(list(sys.argv[1:] if args is None else args))
     if words == ["--version"]:
         try:
             version = importlib.metadata.version("dmoe-jax")
@@ -84,6 +88,14 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error), status=error.status)
     except IdentityError as error:
         fail(str(error))
+    except KeyboardInterrupt:  # of a command without an event loop
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _named(words: list[str]) -> list[str]:
+    """The words, the first two in one if together they are the name of a command: "runs clean"."""
+    name = " ".join(words[:2])
+    return [name, *words[2:]] if len(words) > 1 and name in commands_of(Command) else words
 
 
 def _given(words: Sequence[str]) -> Given:

@@ -35,7 +35,7 @@ from dmoe_jax.runs.processes import (
     open_local_swarm,
 )
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
-from dmoe_jax.trained.saved_run import SHARED_FOLDER, saved_experts
+from dmoe_jax.trained.saved_run import SHARED_FOLDER, UP_FLAGS, saved_experts, up_logs
 
 LEAVE_TIMEOUT_S = 90.0
 """Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""
@@ -165,12 +165,12 @@ class UpCommand:
 
     @property
     def _logs(self) -> Path:
-        return self.out.parent / f"{self.out.name}.logs"
+        return up_logs(self.out)
 
     @property
     def _flags_file(self) -> Path:
-        """File of the command's flags, a list of words in JSON."""
-        return self._logs / "up.json"
+        """File of the command's flags."""
+        return self._logs / UP_FLAGS
 
     @contextmanager
     def _logs_held(self) -> Iterator[None]:

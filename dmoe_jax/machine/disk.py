@@ -16,6 +16,9 @@ if sys.platform != "win32":
 HOLDER = ".in-use"
 """Name of the file in a folder that its holder has locked, and that names the holder."""
 
+UNFINISHED, TRASH = ".unfinished-", ".old-"
+"""Beginnings of the names of a checkpoint that is being written, and of one that is about to be deleted."""
+
 _PIECE_BYTES = 1 << 30
 """Bytes of the largest file that tries whether there is room; Orbax's files are at most twice as large."""
 
@@ -97,6 +100,20 @@ def check_not_held(folder: Path, what: str) -> None:
             raise _in_use(folder, what, file) from None
         except OSError:  # a file system without locks
             return
+
+
+def may_be_held(folder: Path) -> bool:
+    """True if somebody holds the folder, or if that cannot be known: on Windows, or without locks. Writes nothing."""
+    if sys.platform == "win32":
+        return True
+    try:
+        with (folder / HOLDER).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def is_empty(folder: Path) -> bool:

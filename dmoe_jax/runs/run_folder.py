@@ -25,6 +25,11 @@ CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 FIGURE = "figure.png"
 REPORT = "report.md"
+RESULTS = "results.csv"
+"""File beside the report of a comparison, with a row for each of its runs."""
+
+RUN_FILES = frozenset({CONFIG, METRICS, FIGURE, REPORT, RESULTS})
+"""Files of ours in a run folder: one that has others too is never cleaned up as a whole."""
 
 _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
 """Packages whose versions change what a run computes."""
@@ -71,7 +76,10 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         folder = cls(path, None if open_sink is None else open_sink(path))
         before = folder.config() if (path / CONFIG).exists() else None
-        folder.write_text(CONFIG, json.dumps(_config_record(config), indent=2, allow_nan=False) + "\n")
+        record = _config_record(config)
+        if before is not None:
+            record["started"] = before.get("started", record["started"])
+        folder.write_text(CONFIG, json.dumps(record, indent=2, allow_nan=False) + "\n")
         if before is not None:
             if folder.metrics_path.exists():
                 data = folder.metrics_path.read_bytes()
@@ -156,8 +164,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
       ValueError: naming the first line that is not a JSON object with a "kind".
       OSError: the file cannot be read.
     """
+    return records_in(path.read_bytes(), path)
+
+
+def records_in(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """The records in the bytes of a metrics file, as of `read_metrics`; the path is for the message."""
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
         except ValueError as error:

@@ -11,6 +11,12 @@ from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline
 SHARED_FOLDER = "shared"
 """Name of the folder, in that of `saved_experts`, of nodes that take over each other's experts."""
 
+LOGS, NODES = ".logs", ".nodes"
+"""Ends of the names of the folders that `dmoe up` has beside its run: of its logs, and of its nodes' experts."""
+
+UP_FLAGS = "up.json"
+"""File in the folder of the logs with the flags of `dmoe up`, a list of words in JSON."""
+
 _DEPTH, _MAX_NAMED = 3, 4
 """Depth of runs below the folder of an experiment at most, and runs that a message names."""
 
@@ -89,7 +95,12 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
 
 def saved_experts(run: Path) -> Path:
     """Folder in which `dmoe up` and `dmoe demo` have each node save its experts in a folder of its own."""
-    return run.with_name(f"{run.name}.nodes")
+    return run.with_name(run.name + NODES)
+
+
+def up_logs(run: Path) -> Path:
+    """Folder in which `dmoe up` and `dmoe demo` keep the logs of their processes."""
+    return run.with_name(run.name + LOGS)
 
 
 def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:

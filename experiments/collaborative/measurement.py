@@ -19,7 +19,7 @@ from experiments.collaborative.settings import CollaborativeSettings
 from experiments.collaborative.world import compare_with_one_machine
 from experiments.intervals import t_interval
 from experiments.panels import series_style
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
 
 _EQUAL_STEPS, _VIRTUAL_S, _FAILURE_EVERY_S = 20, 240.0, 15.0
 """Global steps of `equal`; length of `batches` and `churn`, and mean time between two failures, virtual seconds."""
@@ -162,12 +162,14 @@ def summarise(run: Run[CollaborativeSettings]) -> Result | None:
     if not by_part:
         return None
     peers = [peers for peers, seed in run.settings.albert_swarms if seed == run.settings.seed]
+    swarms = ({**each, "loss": each["losses"][-1]} for each in run.records("albert_swarm"))
     rows = [[part, name, value] for part, figures in by_part.items() for name, value in figures.items()]
     return Result(
         title="One large batch by machines that come and go",
         summary="Peers gather gradients until all together have the target; every peer makes the step of one machine.",
         figures={name: value for figures in by_part.values() for name, value in figures.items()},
         bars=[bar for part in by_part for bar in bars_of(part, peers)],
+        runs=finals_of(swarms, "peers"),
         tables=[ReportTable(title="All figures", head=("part", "figure", "value"), rows=rows)],
     )
 

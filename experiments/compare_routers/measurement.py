@@ -25,7 +25,7 @@ from experiments.results import Result
 from experiments.run_summary import summarise_run
 from experiments.transformer_xl.presets import sized_preset
 from experiments.transformer_xl.settings import MAX_SEEDS, TrainingSettings
-from experiments.transformer_xl.side_by_side import run_folder, train_all
+from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
 from experiments.transformer_xl.training import checked_router, open_corpus, open_folder
 from experiments.transformer_xl.trainings import SEARCHED, Training, best_factors, search_results
 
@@ -136,6 +136,7 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
         shown=headline,
         printed=[*([terminal_table(side_by_side)] if side_by_side else []), *says],
         summary=" ".join([f"Corpus: {corpora[-1]['description']}.", *says]),
+        runs=final_figures(trainings),
         tables=[side_by_side, ranking_table(perplexities, pairs)] if side_by_side else [],
         failure=f"{len(failed)} runs failed: {'; '.join(map(': '.join, failed.items()))}" if failed else "",
     )

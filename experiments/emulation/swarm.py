@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig, Trainer
+from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.emulator import Emulator, EventOrder
@@ -21,7 +21,7 @@ from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.swarm.opening import swarm_of
-from dmoe_jax.trainer import StepRecord
+from dmoe_jax.trainer import StepRecord, Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.rpc.faults import Fault, FaultPlan
 from dmoe_net.transport.sim import run, simulate

@@ -22,8 +22,10 @@ from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.order import STAGE
 from experiments.bench import Run
 from experiments.emulation.problems import DEFAULT, Problem, Remedy, dense_mnist, keys_of, mnist, transformer_xl
+from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.emulation.swarm import train_swarm
 from experiments.processes import HelperProcess, open_helpers
+from experiments.results import Finals
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256 experts takes three
@@ -123,6 +125,17 @@ def trained(run: Run[Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
     for record in run.records("trial"):
         found.setdefault((record["problem"], record["label"]), {})[record["seed"]] = record
     return found
+
+
+def final_figures(run: Run[Any]) -> Finals:
+    """The figures at the end of every training that is reported: none of a search."""
+    finals: dict[str, dict[int, dict[str, Any]]] = {}
+    for (problem, label), seeds in trained(run).items():
+        for seed, record in seeds.items():
+            if seed < FIRST_SEARCH_SEED:
+                facts = {name: value for name, value in record.items() if name not in ("kind", "points")}
+                finals.setdefault(f"{problem}, {label}", {})[seed] = facts | record["points"][-1] | {"setting": label}
+    return finals
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from experiments.less_traffic.settings import EVERY, LessTrafficSettings, Method
 from experiments.moshpit_averaging.measurement import random_groups_round
 from experiments.moshpit_sgd.tasks import Task, make_task
 from experiments.panels import SERIES
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
 from experiments.step_sizes import FACTORS
 
 AXIS = "peers"
@@ -299,6 +299,7 @@ def summarise(run: Run[LessTrafficSettings]) -> Result | None:
         title="Final loss against bytes sent",
         summary=_SUMMARY.format(peers=PEERS, steps=run.settings.num_steps),
         figures=figures_of(results),
+        runs=finals_of(results, "method"),
         bars=[] if run.settings.quick or run.settings.steps else BARS,
     )
 

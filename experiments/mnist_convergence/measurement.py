@@ -14,7 +14,7 @@ from dmoe_jax.runs.report import ReportTable
 from dmoe_jax.runs.style import GREY, dress
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import DEFAULT, PLAIN
-from experiments.emulation.trials import Trial, seeds_of, train_missing, trained
+from experiments.emulation.trials import Trial, final_figures, seeds_of, train_missing, trained
 from experiments.intervals import paired_difference
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.panels import SERIES
@@ -184,6 +184,7 @@ def summarise(run: Run[MnistSettings]) -> Result | None:
         "seeds, +- their standard deviation. Differences are of final accuracies, paired by seed; those without "
         "`untuned` in their names are of models that have each the best of 1/32 to 4 times the step sizes.",
         figures=figures,
+        runs=final_figures(run),
         bars=BARS if run.settings.quick or 256 in run.settings.experts else (),
         tables=[_table(curves, _steps(run)), *([table] if table else [])],
     )

@@ -18,7 +18,7 @@ from experiments.moshpit_sgd import tasks
 from experiments.moshpit_sgd.settings import MethodName, ModelName, MoshpitSgdSettings
 from experiments.moshpit_sgd.swarm import PeerLearner, Swarm, make_method
 from experiments.panels import series_style
-from experiments.results import Result
+from experiments.results import Result, finals_of
 
 TITLES: Mapping[str, str] = {
     "all_reduce": "All-Reduce",
@@ -87,12 +87,14 @@ def summarise(run: Run[MoshpitSgdSettings]) -> Result | None:
     """Set the methods that are finished side by side; None before the first evaluation."""
     if not run.records("evaluation"):
         return None
-    figures, missed = figures_of(run.records("result"))
+    results = run.records("result")
+    figures, missed = figures_of(results)
     return Result(
         title="Time to a target loss among unequal peers that come and go",
         summary="Virtual seconds to a validation loss, by model, number of peers and method.",
         figures=figures,
         missed=missed,
+        runs=finals_of(({**each, "seed": run.settings.seed} for each in results), "model", "peers", "method"),
     )
 
 

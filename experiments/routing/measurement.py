@@ -21,7 +21,7 @@ from dmoe_net.transport.sim import run as run_in_virtual_time
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import mnist
 from experiments.emulation.swarm import Scenery, train_in_scenery
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
 from experiments.routing.settings import BALANCED, PLAIN, RoutingSettings
 
 BARS = (Bar(name="slow_share", bound=0.5), Bar(name="recovered_share", bound=0.75, comparison=">="))
@@ -115,19 +115,24 @@ def _measured(run: Run[RoutingSettings]) -> Shares:
     return {name: np.array(shares) for name, shares in found.items()} if BALANCED in found else {}
 
 
-def _figures(found: Shares) -> dict[str, Any]:
-    """The shares before the node is slow, while it is, and after, of the balanced router under their bare names."""
+def _part_shares(shares: np.ndarray) -> dict[str, np.ndarray]:
+    """The mean shares, [...], before the node is slow, while it is, and after, of shares [..., windows]."""
     window = SCENE.window
     parts = {
-        "before": slice(SCENE.slow_from // window // 2, SCENE.slow_from // window),
-        "slow": slice((SCENE.slow_from + 75) // window, (SCENE.slow_from + 100) // window),
-        "recovered": slice((SCENE.num_updates - 100) // window, SCENE.num_updates // window),
+        "before_share": slice(SCENE.slow_from // window // 2, SCENE.slow_from // window),
+        "slow_share": slice((SCENE.slow_from + 75) // window, (SCENE.slow_from + 100) // window),
+        "recovered_share": slice((SCENE.num_updates - 100) // window, SCENE.num_updates // window),
     }
+    return {name: shares[..., windows].mean(axis=-1) for name, windows in parts.items()}
+
+
+def _figures(found: Shares) -> dict[str, Any]:
+    """The shares of the parts, of the balanced router under their bare names."""
     figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
     for name, shares in found.items():
         suffix = "" if name == BALANCED else f"_{name}"
-        for part, windows in parts.items():
-            means, key = shares[:, windows].mean(axis=1), f"{part}_share{suffix}"
+        for part, means in _part_shares(shares).items():
+            key = f"{part}{suffix}"
             figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
     return figures
 
@@ -150,11 +155,13 @@ def summarise(run: Run[RoutingSettings]) -> Result | None:
     """Return the shares of the balanced router, and of the plain one; None before there are any."""
     if not (shares := _measured(run)):
         return None
+    runs = ({**record, **_part_shares(np.array(record["shares"]))} for record in run.records("slow_node"))
     return Result(
         title="What balance does",
         summary=f"Calls to a node that is {SLOWDOWN:g} times slower from update {SCENE.slow_from} to "
         f"{SCENE.slow_until}, over those of the mean of the others.",
         figures=_figures(shares),
+        runs=finals_of(runs, "router"),
         bars=BARS,
     )
 

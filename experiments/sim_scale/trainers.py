@@ -19,13 +19,14 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig, Trainer, autodiff, open_swarm, product_key
+from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig, autodiff, open_swarm, product_key
 from dmoe_jax.data import SegmentStream
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.models import LayerConfig, TransformerXL, TransformerXLConfig, transformer_xl
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.peers.peer import Seams
+from dmoe_jax.trainer import Trainer
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net import Address, Constant, Fault, FaultPlan, SimNetwork, run, simulate
 from experiments.simulated_swarm import start_simulated_nodes

@@ -16,7 +16,7 @@ from experiments.bench import Experiment, Run
 from experiments.emulation.problems import PLAIN as NO_REMEDY
 from experiments.emulation.problems import Remedy
 from experiments.emulation.settings import FIRST_SEARCH_SEED
-from experiments.emulation.trials import Trial, seeds_of, train_missing, trained
+from experiments.emulation.trials import Trial, final_figures, seeds_of, train_missing, trained
 from experiments.intervals import paired_difference, t_interval
 from experiments.processes import HelperFailed
 from experiments.results import Bar, Result
@@ -187,6 +187,7 @@ def summarise(run: Run[StalenessSettings]) -> Result | None:
         "column is what a row loses against one trainer, over what plain asynchrony loses; figures without `untuned`, "
         "`swarm` and `many` in their names are of rows that have each the best of 1/32 to 4 times the step sizes.",
         figures=figures,
+        runs=final_figures(run),
         # Chosen rows are judged by what they can answer.
         bars=[bar for bar in bars if not settings.only or bar.name in figures],
         tables=tables,

@@ -14,7 +14,7 @@ from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from dmoe_net import NetError
 from experiments.bench import Experiment, Run
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
 from experiments.throughput_vs_latency.costs import Costs, measure_costs, under_load
 from experiments.throughput_vs_latency.settings import BLOCKS, Block, LatencySettings, Load
 from experiments.throughput_vs_latency.stack import measure_real, measure_round_trip, measure_virtual
@@ -160,6 +160,7 @@ def summarise(run: Run[LatencySettings]) -> Result | None:
         bars=[*([KEPT] if settings.where != "real" else []), *([AGREEMENT] if settings.where != "virtual" else [])],
         summary="Rows per second through the stack: vectors of feed-forward blocks, sequences of Transformer blocks.",
         tables=[_table(points)],
+        runs=finals_of(points, "block", "passes", "method", "cloud", "delay_s"),
     )
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax import CallStatistics, DirectoryConfig, Model, NodeConfig, Outcome, Trainer, open_swarm
+from dmoe_jax import CallStatistics, DirectoryConfig, Model, NodeConfig, Outcome, open_swarm
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data import Batch
@@ -42,7 +42,7 @@ from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.optim import Recipe, make_optimizer
 from dmoe_jax.peers.peer import Seams
 from dmoe_jax.routing import Router
-from dmoe_jax.trainer import OnLost, OnStep, StepRecord
+from dmoe_jax.trainer import OnLost, OnStep, StepRecord, Trainer
 from dmoe_jax.training.engine import Totals
 from dmoe_jax.training.swarm_engine import call_totals, load_statistics, saved_statistics
 from dmoe_jax.trunk import SharedTrunk

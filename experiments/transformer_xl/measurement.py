@@ -8,20 +8,16 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmoe_jax.runs.report import ReportTable, format_value
-from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Experiment, Run
 from experiments.comparison import FIGURE_TEXT, Runs, comparison_table, draw_comparison
 from experiments.intervals import paired_difference, t_interval
-from experiments.results import Bar, Result
+from experiments.results import Bar, Finals, Result
 from experiments.transformer_xl import trainings
 from experiments.transformer_xl.flops import equal_flops, forward_flops
 from experiments.transformer_xl.presets import chosen_preset, model_config, sized_preset
 from experiments.transformer_xl.settings import TransformerXLSettings
-from experiments.transformer_xl.side_by_side import run_folder, train_all
+from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
 from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
-
-Finished = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""Label -> seed -> the headline of its run, of the runs that were trained to their end."""
 
 
 def check(settings: TransformerXLSettings) -> None:
@@ -73,29 +69,27 @@ def summarise(run: Run[TransformerXLSettings]) -> Result | None:
         figures={**headline, "models": models},
         shown={**headline, **shown},
         summary=f"Corpus: {corpora[-1]['description']}.",
+        runs=finished,
         tables=[models_table(settings, finished, runs, forward, searched), comparison_table(runs)] if runs else (),
     )
 
 
-def _read(run: Run[TransformerXLSettings]) -> tuple[Finished, dict[str, list[Any]]]:
+def _read(run: Run[TransformerXLSettings]) -> tuple[Finals, dict[str, list[Any]]]:
     """The runs that were trained to their end, and the metrics of all that have begun, by label."""
-    finished, runs = dict[str, dict[int, dict[str, Any]]](), dict[str, list[Any]]()
-    for training in trainings.compared_trainings(run.settings, run.folder.path):
-        folder = run_folder(training)
-        if metrics := folder.metrics():
+    compared, runs = trainings.compared_trainings(run.settings, run.folder.path), dict[str, list[Any]]()
+    for training in compared:
+        if metrics := run_folder(training).metrics():
             runs.setdefault(training.label, []).append(metrics)
-        if (headline := finished_headline(folder)) is not None:
-            finished.setdefault(training.label, {})[training.settings.seed] = headline
-    return finished, runs
+    return final_figures(compared), runs
 
 
-def _perplexities(finished: Finished, label: str, split: str = "validation") -> dict[int, float]:
+def _perplexities(finished: Finals, label: str, split: str = "validation") -> dict[int, float]:
     """Seed -> final perplexity over a whole text."""
     name = f"{split}_perplexity"
     return {seed: all_[name] for seed, all_ in finished.get(label, {}).items() if all_.get(name) is not None}
 
 
-def verdicts(finished: Finished) -> dict[str, Any]:
+def verdicts(finished: Finals) -> dict[str, Any]:
     """The mean of dmoe minus each of the others in validation perplexity, paired by seed, its 95 % interval, and
     the verdict on dmoe ending below: met or missed where the interval leaves out 0, else not decided."""
     ours, found = _perplexities(finished, "dmoe"), dict[str, Any]()
@@ -125,7 +119,7 @@ def mean_headline(headlines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def models_table(
     settings: TransformerXLSettings,
-    finished: Finished,
+    finished: Finals,
     runs: Runs,
     forward: Mapping[str, float],
     searched: trainings.Searched,

@@ -32,6 +32,15 @@ def run_folder(training: Training) -> RunFolder:
     return RunFolder(training.settings.out)
 
 
+def final_figures(trainings: Sequence[Training]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Label -> seed -> the headline of its run, of those that were trained to their end."""
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for training in trainings:
+        if (headline := finished_headline(run_folder(training))) is not None:
+            found.setdefault(training.label, {})[training.settings.seed] = headline
+    return found
+
+
 def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training], *, num_jobs: int) -> None:
     """Train these, several at a time if there are so many jobs.
 

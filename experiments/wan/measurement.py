@@ -17,7 +17,7 @@ from dmoe_jax.runs.style import GREY, KILLED, dress
 from experiments.bench import Experiment, Run
 from experiments.collaborative.all_reduces import WrongResult
 from experiments.panels import series_style
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
 from experiments.wan import parts
 from experiments.wan.settings import PartName, WanSettings
 
@@ -71,8 +71,16 @@ def summarise(run: Run[WanSettings]) -> Result | None:
         head = [field for field in records[0] if field != "kind"]
         rows = [[record[field] for field in head] for record in records]
         tables.append(ReportTable(title=part, head=[field.replace("_", " ") for field in head], rows=rows))
-    bars = [bar for part in run.settings.parts for bar in BARS.get(part, ())]
-    return Result(title="Training over wide-area lines", figures=figures, bars=bars, tables=tables) if figures else None
+    if not figures:
+        return None
+    churns = ({**record, "goodput": record["values"][0]} for record in run.records("churn"))
+    return Result(
+        title="Training over wide-area lines",
+        figures=figures,
+        bars=[bar for part in run.settings.parts for bar in BARS.get(part, ())],
+        tables=tables,
+        runs=finals_of(churns, "name"),
+    )
 
 
 def draw(run: Run[WanSettings], result: Result) -> Figure | None:

@@ -63,7 +63,11 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, inspect, export, identity}"),
+        (
+            "",
+            2,
+            "Expected one of {demo, up, dht, node, train, assist, status, inspect, evaluate, .*runs clean",
+        ),
         ("dht --bogus 3", 2, "Unrecognized options: --bogus, 3"),
         ("node --d-model x", 2, "Error parsing --d-model: .*'x'"),
         ("train --join 127.0.0.1:1 --compression zip", 2, "invalid choice 'zip'"),
@@ -109,6 +113,11 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
         ("dht --announce host:4000", 2, "--announce must be .* without a port, got 'host:4000'"),
         ("inspect", 2, "Missing from dmoe inspect: RUN"),
         ("inspect /nowhere --tokens -1", 2, "--tokens must be at least 0, got -1"),
+        ("runs /nowhere", 2, "there is no folder /nowhere"),
+        ("runs clean /nowhere", 2, "there is no folder /nowhere"),
+        ("runs compare FILE", 2, "expected two run folders or more to compare, got 1"),
+        ("runs compare FILE /nowhere", 2, "FILE.py is no run folder"),
+        ("runs --yes", 2, "Unrecognized options: --yes; --yes is a flag of dmoe runs clean"),
         ("identity", 2, "Missing from dmoe identity: FILE"),
         ("identity /nowhere/key", 1, "cannot write the identity /nowhere/key: No such file or directory"),
         ("NODE --expert FILE:number", 2, "expert .*: expected an Expert .*got int: 3"),

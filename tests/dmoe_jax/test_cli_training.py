@@ -26,11 +26,13 @@ from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import plain, read_metrics
+from dmoe_jax.runs.tables import read_run
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.trained.exporting import facts_of, words_of_checkpoint, write_export
 from dmoe_jax.trained.saved_model import load_model
 from dmoe_jax.trained.saved_run import find_run
 from dmoe_net.wire.compression import Compression
+from tests.dmoe_jax.documented_records import undocumented
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, command, parsed, served_swarm, text_of_few_words
 
 
@@ -86,6 +88,13 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
     assert headline["dead_experts"] == last.count(0)
     assert headline["load_cv"] == pytest.approx(np.std(last) / np.mean(last))
     assert headline["share_lost"] == 0
+
+
+def test_every_kind_and_column_of_a_run_is_documented(trained: tuple[Path, dict[str, Any]]) -> None:
+    """What a user finds in a table, the page on results explains."""
+    found = read_run(trained[0])
+    assert {"train", "eval", "final_eval", "calls", "experts", "balance", "headline"} <= {*found.kinds}
+    assert undocumented(found) == []
 
 
 async def test_a_run_is_resumed(trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path, capsys: Any) -> None:

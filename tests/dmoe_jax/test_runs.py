@@ -78,12 +78,14 @@ def test_resume_keeps_the_metrics_and_notes_what_changed(tmp_path: Path) -> None
     with folder.metrics_path.open("a") as file:
         file.write('{"kind":"train","st')
     assert folder.metrics() == [{"kind": "train", "step": 1}]
+    folder.write_text("config.json", json.dumps(folder.config() | {"started": "2026-11-01T10:00:00+0000"}))
     again = RunFolder.create(tmp_path, Settings(steps=20), resume=True)
     again.log("train", step=2)
     train, event, last = again.metrics()
     assert (train["step"], last["step"]) == (1, 2)
     assert event == {"kind": "event", "name": "resumed", "detail": "steps: 10 -> 20"}
     assert again.config()["settings"]["steps"] == 20
+    assert again.config()["started"] == "2026-11-01T10:00:00+0000"  # not when it was taken up again
     RunFolder.create(tmp_path, Settings(steps=20), resume=True)
     assert again.metrics()[-1]["detail"] == "with the same settings"
 

@@ -1,5 +1,7 @@
 """The bench under all experiments: its flags, files, bars, and how it ends."""
 
+import csv
+import io
 import json
 import os
 import signal
@@ -8,13 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 from matplotlib.figure import Figure
 
+from dmoe_jax.machine.disk import HOLDER
 from dmoe_jax.runs.endings import UsageError
 from experiments.bench import Experiment, ResumableSettings, Run, Settings, run_experiment
-from experiments.results import Bar, Result
+from experiments.results import Bar, Result, finals_of
+from tests.dmoe_jax.test_disk import no_locks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,55 @@ def test_folder_that_is_in_use_is_refused_unless_resumed(tmp_path: Path, capsys:
     assert end_of_dice(*out) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert run_dice(*out, "--seed", "8", "--resume")["mean"] == 6.0
+
+
+@no_locks
+def test_one_process_at_a_time_measures_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another one that would go on there is refused in one line, and has written nothing."""
+    out = ("--out", str(tmp_path / "run"), "--throws", "1")
+
+    def come_too() -> None:
+        before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+        assert end_of_dice(*out, "--resume") == 1
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+    run_dice(*out, experiment=measuring(come_too))
+    assert f"run is under way: process {os.getpid()} on " in capsys.readouterr().err
+    assert not (tmp_path / "run" / HOLDER).exists()
+
+
+def test_runs_of_a_comparison_become_a_table(tmp_path: Path) -> None:
+    """A header and a row for each run, as RFC 4180 has it; figures come by name, and what a run lacks is empty."""
+    runs = {
+        'a "b", c': {0: {"seed": 0, "loss": 0.1, "failures": {"late": 2}, "points": [1]}, 1: {"loss": float("nan")}},
+        "d\ne": {0: {"label": "other", "accuracy": np.float32(0.5), "complete": True}},
+    }
+    experiment = replace(DICE, summarise=lambda run: Result(title="Dice", figures={"mean": 3.0}, runs=runs))
+    run_dice("--out", str(tmp_path / "run"), experiment=experiment)
+    data = (tmp_path / "run" / "results.csv").read_bytes().decode()
+    assert data == (
+        "label,seed,loss,failures.late,accuracy,complete\r\n"
+        '"a ""b"", c",0,0.1,2,,\r\n'
+        '"a ""b"", c",1,,,,\r\n'
+        '"d\ne",0,,,0.5,True\r\n'
+    )
+    rows = list(csv.DictReader(io.StringIO(data, newline="")))
+    assert [row["label"] for row in rows] == ['a "b", c', 'a "b", c', "d\ne"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")) == []
+
+
+def test_runs_are_found_in_records() -> None:
+    """By the fields that make a label and by the seed; a run that was repeated counts once."""
+    records = [
+        {"kind": "result", "method": "a", "peers": 4, "seed": 0, "loss": 1.0},
+        {"kind": "result", "method": "a", "peers": 4, "seed": 1, "loss": 2.0},
+        {"kind": "result", "method": "a", "peers": 4, "seed": 0, "loss": 3.0},
+    ]
+    found = finals_of(records, "method", "peers")
+    assert {label: {seed: run["loss"] for seed, run in seeds.items()} for label, seeds in found.items()} == {
+        "a, 4": {0: 3.0, 1: 2.0}
+    }
+    assert found["a, 4"][1] == {"method": "a", "peers": 4, "seed": 1, "loss": 2.0}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,5 +1,6 @@
 """Routers put side by side: which runs are made, what becomes of them, and that nothing is trained twice."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,13 @@ def test_all_runs_are_made_and_compared(
     (pair,) = headline["pairs"]
     assert (pair["lower"], pair["difference"], pair["told_apart"]) == ("hash", pytest.approx(700), True)
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        ["config.json", "metrics.jsonl", "figure.png", "report.md", *names]
+        ["config.json", "metrics.jsonl", "figure.png", "report.md", "results.csv", *names]
     )
+    with (out / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    expected = [("product_key", "3", "1130.0"), ("product_key", "5", "1150.0"), ("hash", "3", "430.0")]
+    assert [(row["label"], row["seed"], row["validation_perplexity"]) for row in rows][:3] == expected
+    assert len(rows) == 4
     report = (out / "report.md").read_text()
     assert "| hash | 2 | 440 ± 14.1 | 441 |" in report
     assert headline["says"][1] in report

@@ -1,5 +1,6 @@
 """The experiments that run in the emulator: what is trained, what is made of it, and a small run of each."""
 
+import csv
 import os
 from functools import partial
 from pathlib import Path
@@ -112,3 +113,7 @@ def test_a_small_run(main: Any, updates: str, trainings: int, tmp_path: Path, mo
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"trial"') == trainings
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
     assert "| " in (tmp_path / "run" / "report.md").read_text()
+    with (tmp_path / "run" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({(row["label"], row["seed"]) for row in rows}) == len(rows) == trainings
+    assert all(float(row["loss"]) > 0 and row["setting"] in row["label"] for row in rows)

@@ -113,4 +113,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert headline["sparse_payload_ratio"] == pytest.approx(400 / 16)
     assert (tmp_path / "run" / "figure.png").stat().st_size > 0
+    labels = [line.split(",")[:2] for line in (tmp_path / "run" / "results.csv").read_text().splitlines()[1:]]
+    assert labels == [["every_step", "0"], ["every_step", "1"], ["sparse_diloco", "0"], ["sparse_diloco", "1"]]
     assert "sparse diloco loss" in (tmp_path / "run" / "report.md").read_text()

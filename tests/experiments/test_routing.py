@@ -37,6 +37,8 @@ def test_shares_are_taken_where_the_bars_say(tmp_path: Path) -> None:
     assert figures["recovered_share"] == pytest.approx(0.675)
     assert figures["slow_share_product_key"] == pytest.approx(0.8)
     assert result.missed_bars == []
+    shares_of = {name: {seed: run["slow_share"] for seed, run in seeds.items()} for name, seeds in result.runs.items()}
+    assert shares_of == {"balanced": pytest.approx({0: 0.2, 1: 0.1}), "product_key": pytest.approx({0: 0.8})}
     assert result.headline["bars_not_decided"] == ["recovered_share"]  # 0.9 and 0.45
     assert len(measurement.draw(run, result).axes) == 1
 

@@ -79,10 +79,10 @@ def test_bars_and_ratios_of_records_by_hand(tmp_path: Path) -> None:
         # Twice the compute ceiling lies between the lag ceilings at 0.1 and 0.2 s.
         for delay_s, ours, lag in ((0.0, 4000, None), (0.1, 3800, 10_240), (0.2, 3000, 5120)):
             point = {**curve, "delay_s": delay_s, "cloud": False, "lag_ceiling": lag}
-            run.log("point", **point, method="asynchronous", rows_per_s=ours + 20 * seed)
+            run.log("point", **point, method="asynchronous", seed=seed, rows_per_s=ours + 20 * seed)
         point = {**curve, "delay_s": CLOUD.mean_s, "cloud": True, "lag_ceiling": 1.0}
-        run.log("point", **point, method="asynchronous", rows_per_s=3000.0)
-        run.log("point", **point, method="model_parallel", rows_per_s=100.0 * (1 + seed))
+        run.log("point", **point, method="asynchronous", seed=seed, rows_per_s=3000.0)
+        run.log("point", **point, method="model_parallel", seed=seed, rows_per_s=100.0 * (1 + seed))
     twin = {"block": "feedforward", "method": "asynchronous", "delay_s": 0.1, "real_per_s": 100.0}
     # Medians of three rounds: 1.1 forward, where one round was spoilt, and 0.75 in training.
     for forward in (1.1, 1.09, 1.9):
@@ -91,6 +91,7 @@ def test_bars_and_ratios_of_records_by_hand(tmp_path: Path) -> None:
     result = summarise(run)
     assert result is not None
     assert result.figures["kept"] == pytest.approx(3810 / 4010)
+    assert result.runs["feedforward, forward, asynchronous, False, 0.1"][1]["rows_per_s"] == 3820
     assert result.figures["ratio_ffn"] == pytest.approx((30 + 15) / 2)
     assert (result.figures["ratio_ffn_min"], result.figures["ratio_ffn_max"]) == (15, 30)
     assert result.figures["agreement"] == pytest.approx(0.25)

@@ -45,15 +45,17 @@ def test_figures_of_hand_made_records(tmp_path: Path) -> None:
     settings = WanSettings(parts=("churn", "kill"))
     folder = RunFolder.create(tmp_path / "run", settings, name="wan")
     run = Run(settings=settings, folder=folder, console=Console(quiet=True))
-    for part, name, x, values in (
-        ("churn", "churn_goodput_0", 0, [1.0]),
-        ("churn", "churn_goodput_4", 4, [0.95]),
-        ("churn", "churn_goodput_4", 4, [0.91]),
-        ("kill", "kill_next_step_s", 20.0, [2.0, 4.0]),
-        ("kill", "unplug_next_step_s", 20.0, [6.0]),
-        ("kill", "kill_next_step_s", 400.0, [5.0]),
+    for seed, (part, name, x, values) in enumerate(
+        (
+            ("churn", "churn_goodput_0", 0, [1.0]),
+            ("churn", "churn_goodput_4", 4, [0.95]),
+            ("churn", "churn_goodput_4", 4, [0.91]),
+            ("kill", "kill_next_step_s", 20.0, [2.0, 4.0]),
+            ("kill", "unplug_next_step_s", 20.0, [6.0]),
+            ("kill", "kill_next_step_s", 400.0, [5.0]),
+        )
     ):
-        run.log(part, name=name, line="a line", x=x, values=values)
+        run.log(part, name=name, line="a line", x=x, values=values, seed=seed)
     result = EXPERIMENT.summarise(run)
     assert result is not None
     expected = {
@@ -63,6 +65,8 @@ def test_figures_of_hand_made_records(tmp_path: Path) -> None:
         "unplug_next_step_s": 6.0,
     }
     assert {name: result.figures[name] for name in expected} == pytest.approx(expected)
+    goodputs = {label: {seed: run["goodput"] for seed, run in seeds.items()} for label, seeds in result.runs.items()}
+    assert goodputs == {"churn_goodput_0": {0: 1.0}, "churn_goodput_4": {1: 0.95, 2: 0.91}}
     assert {bar.name for bar in result.bars} == {"churn_goodput_4", "kill_next_step_s_max"}
     assert result.missed_bars == []
     assert [len(table.rows) for table in result.tables] == [3, 3]

@@ -1,0 +1,382 @@
+"""`dmoe runs`, `compare` and `clean`: what is shown of run folders, and what may be removed."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmoe_jax.cli import main
+from dmoe_jax.cli.leftovers import find_leftovers, remove
+from dmoe_jax.cli.run_list import command_of, ending_of, list_runs, main_figure
+from dmoe_jax.machine.disk import FolderInUse, hold_folder
+from dmoe_jax.runs.run_folder import RunFolder
+from tests.dmoe_jax.test_disk import HOLD, no_locks
+
+Record = dict[str, Any]
+
+STEPS: list[Record] = [{"kind": "train", "step": step, "loss": 6.0 - step} for step in (1, 2, 3)]
+EVALUATION: Record = {"kind": "eval", "split": "valid", "loss": 5.0, "perplexity": 148.4}
+COMPLETE: Record = {"kind": "headline", "complete": True, "validation_perplexity": 148.4, "failures": {"late": 2}}
+INTERRUPTED: Record = {"kind": "event", "name": "interrupted", "detail": "at step 3"}
+FAILED: Record = {"kind": "event", "name": "failed", "detail": "NaN; at step 3"}
+ENDED_EARLY: Record = {"kind": "event", "name": "ended_early", "detail": "interrupted"}
+RESUMED: Record = {"kind": "event", "name": "resumed", "detail": "with the same settings"}
+TASK: Record = {"kind": "task", "name": "my.txt", "unit": "tokens"}
+
+
+def make_run(path: Path, *records: Record, started: str = "2026-11-01T10:00:00+0000", **settings: Any) -> RunFolder:
+    """A run folder as a command leaves it, begun at that time."""
+    folder = RunFolder.create(path, {"steps": 3} | settings)
+    config = folder.config() | {"started": started, "command": "dmoe train --join PEER"}
+    folder.write_text("config.json", json.dumps(config))
+    for record in records:
+        folder.log(record["kind"], **{name: value for name, value in record.items() if name != "kind"})
+    return folder
+
+
+def touch(root: Path, *paths: str) -> None:
+    """Empty files, with the folders in which they lie; a path that ends in a slash is an empty folder."""
+    for path in (root / each for each in paths if not each.endswith("/")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for each in paths:
+        if each.endswith("/"):
+            (root / each).mkdir(parents=True, exist_ok=True)
+
+
+def said(args: Iterable[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
+    """What `dmoe ARGS` prints to standard output, or to standard error if it fails."""
+    with pytest.raises(SystemExit) as exit_:
+        main([*args])
+    printed = capsys.readouterr()
+    assert int(exit_.value.code or 0) == status, printed
+    return printed.out if status == 0 else printed.err
+
+
+@no_locks
+def test_runs_are_listed_by_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its state, its last step and its main figure; runs of an experiment below it, nothing else."""
+    make_run(tmp_path / "done", *STEPS, EVALUATION, COMPLETE, started="2026-11-03T10:00:00+0000")
+    make_run(tmp_path / "stopped", *STEPS, INTERRUPTED, started="2026-11-01T10:00:00+0000")
+    make_run(tmp_path / "broken", *STEPS, FAILED, started="2026-11-02T10:00:00+0100")
+    make_run(tmp_path / "damaged").metrics_path.write_text("nonsense\n")
+    experiment = make_run(tmp_path / "all", {"kind": "headline", "mean": 3.0}, started="2026-11-04T10:00:00+0000")
+    make_run(experiment.path / "search" / "x2" / "seed1", TASK, started="2026-11-05T10:00:00+0000")
+    make_run(experiment.path / "checkpoints" / "no")
+    touch(tmp_path, "notes.txt", ".hidden/config.json", "other/config.json")
+    (tmp_path / "other" / "config.json").write_text('{"d_model": 8}')
+    (tmp_path / "link").symlink_to(tmp_path / "done")
+    with hold_folder(tmp_path / "stopped", "run"):
+        lines = said(["runs", str(tmp_path), "--json"], capsys).splitlines()
+    runs = {run["name"]: run for run in map(json.loads, lines)}
+    assert list(runs) == ["damaged", "stopped", "broken", "done", "all", "all/search/x2/seed1"]
+    states = ["unreadable", "running", "failed", "complete", "complete", "interrupted"]
+    assert [run["state"] for run in runs.values()] == states
+    assert [run["steps"] for run in runs.values()] == [None, 3, 3, 3, None, None]
+    assert (runs["done"]["figure"], runs["done"]["value"]) == ("perplexity", 148.4)
+    assert (runs["stopped"]["figure"], runs["stopped"]["value"]) == ("loss", 3.0)
+    assert (runs["all"]["figure"], runs["all"]["value"]) == ("", None)
+    assert runs["done"]["size_bytes"] == sum(path.stat().st_size for path in (tmp_path / "done").iterdir())
+    assert {run["command"] for run in runs.values()} == {"dmoe train"}
+    table = said(["runs", str(tmp_path)], capsys)
+    assert [line.split()[0] for line in table.splitlines()[2:]] == list(runs)
+    assert "interrupted at step 3" in table
+    assert "perplexity 148.4" in table
+
+
+def test_one_run_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run folder is listed itself; a folder without any run is no mistake, none at all is; the default is runs/."""
+    make_run(tmp_path / "a[bold]", *STEPS)
+    assert "a[bold]" in said(["runs", str(tmp_path / "a[bold]")], capsys)
+    touch(tmp_path, "empty/")
+    assert said(["runs", str(tmp_path / "empty")], capsys) == f"no run folder in {tmp_path / 'empty'}\n"
+    monkeypatch.chdir(tmp_path)
+    line = "dmoe: error: there is no folder runs; give the folder that has the run folders\n"
+    assert said(["runs"], capsys, status=2) == said(["runs", "clean"], capsys, status=2) == line
+
+
+@pytest.mark.parametrize(
+    ("records", "ending"),
+    [
+        ([*STEPS], "interrupted"),
+        ([*STEPS, COMPLETE], "complete"),
+        ([*STEPS, INTERRUPTED, COMPLETE | {"complete": False}], "interrupted"),
+        ([*STEPS, FAILED, COMPLETE | {"complete": False}], "failed"),
+        ([*STEPS, FAILED, RESUMED, *STEPS, COMPLETE], "complete"),
+        ([*STEPS, FAILED, RESUMED, *STEPS], "interrupted"),
+        ([*STEPS, COMPLETE, RESUMED], "interrupted"),
+        ([{"kind": "headline"}], "complete"),
+        ([ENDED_EARLY, {"kind": "headline"}], "interrupted"),
+        ([ENDED_EARLY | {"detail": "error: no port"}, {"kind": "headline"}], "failed"),
+        ([ENDED_EARLY, {"kind": "headline"}, RESUMED, {"kind": "headline"}], "complete"),
+    ],
+)
+def test_the_end_of_a_run_is_told_by_its_records(records: list[Record], ending: str) -> None:
+    """The headline of an experiment does not say whether it is complete; that of a run that ended early does."""
+    assert ending_of(records) == ending
+
+
+def test_the_last_evaluation_stands_for_a_run() -> None:
+    """That of the validation text, however it came; a run that went on has an older final one."""
+    final = {"kind": "final_eval", "split": "valid", "loss": 5.2, "perplexity": 181.3}
+    test = {"kind": "final_eval", "split": "test", "loss": 5.3, "perplexity": 200.3}
+    assert main_figure([*STEPS, EVALUATION, final, test]) == ("perplexity", 181.3)
+    assert main_figure([*STEPS, final, EVALUATION]) == ("perplexity", 148.4)
+    assert main_figure([{"kind": "eval", "split": "valid", "loss": None}, *STEPS]) == ("loss", 3.0)
+    assert main_figure([{"kind": "train", "step": 1, "loss": None}]) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("dmoe train --join PEER", "dmoe train"),
+        ("python -m dmoe_jax.cli train --join PEER --seed 0", "dmoe train"),
+        ("python -m experiments.compare_routers --quick", "compare_routers"),
+        ("python -m experiments.transformer_xl.side_by_side", "transformer_xl"),
+        ("python mine/loop.py --fast", "loop.py"),
+        ("python -m 'half", "python"),
+        ("", ""),
+    ],
+)
+def test_commands_are_named(line: str, command: str, tmp_path: Path) -> None:
+    """By what was typed; a trainer process of `dmoe up` by that, which its logs tell."""
+    assert command_of(tmp_path / "run", {"command": line}) == command
+    touch(tmp_path, "run.logs/up.json")
+    up = "dmoe up" if command == "dmoe train" else command
+    assert command_of(tmp_path / "run", {"command": line}) == up
+    assert command_of(tmp_path / "run.trainer2", {"command": line}) == up
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings that differ, nested ones too, and all final figures; a run without an end has what there is."""
+    make_run(tmp_path / "a", *STEPS, EVALUATION, COMPLETE, expert={"d_model": 8}, router="switch", out="a")
+    make_run(tmp_path / "b", *STEPS, INTERRUPTED, expert={"d_model": 16}, router="switch", out="b", extra=[1, 2])
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    found = json.loads(said(["runs", "compare", a, b, "--json"], capsys))
+    assert found["runs"] == [a, b]
+    assert found["settings"] == {"expert.d_model": [8, 16], "extra": [None, [1, 2]]}
+    assert found["figures"] == {
+        "state": ["complete", "interrupted at step 3"],
+        "steps": [3, 3],
+        "perplexity": [148.4, None],
+        "loss": [None, 3.0],
+        "validation_perplexity": [148.4, None],
+        "failures.late": [2, None],
+    }
+    table = said(["runs", "compare", a, b], capsys)
+    assert "settings that differ" in table
+    assert [line.split() for line in table.splitlines() if "d_model" in line] == [["expert.d_model", "8", "16"]]
+    assert "all settings are the same" in said(["runs", "compare", a, a], capsys)
+
+
+def zoo(root: Path) -> None:
+    """Folders of every kind: those that `LEFTOVERS` names, and others that are to stay."""
+    make_run(root / "complete", *STEPS, COMPLETE)
+    make_run(root / "interrupted", *STEPS, INTERRUPTED)
+    make_run(root / "measured", {"kind": "slice", "round": 0})
+    make_run(root / "damaged").metrics_path.write_text("nonsense\n")
+    make_run(root / "stepless", TASK, EVALUATION, FAILED, COMPLETE | {"complete": False})
+    make_run(root / "with-notes", TASK)
+    make_run(root / "only-records-lost")
+    make_run(root / "up1", TASK)
+    make_run(root / "up1.trainer1")
+    make_run(root / "up2", TASK)
+    make_run(root / "up3", *STEPS, INTERRUPTED)
+    make_run(root / "comparison", {"kind": "routers"}, ENDED_EARLY, {"kind": "headline"})
+    make_run(root / "comparison" / "search" / "x1", TASK)
+    make_run(root / "half", {"kind": "corpus"})
+    make_run(root / "half" / "trained" / "seed0", *STEPS)
+    make_run(root / "half" / "begun" / "seed0")
+    make_run(root / "whole", {"kind": "headline"})
+    make_run(root / "whole" / "failed-seed0", FAILED)
+    half_written = ("checkpoints/.unfinished-8.abc/state/", "checkpoints/.old-2/", ".room", ".report.123.md")
+    for run in ("complete", "interrupted"):
+        touch(root / run, *half_written, "checkpoints/4/state/", "checkpoints/set-aside-3/")
+    touch(
+        root,
+        *("stepless/checkpoints/0/", "stepless/.in-use", "stepless/report.md", "stepless/tensorboard/x"),
+        *("with-notes/notes.md", "only-records-lost/checkpoints/200/state/"),
+        *("up1.logs/up.json", "up1.logs/dht.log", "up1.logs/node0.log", "up1.nodes/node0/layer0.0.1/.in-use"),
+        *("up2.logs/up.json", "up2.nodes/shared/layer0.0.1/40/state/"),
+        *("up3.logs/up.json", "up3.nodes/node1/layer0.0.1/.unfinished-9.x/", "up3.nodes/node1/layer0.0.1/8/"),
+        *("up4.logs/up.json", "up4.logs/dht.log", "up5.logs/up.json", "up5.logs/mine.log", "other.logs/web.log"),
+        *("my.nodes/a/b/.old-1/", "train-20261101-100000/", "demo-20261101-100000-2/", "empty/", "killed/.in-use"),
+        *("checkpoints/.unfinished-1.x/", "2025.01/", "2025.01/a.txt", ".git/train-20261101-100000/"),
+    )
+    (root / "linked").symlink_to(root / "stepless")
+
+
+LEFTOVERS = {
+    "comparison": "a run without a step",
+    "demo-20261101-100000-2": "empty",
+    "half/begun/seed0": "a run without a step",
+    "interrupted/.report.123.md": "half written when its process was killed",
+    "interrupted/.room": "half written when its process was killed",
+    "interrupted/checkpoints/.old-2": "half written when its process was killed",
+    "interrupted/checkpoints/.unfinished-8.abc": "half written when its process was killed",
+    "killed": "empty",
+    "stepless": "a run without a step",
+    "train-20261101-100000": "empty",
+    "up1": "a run without a step",
+    "up1.logs": "of a start that came to nothing",
+    "up1.nodes": "of a start that came to nothing",
+    "up1.trainer1": "a run without a step",
+    "up3.nodes/node1/layer0.0.1/.unfinished-9.x": "half written when its process was killed",
+    "up4.logs": "of a start that came to nothing",
+}
+
+
+def files_in(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs that are complete, trained, measured or damaged stay whole; so does what is not ours, or has such in it."""
+    zoo(tmp_path)
+    assert {str(each.path.relative_to(tmp_path)): each.why for each in find_leftovers(tmp_path)} == LEFTOVERS
+    before = files_in(tmp_path)
+    printed = said(["runs", "clean", str(tmp_path), "--yes"], capsys).splitlines()
+    assert printed[0].startswith(f"{tmp_path / 'comparison'}: a run without a step, ")
+    assert printed[-1] == f"removed {len(LEFTOVERS)} of {len(LEFTOVERS)}"
+    gone = {name for name in before if any(name == each or name.startswith(f"{each}/") for each in LEFTOVERS)}
+    assert files_in(tmp_path) == before - gone
+    assert said(["runs", "clean", str(tmp_path)], capsys) == f"nothing to clean up in {tmp_path}\n"
+
+
+def test_one_run_is_cleaned_with_what_lies_beside_it(tmp_path: Path) -> None:
+    """Its logs and its nodes' experts, and no other run."""
+    zoo(tmp_path)
+    for name in ("up1", "up2", "up3", "complete", "interrupted"):
+        names = [str(each.path.relative_to(tmp_path)) for each in find_leftovers(tmp_path / name)]
+        expected = [each for each in LEFTOVERS if each.split("/")[0] in (name, f"{name}.logs", f"{name}.nodes")]
+        assert names == expected
+
+
+@no_locks
+def test_what_a_process_holds_is_left_alone(tmp_path: Path) -> None:
+    """Be it the run itself, the logs of its `dmoe up`, an expert, or the experiment around it."""
+    zoo(tmp_path)
+    held = {
+        "stepless": {"stepless"},
+        "interrupted": {each for each in LEFTOVERS if each.startswith("interrupted")},
+        "up1.logs": {"up1", "up1.logs", "up1.nodes", "up1.trainer1"},
+        "up1.trainer1": {"up1", "up1.logs", "up1.nodes", "up1.trainer1"},
+        "up1.nodes/node0/layer0.0.1": {"up1.nodes"},
+        "up3.nodes/node1/layer0.0.1": {"up3.nodes/node1/layer0.0.1/.unfinished-9.x"},
+        "half": {"half/begun/seed0"},
+        "killed": {"killed"},
+    }
+    for folder, kept in held.items():
+        with hold_folder(tmp_path / folder, "run"):
+            found = {str(each.path.relative_to(tmp_path)) for each in find_leftovers(tmp_path)}
+        assert LEFTOVERS.keys() - found == kept, folder
+
+
+@no_locks
+def test_another_process_that_holds_a_run_is_seen(tmp_path: Path) -> None:
+    """Alive it counts; killed, its mark stays and the run is a leftover."""
+    make_run(tmp_path / "run", TASK)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            assert list_runs(tmp_path)[0].state == "running"
+            assert find_leftovers(tmp_path) == []
+        finally:
+            process.kill()
+    assert list_runs(tmp_path)[0].state == "interrupted"
+    assert [each.path for each in find_leftovers(tmp_path)] == [tmp_path / "run"]
+
+
+@no_locks
+def test_what_was_taken_up_since_it_was_listed_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held, it is named; trained meanwhile, it is no leftover any more."""
+    folder = make_run(tmp_path / "run", TASK)
+    (leftover,) = find_leftovers(tmp_path)
+    with hold_folder(folder.path, "run"), pytest.raises(FolderInUse, match=f"process {os.getpid()}"):
+        remove(leftover)
+    folder.log("train", step=1)
+    assert not remove(leftover)
+    assert sorted(os.listdir(folder.path)) == ["config.json", "metrics.jsonl"]
+
+
+def test_a_removal_that_is_interrupted_leaves_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its config nobody would know the folder for ours."""
+    run = make_run(tmp_path / "run", TASK)
+    touch(run.path, "checkpoints/0/state/", "inspection/x.png", "tensorboard/x")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            remove(find_leftovers(tmp_path)[0])
+    (leftover,) = find_leftovers(tmp_path)
+    assert leftover.path == run.path
+    assert remove(leftover)
+    assert os.listdir(tmp_path) == []
+
+
+class Terminal:
+    """Standard input with somebody at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_removed"), [("y", True), ("YES", True), ("", False), ("n", False), (None, False)]
+)
+def test_the_user_is_asked(
+    answer: str | None, is_removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Nothing goes without a yes; the end of the input is none."""
+
+    def answered(question: str) -> str:
+        assert question.startswith("Remove these 1, ")
+        assert question.endswith("? [y/N] ")
+        if answer is None:
+            raise EOFError
+        return answer
+
+    make_run(tmp_path / "run", TASK)
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(builtins, "input", answered)
+    printed = said(["runs", "clean", str(tmp_path)], capsys)
+    assert printed.splitlines()[-1] == ("removed 1 of 1" if is_removed else "nothing was removed")
+    assert (tmp_path / "run").exists() is not is_removed
+
+
+def test_without_a_terminal_yes_is_needed(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that cleans up says so; Ctrl-C at the question is status 130."""
+    make_run(tmp_path / "run", TASK)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "--yes" in said(["runs", "clean", str(tmp_path)], capsys, status=2)
+
+    def interrupted(question: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(builtins, "input", interrupted)
+    said(["runs", "clean", str(tmp_path)], capsys, status=130)
+    assert (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_removed_is_named(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are removed all the same."""
+    for name in ("a", "b"):
+        make_run(tmp_path / name, TASK)
+
+    def refuse(leftover: Any) -> bool:
+        if leftover.path.name == "b":
+            raise PermissionError(13, "Permission denied")
+        return remove(leftover)
+
+    monkeypatch.setattr("dmoe_jax.cli.runs.remove", refuse)
+    printed = said(["runs", "clean", str(tmp_path), "--yes"], capsys, status=1)
+    assert printed == f"dmoe: error: could not remove {tmp_path / 'b'} (Permission denied)\n"
+    assert os.listdir(tmp_path) == ["b"]
