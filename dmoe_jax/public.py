@@ -10,6 +10,7 @@ from dmoe_jax.collaboration import Collaboration, CollaborationConfig
 from dmoe_jax.data import load_mnist
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.experts import Expert, expert_from_functions, expert_from_linen, expert_from_nnx, feedforward
+from dmoe_jax.live.recording import record_swarm
 from dmoe_jax.mixture.flax_layers import BlockingMixture, LinenMixture, NnxMixture
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics, TooFewExperts
@@ -61,6 +62,7 @@ __all__ = [
     "moshpit_average",
     "open_swarm",
     "product_key",
+    "record_swarm",
     "score",
     "value_and_grad",
 ]

@@ -23,6 +23,7 @@ from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.cli.watch import WatchCommand
 from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
 from dmoe_jax.runs.endings import UsageError, fail, mistakes_in_one_line
@@ -37,6 +38,7 @@ Command = (
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[AssistCommand, tyro.conf.subcommand("assist")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
+    | Annotated[WatchCommand, tyro.conf.subcommand("watch")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[IdentityCommand, tyro.conf.subcommand("identity")]
 )
@@ -86,6 +88,7 @@ def _given(words: Sequence[str]) -> Given:
     command = commands_of(Command).get(name)
     if command is None or {"--help", "-h"} & {*typed}:
         return Given(typed=typed)
-    # `dmoe inspect` asks a swarm only if it is told to.
-    environ = {key: value for key, value in os.environ.items() if (name, key) != ("inspect", JOIN_VARIABLE)}
+    # `dmoe inspect` asks a swarm only if it is told to, and `dmoe watch` not beside a folder.
+    is_told = name != "inspect" and not (name == "watch" and typed and not typed[0].startswith("-"))
+    environ = {key: value for key, value in os.environ.items() if key != JOIN_VARIABLE or is_told}
     return gather(command, typed, environ, name=name)
