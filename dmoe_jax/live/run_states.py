@@ -32,7 +32,7 @@ class RunStates:
         self._trainers: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._news: list[list[object]] = []
-        self._load: dict[str, float] = {}
+        self._load: dict[str, int | float] = {}
         self._load_at_s = 0.0
         self._shown_s = 0.0
         self._since = dict.fromkeys(("items", "staleness", "steps", "calls"), 0.0)
@@ -41,7 +41,7 @@ class RunStates:
     def take(self, record: Mapping[str, Any]) -> None:
         """Take the next record."""
         time_s = number_untrusted(record.get("time_s"))
-        self._time_s = max(self._time_s, time_s or 0.0)
+        self._time_s = max(self._time_s, float(time_s or 0.0))
         taken = {
             "task": self._take_task,
             "train": self._take_train,

@@ -99,7 +99,7 @@ def mean_staleness_untrusted(statuses: Iterable[Mapping[str, Any]]) -> float | N
 def _between(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> float:
     """Seconds between two readings of a node by its own clock; 0 if it was started anew, or is not known."""
     times = [number_untrusted(each.get("uptime_s")) for each in (before or {}, now)]
-    return max(0.0, times[1] - times[0]) if times[0] is not None and times[1] is not None else 0.0
+    return max(0.0, float(times[1] - times[0])) if times[0] is not None and times[1] is not None else 0.0
 
 
 def _key(member: Member) -> str:
@@ -174,16 +174,16 @@ def _totals(members: Sequence[Member], peers: Mapping[str, Mapping[str, Any]]) -
     return {name: value for name, told in found.items() if (value := number_untrusted(told)) is not None}
 
 
-def _told(facts: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+def _told(facts: Iterable[Mapping[str, Any]], name: str) -> list[int | float]:
     """Numbers that peers tell under a name."""
     return [each[name] for each in facts if isinstance(each.get(name), int | float)]
 
 
-def _sum(values: Sequence[float]) -> float | None:
+def _sum(values: Sequence[int | float]) -> int | float | None:
     return sum(values) if values else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Sequence[int | float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 

@@ -4,23 +4,29 @@ With DMOE_SCREENSHOTS=1 in the environment the pictures of the documentation are
 """
 
 import json
-import math
 import os
-import random
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import optax
 import pytest
 import trio
 
+from dmoe_jax import open_swarm, product_key, record_swarm
 from dmoe_jax.live.events import State, about, changes, line_of
 from dmoe_jax.live.feeds import Feed, LiveFeed, Timeline
 from dmoe_jax.live.run_feed import open_folder
 from dmoe_jax.live.server import MAX_VIEWERS, serve_page
+from dmoe_jax.models.mlp import MLP, Batch, MLPConfig
+from dmoe_net import HostDown, LogNormal, SimNetwork, simulate
 from dmoe_net.identity import Address
+from tests.dmoe_jax.crowd import Crowd
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="there is no Playwright: pip install 'dmoe_jax[browser]'")
 
@@ -31,7 +37,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine to look at the page with"),
 ]
 
-PICTURES = Path(__file__).parents[2] / "docs" / "_static"
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "_static"
 T = TypeVar("T")
 
 
@@ -64,6 +71,15 @@ async def look(url: str, drive: Callable[[Any], T], **context: Any) -> T:
     return await trio.to_thread.run_sync(in_thread)
 
 
+def until(page: Any, expression: str) -> None:
+    """Wait until an expression is true in the page. Playwright's own way is against the page's policy."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"{expression} was never true")
+
+
 def picture(page: Any, name: str) -> None:
     """Write a picture for the documentation, if it is asked for."""
     if os.environ.get("DMOE_SCREENSHOTS"):
@@ -71,58 +87,23 @@ def picture(page: Any, name: str) -> None:
         page.screenshot(path=PICTURES / f"{name}.png")
 
 
-class Crowd:
-    """Nodes with four experts each, and trainers, whose figures all move with each step."""
-
-    def __init__(self, num_nodes: int, num_trainers: int) -> None:
-        self.rng = random.Random(0)
-        self.num_nodes, self.num_trainers = num_nodes, num_trainers
-        self.popularity = [self.rng.lognormvariate(0, 0.7) for _ in range(4 * num_nodes)]
-        self.updates = [0.0] * (4 * num_nodes)
-
-    def state(self, step: int) -> State:
-        loss = 4.2 + 3.6 * math.exp(-step / 120) + 0.05 * self.rng.random()
-        peers = dict(map(self.node, range(self.num_nodes)))
-        for index in range(self.num_trainers):
-            facts = {"step": step, "loss": round(loss + index / 50, 3), "items_per_s": 1900 + 90 * self.rng.random()}
-            name = f"{index * 7 + 0xA0000000:08x}"
-            peers[f"{name}/trainer"] = {"role": "trainer", "name": name, "state": "training", "facts": facts}
-        totals = {
-            **{"peers": len(peers), "nodes": self.num_nodes, "experts": 4 * self.num_nodes, "step": step},
-            **{"loss": round(loss, 4), "items_per_s": round(self.num_trainers * (1900 + 90 * self.rng.random()))},
-            **{"calls_per_s": round(40 * self.num_nodes + 400 * self.rng.random()), "failed_calls": step // 9},
-            **{"staleness": round(2 + math.sin(step / 30) / 2 + self.rng.random() / 4, 2), "sent_mb": 31 * step},
-        }
-        groups = {"group 5e1f09aa": {"listed": 4, "met_peers": 4, "averages": step // 10}}
-        groups["collaboration large"] = {"gathered": 37 * step % 4096, "target": 4096, "peers": "12 node"}
-        news = [[12.5, "2 nodes joined"], [31.0, "node 00001fa4 left"]]
-        return {"totals": totals, "peers": peers, "groups": groups, "news": news}
-
-    def node(self, index: int) -> tuple[str, dict[str, Any]]:
-        name, experts = f"{index * 4049:08x}", {}
-        for number in range(4 * index, 4 * index + 4):
-            rate = self.popularity[number] * (0.8 + 0.4 * self.rng.random())
-            self.updates[number] += rate
-            experts[f"layer{number % 2}.{number // 64}.{number % 64}"] = [int(self.updates[number]), round(rate, 2)]
-        facts = {"calls_per_s": round(40 * sum(load for _, load in experts.values())), "waiting_rows": index % 5}
-        node = {"role": "node", "name": name, "address": f"10.0.{index // 250}.{index % 250}:4000", "state": "serving"}
-        return f"{name}/node", {**node, "facts": facts, "experts": experts}
+@contextmanager
+def crowd_served() -> Iterator[str]:
+    """A process of its own that serves the page of a thousand peers which move 50 times a second."""
+    command = [sys.executable, "-m", "tests.dmoe_jax.crowd"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
 
 
 async def test_a_thousand_peers_move_without_a_stutter() -> None:
     """At least 30 updates a second of a thousand peers are applied and drawn, measured in the page."""
-    crowd, feed = Crowd(960, 40), LiveFeed("swarm 'thousand'")
-
-    async def publish() -> None:
-        step = 0
-        while True:
-            began = trio.current_time()
-            step += 1
-            feed.publish(step / 10, crowd.state(step))
-            await trio.sleep(max(0.001, began + 1 / 50 - trio.current_time()))
 
     def drive(page: Any) -> dict[str, float]:
-        page.wait_for_function("dmoeCounts.frames > 60")
+        until(page, "dmoeCounts.frames > 60")
         measured = page.evaluate(
             """() => new Promise((done) => {
                 const before = { ...dmoeCounts, at: performance.now() };
@@ -142,14 +123,10 @@ async def test_a_thousand_peers_move_without_a_stutter() -> None:
         )
         assert page.locator("#peers-table tbody tr").count() == 25
         assert page.get_by_text("1 of 40").is_visible()
-        picture(page, "watch_live")
         return measured
 
-    async with served(feed) as url, trio.open_nursery() as nursery:
-        nursery.start_soon(publish)
+    with crowd_served() as url:
         measured = await look(url, drive)
-        nursery.cancel_scope.cancel()
-    print(measured)
     assert measured["updates"] >= 30, measured
     assert measured["drawn"] >= 30, measured
     assert measured["longest"] < 250, measured
@@ -170,7 +147,7 @@ async def test_nothing_that_a_stranger_says_is_markup() -> None:
     feed.publish(1.0, json.loads(json.dumps(state)) | {"constructor": {"prototype": {"polluted": 1}}, "more": {"x": 1}})
 
     def drive(page: Any) -> None:
-        page.wait_for_function("dmoeCounts.frames > 0")
+        until(page, "dmoeCounts.frames > 0")
         page.get_by_role("listbox").focus()
         page.wait_for_timeout(1200)  # tables, too
         assert page.locator("img, iframe, object, script:not([src='page.js'])").count() == 0
@@ -184,10 +161,36 @@ async def test_nothing_that_a_stranger_says_is_markup() -> None:
         await look(url, drive)
 
 
+async def test_who_comes_late_sees_the_past() -> None:
+    """The curves begin with the first state that there was."""
+    crowd, feed = Crowd(960, 40), LiveFeed("swarm 'thousand'")
+    for step in range(240):
+        totals = {"totals": crowd.totals(2 * step + 1)} if step < 239 else {}
+        feed.publish(2.0 * step, totals or crowd.state(2 * step + 1))
+
+    def drive(page: Any) -> None:
+        until(page, "dmoeCounts.frames > 0")
+        page.get_by_role("listbox").focus()
+        for _ in range(70):
+            page.keyboard.press("ArrowRight")
+        page.mouse.click(640, 20)
+        page.wait_for_timeout(1200)
+        picture(page, "watch_live")
+        loss = page.locator("#figures canvas").nth(3)
+        coloured = """(canvas) => {
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width / 4, canvas.height);
+            return data.some((part, index) => index % 4 === 3 && part > 200);
+        }"""
+        assert loss.evaluate(coloured)
+
+    async with served(feed) as url:
+        await look(url, drive)
+
+
 async def small_crowd(steps: int = 1) -> LiveFeed:
     crowd, feed = Crowd(30, 2), LiveFeed("swarm 'small'")
     for step in range(steps):
-        feed.publish(step, crowd.state(step + 1))
+        feed.publish(float(step), crowd.state(step + 1))
     return feed
 
 
@@ -206,7 +209,7 @@ async def test_the_page_is_used_by_keys_alone() -> None:
     def drive(page: Any) -> None:
         page.get_by_text("1 of 2").wait_for()
         reached = []
-        for _ in range(6):
+        for _ in range(5):
             page.keyboard.press("Tab")
             name, outline = focus(page)
             assert outline != "none", name
@@ -278,12 +281,77 @@ def recorded(num_states: int = 200) -> Timeline:
     return timeline
 
 
+SIMULATED = MLPConfig(input_dim=8, num_classes=2, d_model=16, num_layers=2, grid_size=(4, 4), k_best=2)
+
+
+async def simulated(folder: Path) -> None:
+    """Eight simulated nodes, two of which die, and eight trainers; recorded."""
+
+    def batches(seed: int) -> Iterator[Batch]:
+        rng = np.random.default_rng(seed)
+        while True:
+            x = rng.normal(size=(16, SIMULATED.input_dim)).astype(np.float32)
+            yield Batch(x, (x[:, 0] > x[:, 1]).astype(np.int32))
+
+    async def node(network: SimNetwork, index: int, join: str) -> None:
+        async with open_swarm(join, network=network, host=f"node{index}", seed=index) as swarm:
+            uids = [f"layer{layer}.{index // 2}.[{index % 2 * 2}:{index % 2 * 2 + 2}]" for layer in range(2)]
+            await swarm.serve(dict.fromkeys(uids, SIMULATED.expert()), optimizer=optax.adam(3e-3))
+            await trio.sleep_forever()
+
+    deaths = [(25.0, HostDown("node2")), (35.0, HostDown("node5"))]
+    async with (
+        simulate(seed=1, latency=LogNormal(median_s=0.08, sigma=0.5), schedule=deaths) as network,
+        open_swarm(network=network, host="trainer", seed=7) as swarm,
+    ):
+        facts: dict[str, Any] = {"step": 0}
+        async with swarm.announced("trainer", lambda: facts), record_swarm(swarm, folder, period_s=1.0):
+            for index in range(8):
+                network.start(f"node{index}", node, network, index, swarm.contact)
+                await trio.sleep(1)
+            trainers = swarm.trainer(
+                MLP.on(swarm, SIMULATED, product_key(SIMULATED.grid_size)),
+                optax.adam(5e-3),
+                [batches(seed) for seed in range(8)],
+            )
+            losses: list[float] = []
+            for _ in range(45):
+                await trainers.run(4, on_step=lambda record: losses.append(record.loss))
+                facts |= {"step": trainers.step, "loss": float(np.mean(losses[-16:]))}
+                facts |= {"failed_calls": swarm.statistics.failed}
+
+
+@pytest.mark.timeout(400)
+async def test_a_simulation_is_recorded_and_shown(tmp_path: Path) -> None:
+    """Its load, its loss and its deaths, in virtual time."""
+    record = "import sys; from pathlib import Path; from dmoe_net import run; from functools import partial;"
+    record += "from tests.dmoe_jax.test_live_page import simulated; run(partial(simulated, Path(sys.argv[1])), seed=1)"
+    command = [sys.executable, "-c", record, str(tmp_path / "simulated")]
+    await trio.run_process(command, cwd=ROOT)
+    feed = open_folder(tmp_path / "simulated")
+
+    def drive(page: Any) -> None:
+        until(page, "document.getElementById('slider').max > 25")
+        page.wait_for_timeout(1200)
+        assert page.get_by_text("left").first.is_visible()
+        slider = page.get_by_role("slider", name="Time")
+        slider.focus()
+        for _ in range(14):
+            page.keyboard.press("ArrowLeft")
+        page.wait_for_timeout(1200)
+        picture(page, "watch_simulated")
+        assert page.locator("#layers tbody tr").count() == 2
+
+    async with served(feed.timeline) as url:
+        await look(url, drive)
+
+
 async def test_the_slider_moves_time_and_back() -> None:
     """To each state of a recording, also far back and through times in which peers came; Play plays."""
 
     def drive(page: Any) -> None:
         slider = page.get_by_role("slider", name="Time")
-        page.wait_for_function("document.getElementById('slider').max === '199'")
+        until(page, "document.getElementById('slider').max === '199'")
         step = page.locator("#figures dd").nth(4)  # behind peers and experts, each with a curve
         for key, count, value in (("Home", 1, 0), ("ArrowRight", 3, 3), ("End", 1, 199), ("ArrowLeft", 70, 129)):
             slider.focus()
@@ -298,7 +366,7 @@ async def test_the_slider_moves_time_and_back() -> None:
         page.keyboard.press("ArrowRight")
         page.get_by_text("no answer").first.wait_for()
         page.get_by_role("button", name="Play").click()
-        page.wait_for_function("Number(document.getElementById('slider').value) > 135")
+        until(page, "Number(document.getElementById('slider').value) > 135")
         page.get_by_role("button", name="Pause").click()
         stopped = page.evaluate("document.getElementById('slider').value")
         page.wait_for_timeout(300)
@@ -338,7 +406,7 @@ async def test_colours_and_motion_are_those_that_the_user_prefers(scheme: str) -
     """Dark paper in the dark, text that can be read on it, and no moving ring where motion is not wanted."""
 
     def drive(page: Any) -> tuple[list[int], list[int], str]:
-        page.wait_for_function("dmoeCounts.frames > 0")
+        until(page, "dmoeCounts.frames > 0")
         style = "(name) => getComputedStyle(document.body)[name].match(/[0-9]+/g).map(Number)"
         paper, ink = (page.evaluate(style, name) for name in ("backgroundColor", "color"))
         return paper, ink, page.evaluate("getComputedStyle(document.getElementById('ring')).transitionDuration")
@@ -377,4 +445,3 @@ async def test_a_browser_too_many_is_told() -> None:
 
         with pytest.raises(AssertionError, match="503"):  # which the console says, too
             await look(url, drive)
-

@@ -1,5 +1,7 @@
 // A small curve on a canvas: a line, what is below it, and a dot at the moment that is shown.
 
+const PIXELS_OF_A_POINT = 1.5;
+
 export class Curve {
   constructor(canvas, variable) {
     this.canvas = canvas;
@@ -16,6 +18,7 @@ export class Curve {
     const pen = canvas.getContext("2d");
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
+    points = thinned(points, width / PIXELS_OF_A_POINT);
     if (points.length < 2) return;
     const colour = getComputedStyle(canvas).getPropertyValue(this.variable).trim();
     const place = places(points, width, height);
@@ -39,6 +42,18 @@ export class Curve {
     pen.arc(...place(now[0], now[1]), 2.6, 0, 2 * Math.PI);
     pen.fill();
   }
+}
+
+// At most about `most` points, means of neighbours: more would only be noise.
+function thinned(points, most) {
+  const size = Math.ceil(points.length / Math.max(2, most));
+  if (size <= 1) return points;
+  const found = [];
+  for (let begin = 0; begin < points.length; begin += size) {
+    const some = points.slice(begin, begin + size);
+    found.push([0, 1].map((part) => some.reduce((sum, point) => sum + point[part], 0) / some.length));
+  }
+  return found;
 }
 
 // The function from a time and a value to a place on the canvas. Values that hardly differ make a flat line.

@@ -1,4 +1,4 @@
-// The map of peers: a square for each, in it a cell for each expert, coloured by its load. Only cells whose colour has
+// The map of peers: a square for each node, in it a cell for each expert, coloured by its load; circles for others. Only cells whose colour has
 // changed are drawn, colour by colour, so that thousands of them cost a few milliseconds.
 
 import { byNumbers } from "./text.js";
@@ -88,15 +88,25 @@ export class HeatMap {
     }
   }
 
-  // The square under the cells of a peer; in vermilion if it is not well.
+  // What is under the cells of a peer; a vermilion frame if it is not well.
   frame(square, peer) {
     square.state = own(peer, "state") ?? "";
     const isLost = ["no answer", "killed"].includes(square.state);
-    this.pen.fillStyle = isLost ? this.lost : this.colours[square.role];
-    this.pen.beginPath();
-    this.pen.roundRect(square.x, square.y, this.side, this.side, Math.min(4, this.side / 6));
-    this.pen.fill();
+    this.pen.fillStyle = this.paper;
+    this.pen.fillRect(square.x, square.y, this.side, this.side);
+    this.fill(square, isLost ? this.lost : this.colours[square.role], 0);
+    if (isLost) this.fill(square, this.paper, Math.max(2, Math.round(this.side / 14)));
     for (const cell of square.cells) cell.level = -1;
+  }
+
+  // Fill a node's square, or the circle of another peer, but for an edge of some pixels.
+  fill({ role, x, y }, colour, edge) {
+    const inner = this.side - 2 * edge;
+    this.pen.fillStyle = colour;
+    this.pen.beginPath();
+    if (role === "node") this.pen.roundRect(x + edge, y + edge, inner, inner, Math.min(4, this.side / 6));
+    else this.pen.arc(x + this.side / 2, y + this.side / 2, Math.max(1, Math.min(inner / 2, 11 - edge)), 0, 2 * Math.PI);
+    this.pen.fill();
   }
 
   // Draw what has changed since the last time. `peers` are the same objects as in `layOut`, or others of that layout.
@@ -162,9 +172,15 @@ export function plural(role, count) {
   return role === "auxiliary" ? "auxiliaries" : `${role}s`;
 }
 
+// Compares keys of peers by their names: ids digit by digit, other names with the numbers in them.
 export function inOrder(peers) {
   const name = (key) => `${own(peers[key], "name") ?? ""} ${key}`;
-  return (left, right) => byNumbers(name(left), name(right));
+  const isId = /^[0-9a-f]{8} /;
+  return (left, right) => {
+    const [one, other] = [name(left), name(right)];
+    if (isId.test(one) && isId.test(other)) return one < other ? -1 : Number(one > other);
+    return byNumbers(one, other);
+  };
 }
 
 function cellsOf(owner, peer, side) {

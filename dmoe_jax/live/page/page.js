@@ -13,10 +13,10 @@ const FIGURES = [
   ["loss", "Training loss", "--trainer"],
   ["validation_perplexity", "Validation perplexity", "--accent"],
   ["items_per_s", "Items per s", "--trainer"],
-  ["calls_per_s", "Calls of experts per s", "--accent"],
+  ["calls_per_s", "Calls per s", "--accent"],
   ["staleness", "Mean staleness", "--auxiliary"],
   ["failed_calls", "Failed calls", "--lost"],
-  ["sent_mb", "Sent by all, MB", "--averager"],
+  ["sent_mb", "MB sent", "--averager"],
 ];
 const MOST_POINTS = 1200; // of a curve; if there are more, every second one goes
 const CURVES_MS = 200;
@@ -47,6 +47,7 @@ let playing = null;
 function begin(event) {
   about = event;
   [state, shown, time, points, layoutIsOld] = [{}, -1, 0, new Map(), true];
+  for (const part of Object.keys(due)) due[part] = 0;
   timeline = about.kind === "recorded" ? new Timeline() : null;
   put(at("title"), short(about.title));
   document.title = `${short(about.title)} · dmoe watch`;
@@ -105,7 +106,7 @@ function remember(seconds, totals) {
 
 function drawFrame(now) {
   requestAnimationFrame(drawFrame);
-  if (!isNew) return;
+  if (!isNew || !Object.keys(state).length) return;
   isNew = false;
   counts.frames += 1;
   const peers = own(state, "peers") ?? {};
@@ -141,10 +142,14 @@ function showFigures() {
     if (value === undefined && !figures.has(name)) continue;
     if (!figures.has(name)) addFigure(name, label, variable);
     const { box, number, curve } = figures.get(name);
-    put(box.firstChild, name === "items_per_s" ? `${short(about.unit)} per s` : label);
+    put(box.firstChild, name === "items_per_s" ? capital(`${short(about.unit)} per s`) : label);
     put(number, value === undefined ? "–" : short(value));
     curve.draw(points.get(name) ?? [], time);
   }
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 function addFigure(name, label, variable) {

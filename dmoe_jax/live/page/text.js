@@ -25,7 +25,8 @@ export function duration(seconds) {
 }
 
 export function words(name) {
-  return name.replaceAll("_per_s", " per s").replaceAll("_s", " in s").replaceAll("_mb", " MB").replaceAll("_", " ");
+  const unit = name.match(/_(s|mb)$/) && !name.endsWith("_per_s") ? { s: " (s)", mb: " (MB)" }[name.split("_").at(-1)] : "";
+  return (unit ? name.slice(0, name.lastIndexOf("_")) : name).replaceAll("_", " ") + unit;
 }
 
 // Set a text only if it is another one: a node that stays as it is costs no layout, and is not read out again.
