@@ -103,7 +103,7 @@ class Round:
     lost: Mapping[PeerId, str] = field(default_factory=dict)
     """Members of the group that the average goes without, and why."""
     group: str = ""
-    """Mark of the group, the same for all of its members, see `mark_of`; empty if there was none."""
+    """Mark of the group, the same for all of its members, see `mark_of`; empty for a lost round."""
 
 
 def mark_of(peers: Iterable[PeerId]) -> str:
@@ -136,7 +136,7 @@ class AveragingTotals:
 
     def facts(self) -> dict[str, int | str]:
         """Facts for the swarm: averages so far, and the mark and the size of the last group."""
-        met = {} if self.last is None else {"met": self.last.group, "met_peers": self.last.peers}
+        met: dict[str, int | str] = {} if self.last is None else {"met": self.last.group, "met_peers": self.last.peers}
         return {"averages": self.done, **met}
 
     def headline(self) -> dict[str, Any]:

@@ -250,9 +250,8 @@ class TreeAverager:
         if done is not None:
             met, received = len(done.peers), done.received
             over = replace(over, peers=met, received=received, moved_bytes=done.moved_bytes, lost=done.lost)
-            over = replace(over, group=mark_of(done.peers) if received else "")
-        if not why_lost:
-            self.totals.last = over
+            if not why_lost:
+                self.totals.last = over = replace(over, group=mark_of(done.peers))
         self.on_round(over)
 
     async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:

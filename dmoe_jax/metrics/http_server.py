@@ -56,7 +56,7 @@ class Request:
     headers: Mapping[str, str]
     """Headers by name in lower case; several of one name are one, with commas."""
     body: bytes = b""
-    """What came behind the headers; nothing of GET and HEAD."""
+    """Bytes behind the headers; none of GET and HEAD."""
     is_old: bool = False
     """True for HTTP/1.0, which knows no chunks."""
 

@@ -63,7 +63,7 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, inspect, identity}"),
+        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, watch, inspect, identity}"),
         ("dht --bogus 3", 2, "Unrecognized options: --bogus, 3"),
         ("node --d-model x", 2, "Error parsing --d-model: .*'x'"),
         ("train --join 127.0.0.1:1 --compression zip", 2, "invalid choice 'zip'"),

@@ -1,6 +1,12 @@
 """Timelines: of a run's records, while they are written, and of a swarm that is recorded in virtual time."""
 
 import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +22,7 @@ from dmoe_jax.live.run_feed import MAX_STATES, GrowingFile, RunFeed, open_folder
 from dmoe_jax.live.run_states import RunStates
 from dmoe_jax.runs.run_folder import append_metric
 from dmoe_net import Constant, HostDown, run, simulate
+from tests.dmoe_jax.test_cli_swarm import running
 
 
 def told(feed: RunFeed) -> list[dict[str, Any]]:
@@ -219,3 +226,47 @@ def test_mistakes_are_told_in_a_line(words: list[str], message: str, capsys: Any
         main(["watch", *words])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@contextmanager
+def watching(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A `dmoe watch` process, in the end terminated, and the address that it prints."""
+    command = [sys.executable, "-m", "dmoe_jax.cli", "watch", *words]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().removeprefix("watch at ").strip()
+        finally:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+@pytest.mark.slow
+def test_the_command_watches_a_swarm_and_a_folder(tmp_path: Path, capsys: Any) -> None:
+    """It prints where, shows the state, refuses a port that is taken, and ends in order."""
+
+    def first_events(url: str, count: int) -> list[dict[str, Any]]:
+        with urllib.request.urlopen(f"{url}events", timeout=20) as answer:
+            lines = filter(bytes.strip, answer)
+            return [json.loads(next(lines).removeprefix(b"data: ")) for _ in range(count)]
+
+    with (
+        running("dht", "--insecure-loopback") as (_, contact),
+        watching("--join", contact, "--insecure-loopback", "--swarm", "mine") as (process, url),
+    ):
+        about, everything = first_events(url, 2)
+        assert (about["title"], about["kind"]) == ("swarm 'mine'", "live")
+        assert everything["state"]["totals"]["peers"] == 0
+        with pytest.raises(SystemExit) as ended:
+            main(["watch", str(tmp_path), "--port", url.rstrip("/").rpartition(":")[2]])
+        assert ended.value.code == 2  # an empty folder
+        process.terminate()
+        assert process.wait(timeout=20) == 130
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"train","time_s":1.0,"step":4}\n')
+    with watching(str(tmp_path)) as (_, url):
+        assert first_events(url, 2)[1]["state"]["totals"]["step"] == 4
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["watch", str(tmp_path), "--port", url.rstrip("/").rpartition(":")[2]])
+        assert ended.value.code == 2
+        assert re.search(r"--port: cannot listen on 127\.0\.0\.1:\d+: .*in use", capsys.readouterr().err)
