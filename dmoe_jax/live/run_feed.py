@@ -1,6 +1,7 @@
 """The timeline of a folder: a recording, or a run, which may still be running."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from dmoe_jax.runs.run_folder import METRICS
 MAX_FILE_BYTES = 256 * 2**20
 """Largest file that is shown."""
 MAX_STATES = 1_000
-"""Most states of a run's records so far; each holds the same number of records."""
+"""Most states of a run's records so far."""
+_BETWEEN_S = 0.1
+"""Seconds of the run between two states, at least: records of one moment make one state."""
 _LOOK_S = 2.0
 """Seconds between two looks at a file that may grow."""
 
@@ -105,13 +108,14 @@ class RunFeed:
 
     def _events(self, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Events of the states after these records."""
-        each = -(-len(records) // MAX_STATES) or 1
-        for begin in range(0, len(records), each):
-            for record in records[begin : begin + each]:
-                self._states.take(record)
-            time_s, state = self._states.state()
-            yield line_of("changes", time_s, state=changes(self._before, state))
-            self._before = state
+        each, last_s, taken = -(-len(records) // MAX_STATES), -math.inf, 0
+        for number, record in enumerate(records, start=1):
+            self._states.take(record)
+            taken += 1
+            if number == len(records) or (taken >= each and self._states.time_s - last_s >= _BETWEEN_S):
+                time_s, state = self._states.state()
+                yield line_of("changes", time_s, state=changes(self._before, state))
+                self._before, last_s, taken = state, time_s, 0
 
 
 def _object_of(line: bytes) -> Mapping[str, Any]:

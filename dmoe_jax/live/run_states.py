@@ -14,6 +14,9 @@ from dmoe_jax.live.snapshot import MAX_NEWS, number_untrusted
 _SMOOTH = 0.9
 """Weight of the past in the loss that is shown: single batches jump."""
 
+RATES_S = 1.0
+"""Seconds over which rates are taken, at least: records of one moment follow each other within milliseconds."""
+
 _HERE = "this process"
 """Name of what serves experts that no node serves: a model that is not remote."""
 
@@ -26,7 +29,8 @@ class RunStates:
         """Name of what trainers count."""
         self.is_over = False
         """True once the run has ended."""
-        self._time_s = 0.0
+        self.time_s = 0.0
+        """Seconds of the run at the last record."""
         self._totals: dict[str, int | float] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
         self._trainers: dict[str, dict[str, Any]] = {}
@@ -34,14 +38,14 @@ class RunStates:
         self._news: list[list[object]] = []
         self._load: dict[str, int | float] = {}
         self._load_at_s = 0.0
-        self._shown_s = 0.0
+        self._rated_s = 0.0
         self._since = dict.fromkeys(("items", "staleness", "steps", "calls"), 0.0)
         self._calls = 0.0
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Take the next record."""
         time_s = number_untrusted(record.get("time_s"))
-        self._time_s = max(self._time_s, float(time_s or 0.0))
+        self.time_s = max(self.time_s, float(time_s or 0.0))
         taken = {
             "task": self._take_task,
             "train": self._take_train,
@@ -59,18 +63,18 @@ class RunStates:
         self.is_over = self.is_over or kind == "headline"
 
     def state(self) -> tuple[float, State]:
-        """Return the seconds of the run, and its state with rates since the last call."""
-        seconds, since = self._time_s - self._shown_s, self._since
-        if seconds > 0:
+        """Return the seconds of the run, and its state, with rates over at least `RATES_S`."""
+        seconds, since = self.time_s - self._rated_s, self._since
+        if seconds >= RATES_S:
             self._set("items_per_s", since["items"] / seconds if since["items"] else None)
             self._set("calls_per_s", since["calls"] / seconds if since["calls"] else None)
             self._set("staleness", since["staleness"] / since["steps"] if since["steps"] else None)
-            self._shown_s, self._since = self._time_s, dict.fromkeys(since, 0.0)
+            self._rated_s, self._since = self.time_s, dict.fromkeys(since, 0.0)
         nodes = {f"node {name}": node for name, node in self._nodes.items()}
         peers = {key: _copy(peer) for key, peer in [*nodes.items(), *self._trainers.items()]}
         counts = {"peers": len(peers), "nodes": len(nodes), "trainers": len(self._trainers), "experts": len(self._load)}
         groups = {key: dict(group) for key, group in self._groups.items()}
-        return self._time_s, {
+        return self.time_s, {
             "totals": {**counts, **self._totals},
             "peers": peers,
             "groups": groups,
@@ -82,7 +86,7 @@ class RunStates:
             self._totals[name] = number
 
     def _say(self, text: str) -> None:
-        self._news = [*self._news, [round(self._time_s, 3), text[: 4 * MAX_TEXT]]][-MAX_NEWS:]
+        self._news = [*self._news, [round(self.time_s, 3), text[: 4 * MAX_TEXT]]][-MAX_NEWS:]
 
     def _take_task(self, record: Mapping[str, Any]) -> None:
         self.unit = str(record.get("unit", self.unit))[:MAX_TEXT]
@@ -113,7 +117,7 @@ class RunStates:
     def _take_experts(self, record: Mapping[str, Any]) -> None:
         load, peers = record.get("load"), record.get("peer")
         served = peers if isinstance(peers, Mapping) else {}
-        seconds = self._time_s - self._load_at_s
+        seconds = self.time_s - self._load_at_s
         if not isinstance(load, Mapping):
             return
         for node in self._nodes.values():
@@ -125,7 +129,7 @@ class RunStates:
             per_s = max(0.0, count - self._load.get(uid, 0.0)) / seconds if seconds > 0 else 0.0
             self._load[uid] = count
             self._node(str(served.get(uid, _HERE)))["experts"][uid] = [count, float(f"{per_s:.3g}")]
-        self._load_at_s = self._time_s
+        self._load_at_s = self.time_s
 
     def _node(self, name: str) -> dict[str, Any]:
         """The node of this address."""

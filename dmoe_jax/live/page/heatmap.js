@@ -95,7 +95,7 @@ export class HeatMap {
     this.pen.fillStyle = this.paper;
     this.pen.fillRect(square.x, square.y, this.side, this.side);
     this.fill(square, isLost ? this.lost : this.colours[square.role], 0);
-    if (isLost) this.fill(square, this.paper, Math.max(2, Math.round(this.side / 14)));
+    if (isLost) this.fill(square, this.paper, edgeOf(this.side));
     for (const cell of square.cells) cell.level = -1;
   }
 
@@ -167,6 +167,11 @@ export class HeatMap {
   }
 }
 
+// Pixels of the frame around the cells of a node.
+function edgeOf(side) {
+  return Math.max(2, Math.round(side / 16));
+}
+
 export function plural(role, count) {
   if (count === 1) return role;
   return role === "auxiliary" ? "auxiliaries" : `${role}s`;
@@ -188,7 +193,7 @@ function cellsOf(owner, peer, side) {
   if (!isObject(experts)) return [];
   const uids = Object.keys(experts).sort(byNumbers);
   const across = Math.ceil(Math.sqrt(uids.length)) || 1;
-  const inner = side - 2;
+  const inner = side - 2 * edgeOf(side);
   const gap = inner / across >= 6 ? 1 : 0;
   const width = Math.max(1, Math.floor((inner - gap * (across - 1)) / across));
   const begin = Math.floor((side - (width * across + gap * (across - 1))) / 2);

@@ -11,10 +11,10 @@ const FIGURES = [
   ["experts", "Experts", "--grey"],
   ["step", "Step", "--accent"],
   ["loss", "Training loss", "--trainer"],
-  ["validation_perplexity", "Validation perplexity", "--accent"],
+  ["validation_perplexity", "Perplexity", "--accent"],
   ["items_per_s", "Items per s", "--trainer"],
   ["calls_per_s", "Calls per s", "--accent"],
-  ["staleness", "Mean staleness", "--auxiliary"],
+  ["staleness", "Staleness", "--auxiliary"],
   ["failed_calls", "Failed calls", "--lost"],
   ["sent_mb", "MB sent", "--averager"],
 ];
