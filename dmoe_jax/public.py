@@ -10,7 +10,8 @@ from dmoe_jax.collaboration import Collaboration, CollaborationConfig
 from dmoe_jax.data import load_mnist
 from dmoe_jax.directory.directory import DirectoryConfig
 from dmoe_jax.experts import Expert, expert_from_functions, expert_from_linen, expert_from_nnx, feedforward
-from dmoe_jax.mixture.flax_layers import BlockingMixture, LinenMixture, NnxMixture
+from dmoe_jax.live.recording import record_swarm
+from dmoe_jax.mixture.flax_layers import LinenMixture, NnxMixture
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.mixture.statistics import CallStatistics, TooFewExperts
 from dmoe_jax.model import Evaluation, Model, Outcome
@@ -27,7 +28,6 @@ from dmoe_jax.trained.loading import load_run
 from dmoe_jax.trainer import Trainers
 
 __all__ = [
-    "BlockingMixture",
     "BlockingSwarm",
     "CallStatistics",
     "Collaboration",
@@ -64,6 +64,7 @@ __all__ = [
     "open_swarm",
     "product_key",
     "read_run",
+    "record_swarm",
     "score",
     "value_and_grad",
 ]

@@ -24,8 +24,9 @@ SHELLS = modules(
         "dmoe_jax": "averaging checkpoints cli collaboration trainer trunk",
         "dmoe_jax.data": "files mnist wikitext2",
         "dmoe_jax.directory": "directory members",
+        "dmoe_jax.live": "feeds recording run_feed server watcher",
         "dmoe_jax.machine": "cache_folder cores device disk freed_memory interrupts xla_threads",
-        "dmoe_jax.metrics": "monitor trackers",
+        "dmoe_jax.metrics": "http_server monitor trackers",
         "dmoe_jax.mixture": "fan_out flax_layers readiness remote statistics",
         "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
         "dmoe_jax.peers": "joining peer remembered",
@@ -149,7 +150,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 38_756, "dmoe_net": 17_477, "experiments": 13_538}
+LINE_BUDGETS = {"dmoe_jax": 40_008, "dmoe_net": 17_477, "experiments": 13_538}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {

@@ -1,8 +1,9 @@
 """Settings of a peer that averages, and records of its rounds."""
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -101,6 +102,13 @@ class Round:
     """Bytes that this peer sent: with sparse payloads just those, else as of float32 in the all-reduce."""
     lost: Mapping[PeerId, str] = field(default_factory=dict)
     """Members of the group that the average goes without, and why."""
+    group: str = ""
+    """Mark of the group, the same for all of its members, see `mark_of`; empty for a lost round."""
+
+
+def mark_of(peers: Iterable[PeerId]) -> str:
+    """Return eight hexadecimal digits that tell a group of peers from others, whatever their order."""
+    return hashlib.sha256(b"".join(sorted(peer.raw for peer in peers))).hexdigest()[:8]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +131,13 @@ class AveragingTotals:
     """Whole states taken from others."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of lost rounds by reason."""
+    last: Round | None = None
+    """The last round that was done."""
+
+    def facts(self) -> dict[str, int | str]:
+        """Facts for the swarm: averages so far, and the mark and the size of the last group."""
+        met: dict[str, int | str] = {} if self.last is None else {"met": self.last.group, "met_peers": self.last.peers}
+        return {"averages": self.done, **met}
 
     def headline(self) -> dict[str, Any]:
         """The totals by the names that reports give them."""

@@ -13,7 +13,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
-from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig
+from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig, mark_of
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.machine.device import Device, ThreadDevice
 from dmoe_jax.optim.host_state import (
@@ -250,6 +250,8 @@ class TreeAverager:
         if done is not None:
             met, received = len(done.peers), done.received
             over = replace(over, peers=met, received=received, moved_bytes=done.moved_bytes, lost=done.lost)
+            if not why_lost:
+                self.totals.last = over = replace(over, group=mark_of(done.peers))
         self.on_round(over)
 
     async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:

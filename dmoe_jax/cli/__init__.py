@@ -27,6 +27,7 @@ from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
+from dmoe_jax.cli.watch import WatchCommand
 from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, fail, mistakes_in_one_line
@@ -41,6 +42,7 @@ Command = (
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[AssistCommand, tyro.conf.subcommand("assist")]
     | Annotated[StatusCommand, tyro.conf.subcommand("status")]
+    | Annotated[WatchCommand, tyro.conf.subcommand("watch")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
@@ -104,7 +106,8 @@ def _given(words: Sequence[str]) -> Given:
     command = commands_of(Command).get(name)
     if command is None or {"--help", "-h"} & {*typed}:
         return Given(typed=typed)
-    # What reads a run asks a swarm only if it is told to.
-    is_own = name in ("inspect", "evaluate", "generate", "serve")
-    environ = {key: value for key, value in os.environ.items() if not (is_own and key == JOIN_VARIABLE)}
+    # What reads a run asks a swarm only if it is told to, and `dmoe watch` not beside a folder.
+    is_run = name == "watch" and bool(typed) and not typed[0].startswith("-")
+    is_told = not is_run and name not in ("inspect", "evaluate", "generate", "serve")
+    environ = {key: value for key, value in os.environ.items() if key != JOIN_VARIABLE or is_told}
     return gather(command, typed, environ, name=name)

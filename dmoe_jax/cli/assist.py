@@ -21,7 +21,7 @@ from dmoe_jax.cli.network import (
     join_swarm,
 )
 from dmoe_jax.cli.sources import ConfigFile
-from dmoe_jax.directory.members import listed_member
+from dmoe_jax.directory.members import Facts, listed_member, traffic
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
@@ -99,11 +99,13 @@ class AssistCommand:
             monitor.show(totals.families)
             monitor.why_not_ready = lambda: "" if totals.state == "assisting" else "nobody averages yet"
             rpc, dht, name, rng = peer.rpc, peer.dht, self.meeting.name, random.SystemRandom()
+
+            def facts() -> Facts:
+                return {**totals.facts(), **traffic(rpc)}
+
             say(f"auxiliary peer {rpc.peer_id.short} listens on {rpc.address}")
             say(join_line("train", self.network, peer))
-            async with listed_member(
-                dht, self.network.swarm, peer.own_contact, totals.facts, period_s=_ANNOUNCE_PERIOD_S
-            ):
+            async with listed_member(dht, self.network.swarm, peer.own_contact, facts, period_s=_ANNOUNCE_PERIOD_S):
                 with stop.body():
                     if await is_collaboration(dht, name):
                         together = partial(assist_collaboration, config=self.rounds(), on_step=totals.count_step)

@@ -17,6 +17,7 @@ from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.directory.members import ROLES, Member, list_members, node_statuses
+from dmoe_jax.live.snapshot import growth_untrusted, mean_staleness_untrusted, num_devices_untrusted
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.speech import say, why_unheard
@@ -150,13 +151,13 @@ def _node_row(node: Member, before: Mapping[str, Any] | None, now: Mapping[str, 
     if now is None:  # as long as a node compiles it may have no counters
         return [*start, "", "", "", "", "no answer" if listed == "serving" else listed]
     state = str(now.get("state", listed))
-    calls = _growth(before, now, "forward") + _growth(before, now, "backward")
+    calls = growth_untrusted(before, now, "forward") + growth_untrusted(before, now, "backward")
     return [
         *start,
         f"{calls:.1f}",
         str(now.get("waiting_rows", "?")),
         # A batch counts when it is done: one that began before the first reading may be longer than the interval.
-        f"{100 * min(1.0, _growth(before, now, 'busy_s') / _num_devices(now)):.0f} %",
+        f"{100 * min(1.0, growth_untrusted(before, now, 'busy_s') / num_devices_untrusted(now)):.0f} %",
         str(sum(now.get("updates", {}).values())),
         f"up {now.get('uptime_s', 0):.0f} s" if state == "serving" else state,
     ]
@@ -204,25 +205,10 @@ def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
     return len((status or {}).get("updates") or ()) or (listed if isinstance(listed, int) else 0)
 
 
-def _num_devices(status: Mapping[str, Any]) -> int:
-    devices = status.get("devices")
-    return max(1, len(devices)) if isinstance(devices, list | tuple) else 1
-
-
 def _staleness(now: Statuses) -> str:
     """Mean staleness of the updates that the nodes have made since they started, for the title."""
-    counted = [(status.get("steps", 0), status.get("staleness")) for status in now.values()]
-    weighted = [(steps, mean) for steps, mean in counted if isinstance(steps, int) and isinstance(mean, float)]
-    num_steps = sum(steps for steps, _ in weighted)
-    return f", mean staleness {sum(steps * mean for steps, mean in weighted) / num_steps:.1f}" if num_steps else ""
-
-
-def _growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counter: str) -> float:
-    """Growth of a node's counter per second of the node's own clock; 0 without two readings."""
-    if before is None or now.get("uptime_s", 0.0) <= before.get("uptime_s", 0.0):
-        return 0.0
-    growth = float(now.get(counter, 0)) - float(before.get(counter, 0))
-    return max(0.0, growth / (now["uptime_s"] - before["uptime_s"]))
+    mean = mean_staleness_untrusted(now.values())
+    return "" if mean is None else f", mean staleness {mean:.1f}"
 
 
 def _as_json(members: Sequence[Member], statuses: Statuses) -> dict[str, list[dict[str, Any]]]:

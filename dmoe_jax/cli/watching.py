@@ -34,6 +34,7 @@ class Watching:
         self._trace = trace
         self._averages: deque[Round | GlobalStep] = deque()
         self._recorder = TrainingRecorder()
+        self._met: dict[str, Any] = {}  # facts on the last average
         self._engine: SwarmEngine | None = None  # None until the run loop begins
         self._before: tuple[float, Totals] | None = None
         swarm.watch_calls(self._call)
@@ -71,13 +72,13 @@ class Watching:
 
     def facts(self) -> dict[str, Any]:
         """Facts that this trainer tells the swarm: state, step, loss, items a second and balance of the load since the
-        last time, and failed calls."""
+        last time, failed calls, and averages with the mark of the last group."""
         engine = self._engine
         if engine is None:
             return {"state": "waiting", "step": 0}
         now, totals, loss = time.monotonic(), engine.totals(), engine.last_loss
         state = "compiling" if loss is None else "training"
-        facts: dict[str, Any] = {"state": state, "step": engine.step, "failed_calls": totals.calls_failed}
+        facts: dict[str, Any] = {"state": state, "step": engine.step, "failed_calls": totals.calls_failed, **self._met}
         if loss is not None and math.isfinite(loss):
             facts["loss"] = loss
         if self._before is not None and now > self._before[0]:
@@ -99,6 +100,9 @@ class Watching:
             self._recorder.global_step(done)
         else:
             self._recorder.round(done)
+            if not done.why_lost:
+                count = self._met.get("averages", 0) + 1
+                self._met = {"averages": count, "met": done.group, "met_peers": done.peers}
 
     def records(self) -> list[tuple[str, Mapping[str, object]]]:
         """Records, for the run's metrics, of the averages since the last call."""

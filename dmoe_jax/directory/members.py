@@ -23,6 +23,7 @@ from dmoe_net.errors import NetError, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery
 from dmoe_net.rpc.base import Caller
+from dmoe_net.rpc.peer import RpcPeer
 from dmoe_net.wire.fields import integer
 from dmoe_net.wire.versions import CALLS, MAX_VERSION
 
@@ -87,6 +88,14 @@ async def declare_member(dht: DhtNode, swarm: str, contact: Contact | None, info
     facts = check_info(info)
     value = [None if contact is None else contact_to_wire(contact), facts, CALLS]
     return await dht.store(_key(swarm, dht.peer_id), value, suffix=facts["role"], life_s=life_s) > 0
+
+
+def traffic(caller: Caller) -> dict[str, float]:
+    """Facts on the bytes that this process has received and sent, in MB; none of a caller that does not count them."""
+    if not isinstance(caller, RpcPeer):
+        return {}
+    now = caller.statistics()
+    return {"received_mb": now.received_bytes / 1e6, "sent_mb": now.sent_bytes / 1e6}
 
 
 async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:

@@ -14,13 +14,14 @@ RPC methods (body -> body):
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import trio
 
 from dmoe_jax.directory.directory import Announcer, find_replicas
 from dmoe_jax.directory.grid import ExpertUid, parse_uid
-from dmoe_jax.directory.members import MAX_GRIDS, declare_member, withdraw_member
+from dmoe_jax.directory.members import MAX_GRIDS, Facts, declare_member, traffic, withdraw_member
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.metrics.node import NodeRecorder
@@ -93,6 +94,8 @@ class ExpertNode:
         """Counts for its metrics."""
         self.claims: Callable[[], dict[str, Any]] | None = None
         """Returns the status of its claims (`dmoe_jax.placement`), with `room` and `scope`; None: it claims nothing."""
+        self.traffic: Callable[[], Facts] = dict
+        """Returns the facts on the bytes of its process."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
         self.replicas: Replicating | None = None
@@ -199,7 +202,7 @@ class ExpertNode:
         grids = list(dict.fromkeys(uid.prefix for uid in self._uids.values()))[:MAX_GRIDS]
         facts: dict[str, Value] = {"role": "node", "experts": len(self._uids), "grids": grids}
         load = self._load()
-        facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load}
+        facts |= {"state": self.state, "waiting_rows": self._runner.waiting_rows, **load, **self.traffic()}
         if self.replicas is not None:
             facts |= self.replicas.facts()
         if self.claims is not None:
@@ -324,6 +327,7 @@ async def open_expert_node(
         raise ValueError("an expert node must listen: its peer is in client mode")
     contact = Contact(caller.peer_id, caller.address)
     node = ExpertNode(backends, contact, dht, device=device, config=config, prototypes=prototypes, shares=shares)
+    node.traffic = partial(traffic, caller)
     with handlers(caller, node.handlers, max_concurrent=config.max_concurrent_calls):
         async with background_nursery() as nursery:
             nursery.start_soon(node.run)

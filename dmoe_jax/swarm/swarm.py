@@ -33,7 +33,7 @@ from dmoe_jax.collaboration import (
     GlobalStep,
     open_collaboration,
 )
-from dmoe_jax.directory.members import Facts, Member, list_members, listed_member, node_statuses
+from dmoe_jax.directory.members import Facts, Member, list_members, listed_member, node_statuses, traffic
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device
 from dmoe_jax.mixture.config import MixtureConfig
@@ -260,7 +260,7 @@ class Swarm:
                 device=self.device,
                 on_round=on_round,
             ) as averager,
-            self.announced("averager", lambda: {"group": name, "averages": averager.totals.done}),
+            self.announced("averager", lambda: {"group": name, **averager.totals.facts()}),
         ):
             yield averager
 
@@ -355,7 +355,7 @@ class Swarm:
           facts: returns what `dmoe status` shows of it, every ten seconds; see `dmoe_jax.directory.members.Member`.
         """
         contact = self.peer.own_contact
-        return listed_member(self.dht, self.name, contact, lambda: {"role": role, **facts()})
+        return listed_member(self.dht, self.name, contact, lambda: {"role": role, **facts(), **traffic(self.rpc)})
 
     def watch_calls(self, on_call: OnCall | None) -> None:
         """Call a function with each expert call of this process that has ended, from now on; None: nobody."""

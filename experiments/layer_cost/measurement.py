@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax import BlockingMixture, BlockingSwarm, NodeConfig, Plain, connect, feedforward, open_swarm
+from dmoe_jax import BlockingSwarm, NodeConfig, Plain, connect, feedforward, open_swarm
 from dmoe_jax.mixture.local import init_experts
 from dmoe_jax.models.layers import dmoe_layer
 from dmoe_jax.routing import product_key, score
@@ -48,7 +48,7 @@ def _mean_square(mixed: Any, penalty: Any) -> Any:
     return jnp.mean(mixed**2) + penalty
 
 
-def _steps(swarm: BlockingSwarm, mixture: BlockingMixture, width: int, x: Any) -> dict[str, Callable[[], object]]:
+def _steps(swarm: BlockingSwarm, mixture: Any, width: int, x: Any) -> dict[str, Callable[[], object]]:
     """A training step by each way: the loss, and its gradients for the gate and the input."""
     expert, layer = feedforward(d_model=width), mixture.linen()
     experts = init_experts(jax.random.key(1), expert, "ffn", GRID)

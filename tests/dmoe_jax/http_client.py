@@ -1,6 +1,8 @@
 """A client of one request, for the tests of what processes show."""
 
+import json
 from collections.abc import Iterable
+from typing import Any
 
 import trio
 from prometheus_client.core import Metric
@@ -32,6 +34,18 @@ async def ask(address: Address, request: bytes, *, ends: bool = False) -> tuple[
 async def fetch(address: Address, path: str) -> tuple[int, bytes]:
     """GET a page: (status, body)."""
     return await ask(address, f"GET {path} HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
+
+
+async def next_events(stream: trio.SocketStream, count: int) -> list[dict[str, Any]]:
+    """The next events of a stream in chunks, of which each is one send of the server; comments are passed over."""
+    found: list[dict[str, Any]] = []
+    buffer = b""
+    while len(found) < count:
+        buffer += await stream.receive_some()
+        *whole, buffer = buffer.split(b"\n\n")
+        lines = [line for each in whole for line in each.split(b"\n") if line.startswith(b"data: ")]
+        found += [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    return found
 
 
 def figures_of(families: Iterable[Metric]) -> Figures:

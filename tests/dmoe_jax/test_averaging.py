@@ -62,6 +62,9 @@ def test_two_loops_end_at_the_same_parameters(what: Any) -> None:
     for loop, averager in zip(loops, averagers, strict=True):
         np.testing.assert_allclose(loop.values, (1.0 + other) / 2 - 0.1 * taken, rtol=1e-6)
         assert (averager.totals.done, averager.totals.peers_met, averager.why_not) == (2, 2, "")
+    one, another = (averager.totals.facts() for averager in averagers)
+    assert one == another
+    assert (one["averages"], one["met_peers"], len(str(one["met"]))) == (2, 2, 8)
 
 
 def test_weighted_gradients_are_those_of_one_machine() -> None:

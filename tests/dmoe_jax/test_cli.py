@@ -63,11 +63,7 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("args", "status", "line"),
     [
-        (
-            "",
-            2,
-            "Expected one of {demo, up, dht, node, train, assist, status, inspect, evaluate, .*runs clean",
-        ),
+        ("", 2, "Expected one of {demo, up, dht, node, train, assist, status, watch, inspect, .*runs clean"),
         ("dht --bogus 3", 2, "Unrecognized options: --bogus, 3"),
         ("node --d-model x", 2, "Error parsing --d-model: .*'x'"),
         ("train --join 127.0.0.1:1 --compression zip", 2, "invalid choice 'zip'"),
@@ -216,7 +212,10 @@ def test_an_identity_is_made_once_and_named(tmp_path: Path, capsys: pytest.Captu
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("command", ["demo", "up", "dht", "node", "train", "assist", "status", "inspect", "export"])
+COMMANDS = "demo up dht node train assist status watch inspect evaluate generate export".split()  # noqa: SIM905 (one line)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`--help` succeeds and no flag is without a sentence."""
     with pytest.raises(SystemExit) as exit_:
@@ -232,7 +231,7 @@ def test_help_describes_every_flag(command: str, capsys: pytest.CaptureFixture[s
 def test_the_environment_names_whom_to_join(capsys: Any, monkeypatch: Any) -> None:
     """DMOE_JOIN stands for --join in every command that needs it, and only where it is not given."""
     monkeypatch.setenv(JOIN_VARIABLE, "127.0.0.1:1 nowhere")
-    for command in ("dht", "node", "train", "assist", "status"):
+    for command in ("dht", "node", "train", "assist", "status", "watch"):
         assert outcome([command], capsys)[1] == "dmoe: error: --join: expected an address as HOST:PORT, got 'nowhere'\n"
     assert "127.0.0.1:2: Connection refused" in outcome(["status", "--join", "127.0.0.1:2"], capsys)[1]
     assert outcome(["identity"], capsys)[0] == 2

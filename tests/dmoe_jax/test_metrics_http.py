@@ -13,13 +13,23 @@ import trio.testing
 
 from dmoe_jax.metrics import monitor as monitors
 from dmoe_jax.metrics.families import Histogram, Summary, by_label, counter, gauge, histogram, labelled
-from dmoe_jax.metrics.monitor import MAX_CLIENTS, MAX_HEADER_BYTES, REQUEST_S, Answer, open_http_server
+from dmoe_jax.metrics.http_server import (
+    ANSWER_S,
+    MAX_CLIENTS,
+    MAX_HEADER_BYTES,
+    REQUEST_S,
+    Answer,
+    Request,
+    Send,
+    open_http_server,
+)
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.peers.security import Plain
 from dmoe_net.errors import ListenFailed
 from dmoe_net.identity import Address
-from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.base import Reply
+from dmoe_net.rpc.base import Request as Call
 from tests.dmoe_jax.http_client import ask, fetch, figures_of, parsed
 
 ANY_PORT = Address("127.0.0.1", 0)
@@ -27,14 +37,32 @@ ANY_PORT = Address("127.0.0.1", 0)
 
 @asynccontextmanager
 async def server() -> AsyncIterator[Address]:
-    async def page() -> Answer:
+    async def page(request: Request) -> Answer:
         return Answer(b"hello\n")
 
-    async def broken() -> Answer:
+    async def broken(request: Request) -> Answer:
         raise ZeroDivisionError("on purpose")
 
-    async with open_http_server(ANY_PORT, {"/page": page, "/broken": broken}) as address:
+    async def told(request: Request) -> Answer:
+        headers = {name: value for name, value in request.headers.items() if name.startswith("x-")}
+        return Answer(repr((request.method, request.path, dict(request.query), headers, request.body)).encode())
+
+    async def counted(request: Request) -> Answer:
+        async def stream(send: Send) -> None:
+            for number in range(3):
+                await send(f"{number}\n".encode())
+                await send(b"")  # would be taken for the end
+
+        return Answer(stream, headers=[("X-Kind", "numbers")])
+
+    pages = {"/page": page, "/broken": broken, "POST /told": told, "/told": told, "/counted": counted}
+    async with open_http_server(ANY_PORT, pages, max_body_bytes=10) as address:
         yield address
+
+
+TOLD = b"POST /told?a=1&a=%41&b= HTTP/1.1\r\nHost: x\r\nX-One:  1 \r\nx-one: 2\r\n"
+HEARD = repr(("POST", "/told", {"a": "A", "b": ""}, {"x-one": "1, 2"}, b"0123456789")).encode()
+NO_BODY = b"expected a body with a Content-Length\n"
 
 
 NO_REQUEST = b"expected an HTTP/1.1 request\n"
@@ -53,6 +81,20 @@ NO_REQUEST = b"expected an HTTP/1.1 request\n"
         (b"GET /page HTTP/2.0\r\n\r\n", 400, NO_REQUEST),
         (b"GET /page\r\n\r\n", 400, NO_REQUEST),
         (b"GET /page HTTP/1.1\r\nX: " + b"a" * (2 * MAX_HEADER_BYTES), 431, NO_REQUEST),
+        (b"GET /page HTTP/1.1\r\nHost : x\r\n\r\n", 400, NO_REQUEST),
+        (b"GET /page HTTP/1.1\r\nHost: x\ny: z\r\n\r\n", 400, NO_REQUEST),
+        (b"GET /page HTTP/1.1\r\nX: 1\r\n folded\r\n\r\n", 400, NO_REQUEST),
+        (b"GET /told?" + b"a&" * 65 + b" HTTP/1.1\r\n\r\n", 400, NO_REQUEST),
+        (b"PUT /told HTTP/1.1\r\n\r\n", 405, b"expected GET or HEAD or POST\n"),
+        (b"POST /other HTTP/1.1\r\n\r\n", 404, b"there is no such page\n"),
+        (TOLD + b"Content-Length: 10\r\n\r\n0123456789 and more", 200, HEARD),
+        (TOLD + b"Content-Length: 11\r\n\r\n", 413, b"expected a body of at most 10 bytes\n"),
+        (TOLD + b"\r\n", 411, NO_BODY),
+        (TOLD + b"Content-Length: -1\r\n\r\n", 411, NO_BODY),
+        (TOLD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", 411, NO_BODY),
+        (b"GET /counted HTTP/1.1\r\n\r\n", 200, b"2\r\n0\n\r\n2\r\n1\n\r\n2\r\n2\n\r\n0\r\n\r\n"),
+        (b"GET /counted HTTP/1.0\r\n\r\n", 200, b"0\n1\n2\n"),
+        (b"HEAD /counted HTTP/1.1\r\n\r\n", 200, b""),
         (b"GET /broken HTTP/1.1\r\nHost: x\r\n\r\n", 500, b"the page could not be made; see the log\n"),
     ],
 )
@@ -89,6 +131,69 @@ async def test_silent_clients_hold_nobody_up_and_are_not_kept(autojump_clock: tr
         assert trio.current_time() - began <= REQUEST_S
         await silent.aclose()
         await half.aclose()
+
+
+async def test_a_body_may_come_late_and_be_asked_for() -> None:
+    """A client that waits for leave to send its body gets it; one that leaves in the middle gets nothing."""
+    async with server() as address:
+        for is_whole in (True, False):
+            async with await trio.open_tcp_stream(address.host, address.port) as stream:
+                await stream.send_all(TOLD + b"Content-Length: 10\r\nExpect: 100-continue\r\n\r\n")
+                assert await stream.receive_some() == b"HTTP/1.1 100 Continue\r\n\r\n"
+                await stream.send_all(b"01234")
+                if is_whole:
+                    await stream.send_all(b"56789")
+                else:
+                    await stream.send_eof()
+                answer = b"".join([data async for data in stream])
+            assert answer.endswith(HEARD) == is_whole
+            assert bool(answer) == is_whole
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_stream_ends_with_its_client(autojump_clock: trio.testing.MockClock, leaves: bool) -> None:
+    """At once when the client leaves; after ten seconds when it is there and takes nothing. What waits is cancelled."""
+    began, ended = trio.Event(), trio.Event()
+
+    async def page(request: Request) -> Answer:
+        async def stream(send: Send) -> None:
+            try:
+                began.set()
+                if leaves:
+                    await trio.sleep_forever()
+                while True:
+                    await send(bytes(1 << 20))
+            finally:
+                ended.set()
+
+        return Answer(stream)
+
+    async with open_http_server(ANY_PORT, {"/page": page}) as address:
+        stream = await trio.open_tcp_stream(address.host, address.port)
+        await stream.send_all(b"GET /page HTTP/1.1\r\n\r\n")
+        await began.wait()
+        then = trio.current_time()
+        if leaves:
+            await stream.aclose()
+        await ended.wait()
+        assert trio.current_time() - then == (0 if leaves else ANSWER_S)
+        await stream.aclose()
+
+
+async def test_a_stream_that_fails_is_not_taken_for_whole(caplog: Any) -> None:
+    """Its last chunk is missing, its error is in the log, and the server lives on."""
+
+    async def page(request: Request) -> Answer:
+        async def stream(send: Send) -> None:
+            await send(b"begun")
+            raise ZeroDivisionError("on purpose")
+
+        return Answer(stream)
+
+    async with open_http_server(ANY_PORT, {"/page": page}) as address:
+        for _ in range(2):
+            assert await fetch(address, "/page") == (200, b"5\r\nbegun\r\n")
+    assert caplog.text.count("on purpose") >= 2
 
 
 async def test_no_more_clients_than_there_are_places() -> None:
@@ -158,7 +263,7 @@ async def test_a_peer_shows_its_connections_and_its_dht() -> None:
     """Two peers, one joined through the other, a call under way and a record stored."""
     started, let_go = trio.Event(), trio.Event()
 
-    async def stuck(request: Request) -> Reply:
+    async def stuck(request: Call) -> Reply:
         started.set()
         await let_go.wait()
         return Reply()
