@@ -363,6 +363,7 @@ def exported(run_folder: Path, out: Path) -> PyTree:
     return model.trunk
 
 
+@pytest.mark.slow
 async def test_training_begins_with_an_export(trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path) -> None:
     """A run that hardly learns has the trunk of the other at its end; it goes on when the export is gone."""
     trunk = exported(trained[0], export := tmp_path / "model.safetensors")
@@ -386,6 +387,7 @@ async def test_training_begins_with_an_export(trained: tuple[Path, dict[str, Any
         ({"init": Path("/nowhere/x.safetensors")}, "there is no export /nowhere/x.safetensors"),
     ],
 )
+@pytest.mark.slow
 async def test_training_does_not_begin_with_another_model(
     changes: dict[str, Any], line: str, trained: tuple[Path, dict[str, Any]], text: str, tmp_path: Path
 ) -> None:

@@ -382,6 +382,7 @@ def save(folder: Path, states: Mapping[int, Any]) -> None:
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_nodes_begin_with_the_experts_of_an_export(tmp_path: Path) -> None:
     """Their checkpoints have its parameters and a fresh optimiser; what a node has learnt itself stays."""
     model, optimizer = trained(), make_optimizer(Recipe(learning_rate=0.1, warmup_steps=0, total_steps=None))
@@ -483,6 +484,7 @@ def scaled(factor: float) -> dict[str, Any]:
     return {"params": params, "opt_state": {"mu": params}}
 
 
+@pytest.mark.slow
 def test_the_command_exports_the_checkpoint_that_is_asked_for(tmp_path: Path, capsys: Any) -> None:
     """The last, the best and one by its step; with the experts of two nodes, and without; again from the export."""
     run = swarm_run(tmp_path / "run", {4: scaled(4.0), 6: scaled(6.0)}, {4: 2.0, 5: 1.0, 6: 3.0})
