@@ -23,6 +23,7 @@ from dmoe_jax.cli.inspect import InspectCommand
 from dmoe_jax.cli.network import check_join
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.runs import CleanRunsCommand, CompareRunsCommand, RunsCommand
+from dmoe_jax.cli.serve import ServeCommand
 from dmoe_jax.cli.sources import Given, gather
 from dmoe_jax.cli.status import StatusCommand
 from dmoe_jax.cli.train import TrainCommand
@@ -46,6 +47,7 @@ Command = (
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[EvaluateCommand, tyro.conf.subcommand("evaluate")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
+    | Annotated[ServeCommand, tyro.conf.subcommand("serve")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[RunsCommand, tyro.conf.subcommand("runs")]
     | Annotated[CompareRunsCommand, tyro.conf.subcommand("runs compare")]

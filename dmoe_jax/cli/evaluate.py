@@ -60,7 +60,7 @@ class EvaluateCommand(TrainedModelOptions):
                 found = await model.evaluate(text, rows=self.rows, on_batch=on_batch)
         step, name = model.saved.step, self.split if self.text is None else str(self.text)
         if self.json:
-            say(json.dumps(plain({"run": str(self.run_folder), "step": step, "text": name, **_figures(found)})))
+            say(json.dumps(plain({"model": self.model_name, "step": step, "text": name, **_figures(found)})))
         else:
             Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {name}"))
         return 0

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 class TrainedModelOptions:
     """A trained model, and its experts."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run", metavar="RUN")]
+    run_folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(name="run", metavar="[RUN]")] = None
     """Folder of a run of dmoe train, dmoe demo, dmoe up or experiments.transformer_xl, finished or not; or a file or
-    folder of dmoe export; also at gs:// or s3://."""
+    folder of dmoe export; also at gs:// or s3://. Without it the model is that of the trainers of --join."""
     experts: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FOLDER [FOLDER ...]")] = ()
     """Folders in which the nodes of a swarm saved its experts, each one's --checkpoint-dir. Default: those of dmoe up,
     of dmoe demo --save-experts, or of experiments.transformer_xl."""
@@ -55,24 +56,40 @@ class TrainedModelOptions:
         """
         if self.join and self.experts:
             raise UsageError("--experts would have no effect beside --join: the experts are those of the swarm")
+        if self.run_folder is None:
+            if not self.join:
+                raise UsageError("expected RUN, the folder of a run, or --join with a peer of a swarm that trains one")
+            if self.checkpoint != "last":
+                raise UsageError(f"--checkpoint {self.checkpoint} would have no effect without RUN")
         set_up_jax()
         async with AsyncExitStack() as stack:
             stack.enter_context(_mistakes())
-            # In a thread, so that Ctrl-C is heard.
-            model = change(await trio.to_thread.run_sync(self._load, abandon_on_cancel=True))
+            if self.run_folder is not None:
+                # In a thread, so that Ctrl-C is heard.
+                load = partial(self._load, self.run_folder)
+                model = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
             if not self.join:
-                yield model.under_trio()
+                yield change(model).under_trio()
                 return
             from dmoe_jax.swarm.opening import swarm_of
+            from dmoe_jax.trained.loading import fetch_run
 
             peer = await stack.enter_async_context(join_swarm(self.network, join=self.join))
-            yield model.on(await stack.enter_async_context(swarm_of(peer, name=self.network.swarm)))
+            swarm = await stack.enter_async_context(swarm_of(peer, name=self.network.swarm))
+            if self.run_folder is None:
+                model = await fetch_run(swarm, data=self.data, router=self.router)
+            yield change(model).on(swarm)
 
-    def _load(self) -> "TrainedModel":
+    @property
+    def model_name(self) -> str:
+        """Name of the model for people."""
+        return self.network.swarm if self.run_folder is None else self.run_folder.resolve().name
+
+    def _load(self, path: Path) -> "TrainedModel":
         from dmoe_jax.trained.loading import load_run
 
         return load_run(
-            self.run_folder,
+            path,
             experts=self.experts,
             checkpoint=self.checkpoint,
             data=self.data,

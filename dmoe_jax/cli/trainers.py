@@ -10,19 +10,23 @@ from typing import Any, cast
 import jax
 import trio
 
+from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import numbers_in
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import Training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching
 from dmoe_jax.collaboration import Collaboration
+from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trained.imported import read_trunk_for
+from dmoe_jax.trained.offered import offer_model
 from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.trainer import AnyTrainers
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.swarm_engine import SwarmEngine
+from dmoe_jax.training.task import LanguageTask
 from dmoe_jax.trunk import open_trunk_averaging
 from dmoe_net.nursery import background_nursery
 
@@ -51,6 +55,7 @@ async def opened_engine(
             params = await trio.to_thread.run_sync(reading, abandon_on_cancel=True)
     async with AsyncExitStack() as stack:
         trainers: AnyTrainers
+        nursery = await stack.enter_async_context(background_nursery())
         if averaging.target_batch_size:
             assert averaging.kind != "noloco"  # refused by `check`
             collaborating = swarm.collaborate(
@@ -69,7 +74,6 @@ async def opened_engine(
             trainers = together = await stack.enter_async_context(collaborating)
             if together.step:
                 progress.say(f"took the state of a process that was ahead: step {together.step}")
-            nursery = await stack.enter_async_context(background_nursery())
             nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
             watch.collaboration(together.peer)
             figures = together.peer.totals.headline
@@ -92,6 +96,13 @@ async def opened_engine(
                     progress.say(f"{averager.why_not}; training alone until then")
                 figures = averager.totals.headline
         watch.steps_of(trainers)
+        if averaging.listens and isinstance(model, TransformerXL) and isinstance(training.task, LanguageTask):
+            words, name = training.task.corpus.vocabulary, options.language.router
+
+            def state() -> tuple[int, PyTree]:
+                return trainers.step, trainers.params
+
+            nursery.start_soon(offer_model, swarm.peer, swarm.name, model, name, words, state, swarm.device)
         yield SwarmEngine(trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures)
 
 

@@ -6,6 +6,7 @@ it. A run's folder may be a stranger's: files are bounded, everything in them is
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,21 @@ def save_vocabulary(folder: Path, vocabulary: AnyVocabulary) -> None:
         if (there := load_vocabulary(folder)).meaning != vocabulary.meaning:
             raise DataError(f"{folder / VOCABULARY} has {there.meaning}; the text now has {vocabulary.meaning}")
         return
+    data, tokenizer = packed_vocabulary(vocabulary)
+    if isinstance(vocabulary, PieceVocabulary):  # first: who finds the other file finds this one too
+        with replaced_file(folder / vocabulary.tokenizer.file_name) as temporary:
+            temporary.write_bytes(tokenizer)
+    with replaced_file(folder / VOCABULARY) as temporary:
+        temporary.write_bytes(data)
+
+
+def packed_vocabulary(vocabulary: AnyVocabulary) -> tuple[bytes, bytes]:
+    """The contents of the vocabulary's file, and of its tokenizer's; empty for words. Raises DataError if it is too
+    large to be kept."""
     data = json.dumps(_record_of(vocabulary), ensure_ascii=False).encode("utf-8", "surrogatepass")
     if len(data) > _MOST_BYTES:
         raise DataError(f"the vocabulary of {len(vocabulary):,} words is too large to be kept: {len(data):,} bytes")
-    if isinstance(vocabulary, PieceVocabulary):  # first: who finds the other file finds this one too
-        with replaced_file(folder / vocabulary.tokenizer.file_name) as temporary:
-            temporary.write_bytes(vocabulary.tokenizer.data)
-    with replaced_file(folder / VOCABULARY) as temporary:
-        temporary.write_bytes(data)
+    return data, vocabulary.tokenizer.data if isinstance(vocabulary, PieceVocabulary) else b""
 
 
 def _record_of(vocabulary: AnyVocabulary) -> dict[str, Any]:
@@ -64,46 +72,58 @@ def load_vocabulary(run: Path | str) -> AnyVocabulary:
     path = Path(run) / VOCABULARY
     if not path.is_file():
         raise DataError(f"there is no {path}: the run has no vocabulary, or was begun by an earlier version")
+    data = read_bounded(path, _MOST_BYTES)
+    return vocabulary_untrusted(data, lambda name: read_bounded(path.with_name(name), MAX_BYTES), where=str(path))
+
+
+def vocabulary_untrusted(data: bytes, tokenizer: Callable[[str], bytes], *, where: str) -> AnyVocabulary:
+    """The vocabulary in the contents of a file.
+
+    Args:
+      data: of the vocabulary's file. tokenizer: returns those of the tokenizer's file of a name, if it is wanted.
+      where: names the file in errors.
+
+    Raises:
+      DataError: as of `load_vocabulary`.
+    """
     try:
-        record = json.loads(read_bounded(path, _MOST_BYTES).decode("utf-8", "surrogatepass"))
+        record = json.loads(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} is damaged: {error}") from error
+        raise DataError(f"{where} is damaged: {error}") from error
     if not isinstance(record, dict) or type(record.get("version")) is not int:
-        raise DataError(f"{path}: expected a JSON object with a version")
+        raise DataError(f"{where}: expected a JSON object with a version")
     if record["version"] != _VERSION:
-        raise DataError(f"{path} is of version {record['version']}, expected {_VERSION}")
+        raise DataError(f"{where} is of version {record['version']}, expected {_VERSION}")
     if record.get("kind") == "words" and record.keys() == _WORDS:
-        return _words(record, path)
+        return _words(record, where)
     if record.get("kind") == "pieces" and record.keys() == _PIECES:
-        return _pieces(record, path)
-    raise DataError(f"{path}: expected the fields {sorted(_WORDS)} of words or {sorted(_PIECES)} of pieces")
+        return _pieces(record, tokenizer, where)
+    raise DataError(f"{where}: expected the fields {sorted(_WORDS)} of words or {sorted(_PIECES)} of pieces")
 
 
-def _words(record: dict[str, Any], path: Path) -> Vocabulary:
+def _words(record: dict[str, Any], where: str) -> Vocabulary:
     words, is_tokenised = record["words"], record["tokenised"]
     if type(is_tokenised) is not bool or type(words) is not list or not words:
-        raise DataError(f"{path}: expected a list of words, and for tokenised true or false")
+        raise DataError(f"{where}: expected a list of words, and for tokenised true or false")
     if not all(type(word) is str and word and len(word.split()) == 1 for word in words):
-        raise DataError(f"{path}: expected words, without spaces")
+        raise DataError(f"{where}: expected words, without spaces")
     try:
         return Vocabulary(tuple(words), is_tokenised)
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{where}: {error}") from error
 
 
-def _pieces(record: dict[str, Any], path: Path) -> PieceVocabulary:
+def _pieces(record: dict[str, Any], tokenizer: Callable[[str], bytes], where: str) -> PieceVocabulary:
     name, order = record["tokenizer"], record["order"]
     if name not in (JSON_FILE, MODEL_FILE) or type(order) is not list:
-        raise DataError(f"{path}: expected the tokenizer {JSON_FILE} or {MODEL_FILE}, and a list as order")
+        raise DataError(f"{where}: expected the tokenizer {JSON_FILE} or {MODEL_FILE}, and a list as order")
     if not all(type(each) is int and 0 <= each < 1 << 31 for each in order):
-        raise DataError(f"{path}: expected an order of integers that are not negative")
-    data = read_bounded(path.with_name(name), MAX_BYTES)
+        raise DataError(f"{where}: expected an order of integers that are not negative")
+    data = tokenizer(name)
     if hashlib.sha256(data).hexdigest() != record["sha256"]:
-        raise DataError(f"{path.with_name(name)} is not the tokenizer that {path} was written with")
-    tokenizer = open_tokenizer(data, str(path.with_name(name)))
+        raise DataError(f"{name} is not the tokenizer that {where} was written with")
+    opened = open_tokenizer(data, f"{name} of {where}")
     try:
-        return PieceVocabulary(tokenizer=tokenizer, order=np.array(order, np.int32))
+        return PieceVocabulary(tokenizer=opened, order=np.array(order, np.int32))
     except ValueError as error:
-        raise DataError(f"{path}: {error}") from error
+        raise DataError(f"{where}: {error}") from error

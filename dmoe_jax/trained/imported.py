@@ -196,8 +196,8 @@ def _checked_config(sizes: Mapping[str, Any], arrays: Mapping[str, StoredArray],
     table, known = arrays.get("trunk.embed.table"), arrays.get(KNOWN)
     try:
         layer = sizes["layer"]
-        _check_types(sizes, TransformerXLConfig)
-        _check_types(layer, LayerConfig)
+        check_types(sizes, TransformerXLConfig)
+        check_types(layer, LayerConfig)
         shapes = ((sizes["vocab_size"], layer["d_model"]), (sizes["num_layers"], *sizes["grid_size"]))
         if table is None or known is None or (table.shape, known.shape) != shapes or not math.prod(known.shape):
             raise ValueError(f"trunk.embed.table and {KNOWN} must have the shapes {shapes[0]} and {shapes[1]}")
@@ -208,7 +208,7 @@ def _checked_config(sizes: Mapping[str, Any], arrays: Mapping[str, StoredArray],
         raise ValueError(f"{file} has no configuration of a model: {error}") from error
 
 
-def _check_types(sizes: Mapping[str, Any], kind: type) -> None:
+def check_types(sizes: Mapping[str, Any], kind: type) -> None:
     """Check that fields which are whole numbers, or several of them, have such values, none beyond all reason."""
     for name, hint in get_type_hints(kind).items():
         value = sizes[name]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -15,6 +16,7 @@ from dmoe_jax.data.saved_vocabulary import VOCABULARY, load_vocabulary
 from dmoe_jax.trained.export_files import is_export, vocabulary_folder
 from dmoe_jax.trained.imported import read_export
 from dmoe_jax.trained.language_model import TrainedModel
+from dmoe_jax.trained.offered import fetch_model
 from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.trained.saved_model import Checkpoint, load_model, open_corpus
 from dmoe_jax.trained.saved_run import find_run
@@ -66,6 +68,21 @@ def load_run(
         check_meaning_of_run(run.path, vocabulary.meaning)
         saved = load_model(run, len(vocabulary), folders, checkpoint)
         return TrainedModel(saved, vocabulary, _splits(text))
+
+
+async def fetch_run(swarm: Any, *, data: str | None = None, router: str | None = None) -> TrainedModel:
+    """The model that trainers of a swarm train, as far as they have come; for its experts take `TrainedModel.on`.
+
+    Args:
+      swarm: a `Swarm`.
+      data: the text that it was trained on, for `TrainedModel.split`.
+      router: the model's router, FILE.py:NAME, if it is out of a file.
+
+    Raises:
+      NoModelOffered: no trainer gives its model. ValueError: its router is out of a file, which would have to be named.
+    """
+    saved, vocabulary = await fetch_model(swarm.peer, swarm.name, router=router)
+    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"swarm {swarm.name!r}"))
 
 
 def _load_export(path: Path, data: str | None, router: str | None, trust_run: bool) -> TrainedModel:
