@@ -65,7 +65,7 @@ class CompareRunsCommand:
         if len(self.runs) < 2:
             raise UsageError(f"expected two run folders or more to compare, got {len(self.runs)}")
         with mistakes_in_one_line():
-            found = compare_runs(self.runs)
+            found = compare_runs([_checked(run) for run in self.runs])
         if self.json:
             say(json.dumps(asdict(found)))
             return 0
@@ -108,10 +108,13 @@ class CleanRunsCommand:
 
 
 def _checked(root: Path) -> Path:
-    """The folder; raises ValueError if it is none."""
+    """The folder, by a path that ends in its name; raises ValueError if it is none, or has none."""
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}; give the folder that has the run folders")
-    return root
+    named = root if root.name not in ("", "..") else root.resolve()
+    if not named.name:
+        raise ValueError(f"expected the folder that has the run folders, got {root}")
+    return named
 
 
 def _is_wanted(question: str) -> bool:

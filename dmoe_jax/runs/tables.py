@@ -74,6 +74,10 @@ def read_run(path: str | Path) -> RunTables:
     Args:
       path: the folder with config.json and metrics.jsonl.
 
+    Returns:
+      A mapping from each kind of record, such as "train", to its table: column -> NumPy array [records]. Its attributes
+      are `settings`, `config`, `kinds`, `path` and `lines_left_out`. `docs/how_to/results.md` lists kinds and columns.
+
     Raises:
       ValueError: there is no run folder at the path, or one of its two files is damaged; the message says which.
       OSError: metrics.jsonl cannot be read.

@@ -112,7 +112,7 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
         ("runs /nowhere", 2, "there is no folder /nowhere"),
         ("runs clean /nowhere", 2, "there is no folder /nowhere"),
         ("runs compare FILE", 2, "expected two run folders or more to compare, got 1"),
-        ("runs compare FILE /nowhere", 2, "FILE.py is no run folder"),
+        ("runs compare FILE /nowhere", 2, "there is no folder .*FILE.py"),
         ("runs --yes", 2, "Unrecognized options: --yes; --yes is a flag of dmoe runs clean"),
         ("identity", 2, "Missing from dmoe identity: FILE"),
         ("identity /nowhere/key", 1, "cannot write the identity /nowhere/key: No such file or directory"),

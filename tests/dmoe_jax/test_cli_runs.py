@@ -96,6 +96,11 @@ def test_one_run_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "a[bold]" in said(["runs", str(tmp_path / "a[bold]")], capsys)
     touch(tmp_path, "empty/")
     assert said(["runs", str(tmp_path / "empty")], capsys) == f"no run folder in {tmp_path / 'empty'}\n"
+    monkeypatch.chdir(tmp_path / "a[bold]")
+    for dots, name in ((".", "a[bold] "), ("..", "a[bold] "), ("../../" + tmp_path.name, "a[bold] ")):
+        assert name in said(["runs", dots], capsys)
+        assert said(["runs", "clean", dots], capsys).startswith("nothing to clean up in ")
+    assert "got /" in said(["runs", "clean", "/"], capsys, status=2)
     monkeypatch.chdir(tmp_path)
     line = "dmoe: error: there is no folder runs; give the folder that has the run folders\n"
     assert said(["runs"], capsys, status=2) == said(["runs", "clean"], capsys, status=2) == line
@@ -173,6 +178,8 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "settings that differ" in table
     assert [line.split() for line in table.splitlines() if "d_model" in line] == [["expert.d_model", "8", "16"]]
     assert "all settings are the same" in said(["runs", "compare", a, a], capsys)
+    touch(tmp_path, "empty/")
+    assert "empty is no run folder" in said(["runs", "compare", a, str(tmp_path / "empty")], capsys, status=2)
 
 
 def zoo(root: Path) -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from dmoe_jax.machine.disk import HOLDER, FolderInUse, check_not_held, check_room, hold_folder, is_empty
+from dmoe_jax.machine.disk import (
+    HOLDER,
+    FolderInUse,
+    check_not_held,
+    check_room,
+    hold_folder,
+    is_empty,
+    may_be_held,
+)
 from dmoe_jax.runs import run_folder
 
 no_locks = pytest.mark.skipif(sys.platform == "win32", reason="nobody is kept out there")
@@ -56,6 +64,26 @@ def test_a_holder_that_is_killed_keeps_nobody_out(tmp_path: Path) -> None:
     check_not_held(tmp_path, "run")
     with hold_folder(tmp_path, "run"):
         assert str(os.getpid()) in (tmp_path / HOLDER).read_text()
+
+
+@no_locks
+def test_a_folder_may_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever holds it; and by whoever has left a mark, where nobody can tell. Looking changes nothing."""
+    with hold_folder(tmp_path / "run", "run"):
+        assert may_be_held(tmp_path / "run")
+        (tmp_path / "run" / "kept").touch()
+    (tmp_path / "file").touch()
+    for name in ("run", "file", "nowhere"):
+        assert not may_be_held(tmp_path / name)
+    (tmp_path / "run" / HOLDER).write_text("process 1 on a machine that is off")
+    assert not may_be_held(tmp_path / "run")
+
+    def no_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    assert may_be_held(tmp_path / "run")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [HOLDER, "file", "kept", "run"]
 
 
 def test_room_is_tried_and_given_back(tmp_path: Path) -> None:
