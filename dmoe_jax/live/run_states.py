@@ -142,14 +142,14 @@ class RunStates:
             self._set(name, record.get(field))
 
     def _take_average(self, record: Mapping[str, Any]) -> None:
-        group = self._groups.setdefault("average", {"name": "averages", "averages": 0})
-        told = {"met_peers": "peers", "peers_lost": "peers_lost", "took_s": "took_s"}
-        group |= {name: value for name, key in told.items() if (value := number_untrusted(record.get(key))) is not None}
+        group = self._groups.setdefault("averages", {"averages": 0})
+        told = {name: number_untrusted(record.get(name)) for name in ("peers", "peers_lost", "took_s")}
+        group |= {name: value for name, value in told.items() if value is not None}
         group["averages"] += 1
         self._set("sent_mb", self._totals.get("sent_mb", 0.0) + (number_untrusted(record.get("sent_bytes")) or 0) / 1e6)
 
     def _take_global_step(self, record: Mapping[str, Any]) -> None:
-        group = self._groups.setdefault("collaboration", {"name": "collaboration"})
+        group = self._groups.setdefault("collaboration", {})
         told = {name: number_untrusted(value) for name, value in record.items() if name not in ("kind", "time_s")}
         group |= {str(name)[:MAX_TEXT]: value for name, value in told.items() if value is not None}
 

@@ -30,6 +30,8 @@ _KEY_DIGITS = 16
 _MOST_NUMBER = 2.0**53
 """Beyond it JavaScript's numbers lose digits."""
 _UID = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[0-9]{1,5}){1,16}")
+_MOST_SEEN = 64
+"""Characters of a group's peers that are named, about."""
 _NAMED_PEERS = 3
 """Peers that news name one by one; of more that came or went at once they tell the number."""
 
@@ -193,21 +195,18 @@ def _groups(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
     for member in members:
         facts = {name: fact for name, value in member.info.items() if (fact := _fact(value)) is not None}
         if member.role == "collaborator":
-            told = ("step", "gathered", "target", "samples_per_s", "peers")
-            key, wanted = (
+            key, told = (
                 f"collaboration {facts.get('group', '')}",
-                {name: facts[name] for name in told if name in facts},
+                ("step", "gathered", "target", "samples_per_s", "peers"),
             )
         elif facts.get("met"):
-            key, wanted = (
-                f"group {facts['met']}",
-                {name: facts[name] for name in ("met_peers", "averages") if name in facts},
-            )
+            key, told = f"group {facts['met']}", ("averages",)
         else:
             continue
-        group = found.setdefault(key, {"name": str(facts.get("group", "")), "listed": 0})
-        group |= wanted
-        group["listed"] += 1
+        group = found.setdefault(key, {"peers": facts.get("met_peers", 0), "seen": ""})
+        group |= {name: facts[name] for name in told if name in facts}
+        if len(group["seen"]) < _MOST_SEEN:
+            group["seen"] = f"{group['seen']} {member.peer_id.short}".lstrip()
     return found
 
 

@@ -29,8 +29,8 @@ class Crowd:
             facts = {"step": step, "loss": round(loss + index / 50, 3), "items_per_s": 1900 + 90 * self.rng.random()}
             name = f"{index * 7 + 0xA0000000:08x}"
             peers[f"{name}/trainer"] = {"role": "trainer", "name": name, "state": "training", "facts": facts}
-        groups = {"group 5e1f09aa": {"listed": 4, "met_peers": 4, "averages": step // 10}}
-        groups["collaboration large"] = {"gathered": 37 * step % 4096, "target": 4096, "peers": "12 node"}
+        groups = {"group 5e1f09aa": {"peers": 4, "seen": "a0000007 a000000e a0000015 a000001c", "averages": step // 10}}
+        groups["collaboration large"] = {"peers": "12 node", "gathered": 37 * step % 4096, "target": 4096}
         news = [[12.5, "2 nodes joined"], [31.0, "node 00001fa4 left"]]
         return {"totals": self.totals(step), "peers": peers, "groups": groups, "news": news}
 

@@ -82,7 +82,7 @@ def test_records_become_states() -> None:
     assert states.is_over
     assert later["peers"]["node h:1"]["experts"] == {"a.0": [30, 10.0]}
     assert later["peers"]["node h:2"]["state"] == "killed"
-    assert later["groups"]["average"] == {"name": "averages", "averages": 1, "met_peers": 3, "peers_lost": 1}
+    assert later["groups"]["averages"] == {"averages": 1, "peers": 3, "peers_lost": 1}
     assert later["totals"]["validation_perplexity"] == 2.72
     assert later["totals"]["sent_mb"] == 2.0
     assert later["news"] == [[6.0, "node killed: node1 at h:2"]]

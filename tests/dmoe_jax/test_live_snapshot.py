@@ -69,9 +69,11 @@ def test_groups_are_those_who_met_and_collaborations() -> None:
     members += [member(3, "averager", group="trunk", averages=0)]
     members += [member(index, "collaborator", group="big", gathered=10 * index, target=100) for index in (4, 5)]
     groups = snapshot(reading(*members))["groups"]
-    assert groups["group 0badcafe"].items() >= {"listed": 2, "met_peers": 3, "averages": 6}.items()
-    assert groups["collaboration big"] == {"name": "big", "listed": 2, "gathered": 50, "target": 100}
+    assert groups["group 0badcafe"] == {"peers": 3, "seen": "00010001 00020002", "averages": 6}
+    assert groups["collaboration big"] == {"peers": 0, "seen": "00040004 00050005", "gathered": 50, "target": 100}
     assert len(groups) == 2
+    crowd = snapshot(reading(*[member(index, "averager", met="x") for index in range(500)]))["groups"]
+    assert len(crowd["group x"]["seen"]) < 80
 
 
 def test_news_tell_who_came_and_went() -> None:

@@ -121,7 +121,7 @@ export function showGroups(list, groups) {
   fillList(list, entries.length ? entries : [["nobody averages", {}]], (item, [key, group]) => {
     if (!item.firstChild) item.append(made("span"), made("span", "", { class: "aside" }), made("progress"));
     put(item.children[0], key);
-    const told = Object.entries(group).filter(([name, value]) => name !== "name" && short(value));
+    const told = Object.entries(group).filter(([, value]) => short(value));
     put(item.children[1], told.map(([name, value]) => ` ${words(name)} ${short(value)}`).join(","));
     const [gathered, target] = [numberOf(group, "gathered"), numberOf(group, "target")];
     item.children[2].hidden = !target;
