@@ -130,7 +130,10 @@ async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page], ma
     if isinstance(request, Answer):
         await _send(stream, request)
         return
-    answer = await _made(_page_of(request, pages), request)
+    page = _page_of(request, pages)
+    answer = await (_made(page, request) if request.method in _PLAIN else _made_unless_gone(stream, page, request))
+    if answer is None:
+        return
     if request.method == "HEAD":
         await _send(stream, answer, without_body=True)
     elif isinstance(answer.body, bytes):
@@ -220,6 +223,18 @@ async def _made(page: Page | None, request: Request) -> Answer:
     except Exception:
         _log.exception("the page %r could not be made", request.path)
         return Answer(b"the page could not be made; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+async def _made_unless_gone(stream: trio.SocketStream, page: Page | None, request: Request) -> Answer | None:
+    """The answer to a request that may be long work, which ends when the client leaves; then None."""
+    answer = None
+    try:
+        async with background_nursery() as nursery:
+            nursery.start_soon(_until_gone, stream)
+            answer = await _made(page, request)
+    except* (_Gone, trio.BrokenResourceError, trio.ClosedResourceError):
+        pass
+    return answer
 
 
 def _head(answer: Answer, *lines: str) -> bytes:

@@ -19,7 +19,7 @@ from dmoe_net.errors import NoQuorum
 from dmoe_net.transport.sim import Constant, HostDown, HostUp, run, simulate
 from tests.dmoe_jax.test_decoding import CASES, CONFIG
 
-VOCABULARY = Vocabulary((*(f"w{number}" for number in range(CONFIG.vocab_size - 1)), "<eos>"))
+VOCABULARY = Vocabulary((*(f"w{number}" for number in range(CONFIG.vocab_size - 1)), "<eos>"), is_tokenised=True)
 GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=1.5, seed=3)
 PROMPTS = ("w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11 w12 w13")
 ROUND_TRIP_S = 0.1
