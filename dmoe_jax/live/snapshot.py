@@ -194,13 +194,14 @@ def _groups(members: Sequence[Member]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for member in members:
         facts = {name: fact for name, value in member.info.items() if (fact := _fact(value)) is not None}
+        told = ["averages"]
         if member.role == "collaborator":
             key, told = (
                 f"collaboration {facts.get('group', '')}",
-                ("step", "gathered", "target", "samples_per_s", "peers"),
+                ["step", "gathered", "target", "samples_per_s", "peers"],
             )
         elif facts.get("met"):
-            key, told = f"group {facts['met']}", ("averages",)
+            key = f"group {facts['met']}"
         else:
             continue
         group = found.setdefault(key, {"peers": facts.get("met_peers", 0), "seen": ""})
