@@ -1,6 +1,5 @@
 """The page and its stream of events, as pages of a small HTTP server."""
 
-import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,7 +9,7 @@ from importlib.resources import files
 import trio
 
 from dmoe_jax.live.feeds import Feed
-from dmoe_jax.metrics.http_server import Answer, Page, Request, Send, open_http_server
+from dmoe_jax.metrics.http_server import Answer, Page, Request, Send, open_http_server, refusal_of_strangers
 from dmoe_net.identity import Address
 
 MAX_VIEWERS = 8
@@ -75,25 +74,6 @@ async def _events(feed: Feed, viewers: trio.Semaphore, request: Request) -> Answ
 
 
 async def _guarded(page: Page, host: str, request: Request) -> Answer:
-    """Answer a request that names this server as its host, and tell the browser what the page may do.
-
-    A site elsewhere can have its name resolved to this machine and would then read what we serve: its name is none of
-    ours.
-    """
-    if not _is_ours(request.headers.get("host", ""), host):
-        refusal = b"expected this server's address in the Host header\n"
-        return Answer(refusal, HTTPStatus.MISDIRECTED_REQUEST, headers=_HEADERS)
-    answer = await page(request)
+    """Answer a request that is meant for this server, and tell the browser what the page may do."""
+    answer = refusal_of_strangers(request, host) or await page(request)
     return answer._replace(headers=[*answer.headers, *_HEADERS])
-
-
-def _is_ours(named: str, host: str) -> bool:
-    """True if a Host header names an IP address, localhost, or the host that we serve at."""
-    name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
-    if name.lower() in ("localhost", host.lower()):
-        return True
-    try:
-        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True

@@ -5,6 +5,7 @@ what comes. A client costs at most a task, 8 KiB, the body that its page allows,
 the client leaves: one that closes its side of the connection has left.
 """
 
+import ipaddress
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -119,6 +120,35 @@ async def open_http_server(
         await nursery.start(trio.serve_listeners, serve, listeners)
         host, port = listeners[0].socket.getsockname()[:2]
         yield Address(host, port)
+
+
+def refusal_of_strangers(request: Request, host: str) -> Answer | None:
+    """The answer to a request that another site's page makes, or that is meant for another server; else None.
+
+    A site elsewhere can have its name resolved to this machine and would then read what we serve: its name, in the Host
+    header, is none of ours. A page of another site can send a request without that, and names its site as its origin.
+
+    Args:
+      host: at which we serve.
+    """
+    origin = request.headers.get("origin")
+    if not _is_ours(request.headers.get("host", ""), host):
+        return Answer(b"expected this server's address in the Host header\n", HTTPStatus.MISDIRECTED_REQUEST)
+    if origin is not None and not _is_ours(origin.rpartition("//")[2], host):
+        return Answer(b"expected a request of no other site's page\n", HTTPStatus.FORBIDDEN)
+    return None
+
+
+def _is_ours(named: str, host: str) -> bool:
+    """True if a Host header names an IP address, localhost, or the host that we serve at."""
+    name = named.rpartition(":")[0] if named.rpartition(":")[2].isdigit() else named
+    if name.lower() in ("localhost", host.lower()):
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page], max_body_bytes: int) -> None:

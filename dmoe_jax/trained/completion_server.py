@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 import trio
 
-from dmoe_jax.metrics.http_server import Answer, Page, Request, Send, open_http_server
+from dmoe_jax.metrics.http_server import Answer, Page, Request, Send, open_http_server, refusal_of_strangers
 from dmoe_jax.trained.completions import (
     STREAM_END,
     Answers,
@@ -51,8 +51,13 @@ async def open_completions(
     """
     served = _Served(model, name, limits, at_once)
     pages: dict[str, Page] = {"POST /v1/completions": served.complete, "/v1/models": served.models}
+    pages = {path: partial(_guarded, page, address.host) for path, page in pages.items()}
     async with open_http_server(address, pages, max_body_bytes=MAX_BODY_BYTES) as listening:
         yield listening
+
+
+async def _guarded(page: Page, host: str, request: Request) -> Answer:
+    return refusal_of_strangers(request, host) or await page(request)
 
 
 class _Served:
