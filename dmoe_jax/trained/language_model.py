@@ -170,6 +170,10 @@ class AsyncTrainedModel:
         return empty_memory(self.reader.decoder.config, rows)
 
 
+_OVERLAP = 8
+"""Tokens that are decoded again with each new one: how a token reads depends on those right before it."""
+
+
 class _Writing:
     """A prompt that is being continued."""
 
@@ -177,24 +181,33 @@ class _Writing:
         self.prompt = model.encode(prompt)
         self.is_over = False
         self._decode = model.vocabulary.decode
+        self._tail = self.prompt[-_OVERLAP:].tolist()
         self._ids: list[int] = []
         self._log_probs: list[float] = []
-        self._sent = self._decode(self.prompt.tolist())
-        self._prompt_length = len(self._sent)
+        self._pieces: list[str] = []
+        self._open = 0  # tokens at the end of the tail whose text is not complete
 
     def add(self, token: int, log_prob: float) -> str:
         """Add a token; return the text that it completes, which may be empty."""
         self._ids.append(token)
         self._log_probs.append(log_prob)
-        text = self._decode([*self.prompt.tolist(), *self._ids])
+        before, self._tail, self._open = (
+            self._tail[: len(self._tail) - self._open],
+            [*self._tail, token],
+            self._open + 1,
+        )
+        text = self._decode(self._tail)
         if text.endswith("\ufffd"):  # the first bytes of a character whose others are still to come
             return ""
-        piece, self._sent = text[len(self._sent) :], text
+        piece = text[len(self._decode(before)) :]
+        self._tail, self._open = self._tail[-_OVERLAP:], 0
+        self._pieces.append(piece)
         return piece
 
     def done(self) -> Generated:
         """Return the continuation."""
-        text = self._decode([*self.prompt.tolist(), *self._ids])[self._prompt_length :]
+        rest = self._decode(self._tail)[len(self._decode(self._tail[: len(self._tail) - self._open])) :]
+        text = "".join([*self._pieces, rest if self._open else ""])
         return Generated(text=text, ids=tuple(self._ids), log_probs=tuple(self._log_probs))
 
 

@@ -160,10 +160,8 @@ async def test_a_client_that_leaves_ends_its_completion() -> None:
         for streams in (False, True):
             async with await trio.open_tcp_stream(address.host, address.port) as stream:
                 await stream.send_all(post({**asked, "stream": streams}))
-                if streams:
+                if streams:  # else it leaves at once
                     assert b"200" in await stream.receive_some()
-                else:
-                    await trio.testing.wait_all_tasks_blocked(0.05)
             with trio.fail_after(120):  # it may compile
                 status, _ = await ask(address, post({**asked, "max_tokens": 1}))
             assert status == 200
