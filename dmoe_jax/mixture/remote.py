@@ -164,7 +164,8 @@ class RemoteMixture:
         indices, contacts = await self._caller.directory.beam_search(
             prefix, logits, k_best, bias=bias[0] if bias else None
         )
-        return await self._grouped(np.maximum(indices, 0).astype(np.int32), indices[..., 0] >= 0, contacts)
+        choice = self.grouped(np.maximum(indices, 0).astype(np.int32), indices[..., 0] >= 0, contacts)
+        return await self._with_traffic(choice)
 
     def check_scores(self, scores: Scores) -> None:
         """Raise RouterError unless the scores and their bias are numbers; see `check_finite`."""
@@ -180,10 +181,16 @@ class RemoteMixture:
             if not alive[coordinates]:
                 where = f"{coordinates} of {self.config.prefix}"
                 raise RouterError(f"router {self.router.name!r}: selected {where}, which is not alive")
-        return await self._grouped(np.asarray(indices, np.int32), mask, await self.living())
+        return await self._with_traffic(self.grouped(np.asarray(indices, np.int32), mask, await self.living()))
 
-    async def _grouped(self, indices: Array, mask: Array, contacts: Mapping[Coordinates, Contact]) -> Choice:
-        """One call for each distinct expert that has a contact; several of like size if one had too many rows."""
+    def grouped(self, indices: Array, mask: Array, contacts: Mapping[Coordinates, Contact]) -> Choice:
+        """The choice of these experts: a call for each distinct one that has a contact, several of like size if one had
+        too many rows.
+
+        Args:
+          indices: int32 [batch, slots, dims], coordinates. mask: bool [batch, slots], true for slots that are wanted.
+          contacts: the node to ask for each expert, as of `living`.
+        """
         places: dict[Coordinates, list[tuple[int, int]]] = {}
         for row, slot in np.argwhere(mask).tolist():
             places.setdefault(tuple(indices[row, slot].tolist()), []).append((row, slot))
@@ -193,13 +200,16 @@ class RemoteMixture:
                 uid = str(ExpertUid(self.config.prefix, coordinates))
                 rows, slots = np.array(pairs).T
                 calls += self._split(ExpertCall(uid=uid, contact=contacts[coordinates], rows=rows, slots=slots))
-        traffic = None
-        if self.router.heeds_traffic:
-            asked = np.zeros_like(mask)
-            for call in calls:
-                asked[call.rows, call.slots] = True
-            traffic = cast(Any, Traffic)(asked, await self._capacity())
-        return Choice(indices, tuple(calls), traffic)
+        return Choice(indices, tuple(calls))
+
+    async def _with_traffic(self, choice: Choice) -> Choice:
+        """The choice with what a router heeds of it, if it heeds anything."""
+        if not self.router.heeds_traffic:
+            return choice
+        asked = np.zeros(choice.indices.shape[:2], bool)
+        for call in choice.calls:
+            asked[call.rows, call.slots] = True
+        return choice._replace(traffic=cast(Any, Traffic)(asked, await self._capacity()))
 
     def _split(self, call: ExpertCall) -> list[ExpertCall]:
         """The call, or several of like size where it has more rows than its node takes in one, as far as is known."""
@@ -233,6 +243,14 @@ class RemoteMixture:
         Raises:
           NoQuorum, TooFewExperts: as `__call__`.
         """
+        outputs, answered, residual = await self.ask(choice, inputs, dropout_seed)
+        self._note_answers(answered, choice.calls, residual.answered)
+        return outputs, answered, residual
+
+    async def ask(
+        self, choice: Choice, inputs: Sequence[Array], dropout_seed: int | None = None
+    ) -> tuple[Array, Array, Residual]:
+        """Do as `forward`, whatever is not answered: for a caller who asks again."""
         spec, calls, asked = self.expert.output, choice.calls, self.statistics.asked
         for call in calls:
             asked[call.uid] = asked.get(call.uid, 0) + len(call.rows)
@@ -253,7 +271,6 @@ class RemoteMixture:
                 outputs[call.rows, call.slots] = answer.tensors[0]
                 answered[call.rows, call.slots] = True
                 residual.answered.append(replace(call, seen=answer.updates))
-        self._note_answers(answered, calls, residual.answered)
         return outputs, answered, residual
 
     async def backward(self, residual: Residual, output_grads: Array) -> tuple[Array | None, ...]:

@@ -15,8 +15,8 @@ from dmoe_jax.trained.readers import Reader
 ROWS = 16
 """Places from which a text is read side by side, as in the evaluations of `dmoe train`."""
 
-_MOST_SAMPLES = 128
-"""Segments that are read with one call of each layer's experts."""
+_MOST_TOKENS = 4096
+"""Tokens that are read with one call of each layer, at least a segment of each row."""
 
 RANKS = (100, 1_000, 10_000)
 """Bounds between words by how frequent they are in training: a word's id is its rank."""
@@ -84,7 +84,7 @@ async def evaluate_text(
     """
     decoder, config = reader.decoder, reader.decoder.config
     rows = min(rows, max(1, (ids.size - 1) // config.seq_len))
-    length = config.seq_len * max(1, min(_MOST_SAMPLES // rows, ids.size // (rows * config.seq_len)))
+    length = config.seq_len * max(1, min(_MOST_TOKENS, ids.size) // (rows * config.seq_len))
     batches = list(evaluation_segments(ids, batch_size=rows, seq_len=length))
     places = evaluation_segments(np.arange(ids.size), batch_size=rows, seq_len=length)
     memory, nll = empty_memory(config, rows), np.zeros(ids.size)

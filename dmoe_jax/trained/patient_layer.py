@@ -6,24 +6,29 @@ and those without an answer are asked again, wherever they live then, until pati
 """
 
 import logging
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import trio
 
-from dmoe_jax.directory.grid import ExpertUid
+from dmoe_jax.directory.grid import Coordinates, ExpertUid
 from dmoe_jax.machine.device import to_host
 from dmoe_jax.mixture.remote import MAX_WATCHED_CELLS, RemoteMixture, mix_segment, select_program
 from dmoe_jax.routing.base import Scores
 from dmoe_jax.trained.decoding import Asked, Run
 from dmoe_net.errors import NoQuorum
+from dmoe_net.identity import Contact
 from dmoe_net.types import Array
 
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 """Pauses before experts are asked again: each twice as long as the one before."""
+_MOST_SAMPLES, _MOST_BYTES = 512, 32 << 20
+"""Samples that are sent at once, and their bytes: nodes have no room for many more."""
 
 
 class PatientLayer:
@@ -68,20 +73,35 @@ class PatientLayer:
 
     async def _chosen(self, scores: Scores, inputs: Any, wanted: Any) -> tuple[Array, Array, Array]:
         """(indices, mask, outputs) of the experts that are chosen among those that were ever seen alive."""
+        most = max(1, min(_MOST_SAMPLES, _MOST_BYTES * len(inputs[0]) // max(1, inputs[0].nbytes)))
+        spec = self._mixture.expert.output
         while True:
+            contacts = await self._living()
             indices, mask = await self._choose(scores, wanted)
-            outputs, answered = None, np.zeros_like(mask)
-            with trio.move_on_after(self._patience_s):
-                for pause_s in _pauses():
-                    choice = await self._mixture.choose_selected(indices, mask & ~answered, self._seen)
-                    new, is_new, _ = await self._mixture.forward(choice, inputs)
-                    outputs = new if outputs is None else np.where(_beside(is_new, new), new, outputs)
-                    answered |= is_new
-                    if np.array_equal(answered, mask):
-                        return indices, mask, outputs
-                    self.asked_again += 1
-                    await trio.sleep(pause_s)
+            outputs, answered = np.zeros((*mask.shape, *spec.shape), spec.dtype), np.zeros_like(mask)
+            with trio.move_on_after(self._patience_s) as waiting:
+                pauses = _pauses()
+                while (missing := mask & ~answered).any():
+                    part = _first_rows(missing, most)
+                    choice = self._mixture.grouped(indices, part, contacts)
+                    new, is_new, _ = await self._mixture.ask(choice, inputs)
+                    outputs[is_new], answered = new[is_new], answered | is_new
+                    if (part & ~answered).any():
+                        self.asked_again += 1
+                        await trio.sleep(next(pauses))
+                        contacts = await self._living()
+                    else:
+                        pauses, waiting.deadline = _pauses(), trio.current_time() + self._patience_s
+            if np.array_equal(answered, mask):
+                return indices, mask, outputs
             self._give_up(indices[mask & ~answered])
+
+    async def _living(self) -> dict[Coordinates, Contact]:
+        """The experts that are alive now, which are noted."""
+        contacts = await self._mixture.living()
+        for coordinates in contacts:
+            self._seen[coordinates] = True
+        return contacts
 
     async def _choose(self, scores: Scores, wanted: Any) -> tuple[Array, Array]:
         """Coordinates [samples, slots, dims] and mask [samples, slots] of the experts for all samples that are wanted.
@@ -90,11 +110,10 @@ class PatientLayer:
           NoQuorum: there is no expert to choose from.
         """
         mixture, now = self._mixture, trio.current_time()
-        self._seen |= await mixture.alive()
         self._seen &= self._given_up <= now
         if not self._seen.any():
             raise NoQuorum(f"layer {mixture.config.prefix!r}: no expert has answered for {self._patience_s:g} s")
-        indices, mask = await to_host(mixture.device, await self._run(self._select, scores, self._seen))
+        indices, mask = await to_host(mixture.device, await self._run(self._select, scores, self._seen.copy()))
         return indices, mask.copy() if wanted is None else mask & wanted[:, None]
 
     def _give_up(self, coordinates: Array) -> None:
@@ -114,7 +133,7 @@ class PatientLayer:
             asked = np.zeros(choice.indices.shape[:2], bool)
             for call in choice.calls:
                 asked[call.rows, call.slots] = True
-            outputs, answered, _ = await self._mixture.forward(choice, inputs)
+            outputs, answered, _ = await self._mixture.ask(choice, inputs)
             if asked.any(axis=1).all() and np.array_equal(asked, answered):
                 return choice.indices, answered, outputs
             self.asked_again += 1
@@ -122,7 +141,7 @@ class PatientLayer:
         raise NoQuorum(f"layer {self._mixture.config.prefix!r}: no expert has answered for {self._patience_s:g} s")
 
 
-def _pauses(most_s: float = float("inf")) -> Any:
+def _pauses(most_s: float = math.inf) -> Iterator[float]:
     """Seconds to wait after each attempt; their sum stays below `most_s`."""
     pause_s, total_s = _FIRST_PAUSE_S, 0.0
     while total_s < most_s:
@@ -131,6 +150,9 @@ def _pauses(most_s: float = float("inf")) -> Any:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _beside(mask: Array, outputs: Array) -> Array:
-    """The mask of slots [samples, slots] in a shape that goes with their outputs."""
-    return mask.reshape(*mask.shape, *(1,) * (outputs.ndim - 2))
+def _first_rows(mask: Array, most: int) -> Array:
+    """The mask for the first rows that have anything in it, at most so many rows further."""
+    first = int(np.flatnonzero(mask.any(axis=1))[0])
+    part = np.zeros_like(mask)
+    part[first : first + most] = mask[first : first + most]
+    return part
