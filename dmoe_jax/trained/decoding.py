@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.remembered import remembered
+from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import attention_segment, expert_inputs, router_ids, routing_features, segments
 from dmoe_jax.models.trunk import LayerMemory, Memory, token_nll, word_log_probs
@@ -77,12 +78,25 @@ class Asked(NamedTuple):
       inputs: the experts' inputs, [samples, ...].
       wanted: bool [samples], False for padding, whose output is of no meaning; None: all are wanted.
       at: int32 [samples], the one position of an expert's output that is wanted; None: all are.
+      chosen: (indices [samples, slots, dims], mask [samples, slots]) of the experts, where it is known who may be
+        chosen; else None.
     """
 
     scores: Scores
     inputs: tuple[Any, ...]
     wanted: Bool[Array, " samples"] | None = None
     at: Int[Array, " samples"] | None = None
+    chosen: tuple[Any, Any] | None = None
+
+
+class Unmixed(NamedTuple):
+    """Outputs of experts, which the next program mixes: arguments of `mixture.remote.mix_segment`."""
+
+    scores: Scores
+    indices: Any
+    mask: Any
+    outputs: Any
+    x: Any
 
 
 Tokens = Int[Array, "B T"] | Int[np.ndarray, "B T"]
@@ -97,8 +111,12 @@ Alive = Bool[Array, "layers *grid"] | Bool[np.ndarray, "layers *grid"]
 class Mix(Protocol):
     """The mixtures of a model, wherever their experts live."""
 
-    async def __call__(self, layer: int, asked: Asked) -> Array:
-        """Return the mixed outputs of a layer: [samples, ...]; with `at`, [samples, 1, d_model]."""
+    async def alive(self, layer: int) -> Any:
+        """Return bool [*grid], true for experts that may be chosen; None if they are not chosen from a whole grid."""
+        ...
+
+    async def __call__(self, layer: int, asked: Asked) -> Array | Unmixed:
+        """Return the outputs of a layer: [samples, ...]; with `at`, [samples, 1, d_model]."""
         ...
 
 
@@ -125,14 +143,11 @@ class Decoder:
         self.states_kept = config.mem_len + config.seq_len - 1
         self._embed = jax.jit(segments(config, router).embed)
         self._segments_asked = jax.jit(self._ask_for_segments)
+        self._finished = jax.jit(lambda hidden, tokens: self._mixed(hidden).reshape(*tokens.shape, -1))
+        self._first_asked = jax.jit(self._ask_for_first)
         self._word_asked = jax.jit(self._ask_for_word)
-        self._word_begun = jax.jit(self._begin_word)
-        self.log_probs = jax.jit(lambda trunk, hidden: word_log_probs(trunk["embed"], trunk["head"], hidden, config))
+        self.log_probs = jax.jit(self._log_probs)
         """(trunk, hidden [..., d_model]) -> log-probability of each word [..., vocab], nats."""
-        self.log_probs_at = jax.jit(
-            lambda trunk, hidden, places: self.log_probs(trunk, _taken(hidden, places[:, None])[:, 0])
-        )
-        """(trunk, hidden [B, T, d_model], places [B]) -> those after one word of each sequence, [B, vocab]."""
         self.nll = jax.jit(
             lambda trunk, hidden, targets: token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
         )
@@ -140,7 +155,8 @@ class Decoder:
         self.memory_after = jax.jit(self._last_states)
         """(memory, entered) -> memory of the segments that follow."""
         self.state_after = jax.jit(self._kept_states)
-        """(what was read from an empty memory, tokens [B, T], lengths [B]) -> `ReadSoFar`."""
+        """(what was read from an empty memory, tokens [B, T], lengths [B]) -> (`ReadSoFar`, the output of the last layer
+        for the last word of each sequence, [B, 1, d_model])."""
 
     async def read_segments(
         self, run: Run, mix: Mix, trunk: PyTree, memory: Memory, tokens: Tokens, lengths: Each
@@ -153,32 +169,49 @@ class Decoder:
         """
         hidden, entered, features = await run(self._embed, trunk["embed"], tokens), [], []
         for layer, before in enumerate(memory):
-            hidden = hidden.reshape(*tokens.shape, -1)
-            entered.append(hidden)
-            params = _layer_params(trunk, layer)
-            asked, own = await run(self._segments_asked, params, hidden, before, tokens, lengths)
+            text = (tokens, lengths, await mix.alive(layer))
+            asked, states, own = await run(self._segments_asked, _layer_params(trunk, layer), hidden, before, *text)
+            entered.append(states)
             features.append(own)
             hidden = await mix(layer, asked)
-        return SegmentsRead(hidden.reshape(*tokens.shape, -1), tuple(entered), tuple(features))
+        return SegmentsRead(await run(self._finished, hidden, tokens), tuple(entered), tuple(features))
 
     async def read_word(
         self, run: Run, mix: Mix, trunk: PyTree, state: ReadSoFar, tokens: Each
-    ) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
-        """Read one word of each sequence; return the log-probabilities of the next, and what was read with it."""
-        hidden, state, (filled, place) = await run(self._word_begun, trunk["embed"], state, tokens)
-        layers = []
-        for layer, before in enumerate(state.layers):
-            hidden = hidden.reshape(len(tokens), 1, -1)
-            asked, kept = await run(self._word_asked, _layer_params(trunk, layer), hidden, state, before, tokens)
+    ) -> tuple[Array | Unmixed, ReadSoFar]:
+        """Read one word of each sequence; return the last layer's output, for `last`, and what was read with it."""
+        params, alive = _layer_params(trunk, 0), await mix.alive(0)
+        asked, kept, state, behind = await run(self._first_asked, trunk["embed"], params, state, tokens, alive)
+        layers, hidden = [kept], await mix(0, asked)
+        for layer, before in enumerate(state.layers[1:], start=1):
+            word = (state, before, tokens, await mix.alive(layer))
+            asked, kept = await run(self._word_asked, _layer_params(trunk, layer), hidden, *word)
             layers.append(kept)
             hidden = await mix(layer, asked)
-        log_probs = await run(self.log_probs, trunk, hidden.reshape(len(tokens), -1))
-        return log_probs, ReadSoFar(tuple(layers), filled, place, state.first)
+        filled, place = behind
+        return hidden, ReadSoFar(tuple(layers), filled, place, state.first)
+
+    def last(self, hidden: Array | Unmixed) -> Float[Array, "B d_model"]:
+        """The output of the last layer for one word of each sequence; traced."""
+        mixed = self._mixed(hidden)
+        return mixed.reshape(len(mixed), -1)
+
+    def _log_probs(self, trunk: PyTree, hidden: Array) -> Array:
+        return word_log_probs(trunk["embed"], trunk["head"], hidden, self.config)
+
+    def _mixed(self, hidden: Any) -> Array:
+        return mix_segment(self.router)(*hidden)[0] if isinstance(hidden, Unmixed) else hidden
+
+    def _asked(self, alive: Any, scores: Scores, inputs: Any, **more: Any) -> Asked:
+        chosen = None if alive is None else self.router.select(scores, self.config.k_best, alive)
+        return Asked(scores, inputs, chosen=chosen, **more)
 
     def _ask_for_segments(
-        self, params: tuple[PyTree, PyTree], hidden: Array, before: LayerMemory, tokens: Array, lengths: Array
-    ) -> tuple[Asked, Array]:
-        config, (batch, total, width) = self.config, hidden.shape
+        self, params: tuple[PyTree, PyTree], hidden: Any, before: LayerMemory, tokens: Array, lengths: Array, alive: Any
+    ) -> tuple[Asked, Array, Array]:
+        """(what the layer's experts are asked, the states that entered it, what its segments are routed by)."""
+        config, entered = self.config, self._mixed(hidden).reshape(*tokens.shape, -1)
+        hidden, (batch, total, width) = entered, entered.shape
         count, size = total // config.seq_len, config.seq_len
         slots = np.arange(count)[:, None] * size + np.arange(config.mem_len)
         states = jnp.concatenate([before.states, hidden], axis=1)[:, slots]
@@ -189,17 +222,29 @@ class Decoder:
         if config.routes_tokens:
             rows = attention_segment(config)(params[1], hidden.reshape(-1, width), memory)
             wanted = (jnp.arange(total) < lengths[:, None]).reshape(-1)
-            asked = Asked(score(self.router, params[0], rows, ids=ids), expert_inputs(config, rows, memory), wanted)
-            return asked, jnp.zeros((batch, count, 0))
+            scores, inputs = score(self.router, params[0], rows, ids=ids), expert_inputs(config, rows, memory)
+            return self._asked(alive, scores, inputs, wanted=wanted), entered, jnp.zeros((batch, count, 0))
         features = routing_features(hidden, memory.states, memory.mask)
         wanted = (jnp.arange(count) * size < lengths[:, None]).reshape(-1)
-        asked = Asked(score(self.router, params[0], features, ids=ids), expert_inputs(config, hidden, memory), wanted)
-        return asked, features.reshape(batch, count, width)
+        scores, inputs = score(self.router, params[0], features, ids=ids), expert_inputs(config, hidden, memory)
+        return self._asked(alive, scores, inputs, wanted=wanted), entered, features.reshape(batch, count, width)
+
+    def _ask_for_first(
+        self, embed: PyTree, params: tuple[PyTree, PyTree], state: ReadSoFar, tokens: Array, alive: Any
+    ) -> tuple[Asked, Kept, ReadSoFar, tuple[Array, Array]]:
+        """(as of `_ask_for_word` for the first layer, the state with its segment's first word, `filled` and `place`
+        behind the word)."""
+        state = state._replace(first=jnp.where(state.place == 0, tokens, state.first))
+        behind = jnp.minimum(state.filled + 1, self.states_kept), (state.place + 1) % self.config.seq_len
+        hidden = self._embed(embed, tokens[:, None])
+        return *self._ask_for_word(params, hidden, state, state.layers[0], tokens, alive), state, behind
 
     def _ask_for_word(
-        self, params: tuple[PyTree, PyTree], hidden: Array, state: ReadSoFar, kept: Kept, tokens: Array
+        self, params: tuple[PyTree, PyTree], hidden: Any, state: ReadSoFar, kept: Kept, tokens: Array, alive: Any
     ) -> tuple[Asked, Kept]:
+        """(what the layer's experts are asked, the layer's memory with this word)."""
         config, place = self.config, state.place[:, None]
+        hidden = self._mixed(hidden).reshape(len(tokens), 1, -1)
         age = jnp.arange(self.states_kept, 0, -1)[None]  # the newest state has age 1
         is_filled = age <= state.filled[:, None]
         states = jnp.concatenate([kept.states, hidden], axis=1)[:, 1:]
@@ -208,15 +253,15 @@ class Decoder:
         past = LayerMemory(kept.states, seen)
         if config.routes_tokens:
             rows = attention_segment(config)(params[1], hidden.reshape(len(tokens), -1), past)
-            asked = Asked(score(self.router, params[0], rows, ids=tokens), expert_inputs(config, rows, past))
-            return asked, Kept(states, kept.features)
+            scores, inputs = score(self.router, params[0], rows, ids=tokens), expert_inputs(config, rows, past)
+            return self._asked(alive, scores, inputs), Kept(states, kept.features)
         memory_mask = is_filled & (age > place) & (age <= place + config.mem_len)
         features = jnp.where(place == 0, routing_features(hidden, kept.states, memory_mask), kept.features)
         scores = score(self.router, params[0], features, ids=state.first)
         if not self.whole_segments:
-            return Asked(scores, expert_inputs(config, hidden, past)), Kept(states, features)
+            return self._asked(alive, scores, expert_inputs(config, hidden, past)), Kept(states, features)
         inputs = expert_inputs(config, *self._whole_segment(hidden, state, kept))
-        return Asked(scores, inputs, at=state.place), Kept(states, features)
+        return self._asked(alive, scores, inputs, at=state.place), Kept(states, features)
 
     def _whole_segment(self, hidden: Array, state: ReadSoFar, kept: Kept) -> tuple[Array, LayerMemory]:
         """The segment at hand as far as it was read, zeros behind, and the memory before it."""
@@ -229,14 +274,6 @@ class Decoder:
         segment = jnp.where((positions == place)[..., None], hidden, own)
         return segment, LayerMemory(memory, memory_age <= state.filled[:, None])
 
-    def _begin_word(
-        self, embed: PyTree, state: ReadSoFar, tokens: Array
-    ) -> tuple[Array, ReadSoFar, tuple[Array, Array]]:
-        """(the word's vector, the state with the first word of its segment, `filled` and `place` behind it)."""
-        state = state._replace(first=jnp.where(state.place == 0, tokens, state.first))
-        behind = jnp.minimum(state.filled + 1, self.states_kept), (state.place + 1) % self.config.seq_len
-        return self._embed(embed, tokens[:, None]), state, behind
-
     def _last_states(self, memory: Memory, entered: Sequence[Array]) -> Memory:
         def last(before: LayerMemory, states: Array) -> LayerMemory:
             mask = jnp.concatenate([before.mask, jnp.ones(states.shape[:2], bool)], axis=1)
@@ -245,7 +282,7 @@ class Decoder:
 
         return tuple(map(last, memory, entered))
 
-    def _kept_states(self, read: SegmentsRead, tokens: Array, lengths: Array) -> ReadSoFar:
+    def _kept_states(self, read: SegmentsRead, tokens: Array, lengths: Array) -> tuple[ReadSoFar, Array]:
         size, length = self.config.seq_len, self.states_kept
         count = read.features[0].shape[1]
         segment = jnp.minimum(lengths // size, count - 1)
@@ -255,7 +292,8 @@ class Decoder:
             states = _taken(padded, lengths[:, None] + np.arange(length))
             layers.append(Kept(states, _taken(features, segment[:, None])[:, 0]))
         first = jnp.take_along_axis(tokens, segment[:, None] * size, axis=1)[:, 0]
-        return ReadSoFar(tuple(layers), jnp.minimum(lengths, length), lengths % size, first)
+        state = ReadSoFar(tuple(layers), jnp.minimum(lengths, length), lengths % size, first)
+        return state, _taken(read.hidden, lengths[:, None] - 1)
 
 
 def _taken(states: Array, places: Array) -> Array:

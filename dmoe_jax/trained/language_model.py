@@ -6,8 +6,10 @@ were saved, or those of a living swarm.
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -16,7 +18,7 @@ from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trained.decoding import Alive, Tokens
+from dmoe_jax.trained.decoding import Alive, Decoder, Tokens
 from dmoe_jax.trained.evaluation import ROWS, TextEvaluation, evaluate_text
 from dmoe_jax.trained.readers import LocalReader, Reader, SwarmReader, ThreadReader, pure_log_probs, without_waiting
 from dmoe_jax.trained.sampling import row_keys, sample
@@ -142,16 +144,16 @@ class AsyncTrainedModel:
         keys = row_keys(sampling.seed, range(first, first + count))
         tokens, lengths = _in_segments([text.prompt for text in texts], decoder.config.seq_len)
         read = await reader.read_segments(self._empty(count), tokens, lengths)
-        state = await reader.run(decoder.state_after, read, tokens, lengths)
-        log_probs: Any = await reader.run(decoder.log_probs_at, reader.trunk, read.hidden, lengths - 1)
+        state, hidden = await reader.run(decoder.state_after, read, tokens, lengths)
         for step in range(words):
-            drawn, likely = await reader.run(sample, sampling, log_probs, keys, np.int32(step))
+            draw = (decoder, sampling, reader.trunk, hidden, keys, np.int32(step))
+            drawn, likely = await reader.run(_drawn, *draw)
             for number, (text, token, log_prob) in enumerate(zip(texts, drawn.tolist(), likely.tolist(), strict=True)):
                 if not text.is_over and (piece := text.add(token, log_prob)):
                     text.is_over = on_piece(first + number, piece) is True
             if step == words - 1 or all(text.is_over for text in texts):
                 break
-            log_probs, state = await reader.read_word(state, drawn)
+            hidden, state = await reader.read_word(state, drawn)
 
     def encode(self, text: Text) -> Int[np.ndarray, " tokens"]:
         """Ids of a text; the token that ends a line for an empty one.
@@ -168,6 +170,12 @@ class AsyncTrainedModel:
 
     def _empty(self, rows: int) -> Memory:
         return empty_memory(self.reader.decoder.config, rows)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _drawn(decoder: Decoder, sampling: Sampling, trunk: PyTree, hidden: Any, keys: Any, step: Any) -> Any:
+    """The next word of each sequence and its log-probability: see `sample`."""
+    return sample(sampling, decoder.log_probs(trunk, decoder.last(hidden)), keys, step)
 
 
 _OVERLAP = 8

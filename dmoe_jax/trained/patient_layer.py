@@ -10,15 +10,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import trio
 
 from dmoe_jax.directory.grid import Coordinates, ExpertUid
 from dmoe_jax.machine.device import to_host
-from dmoe_jax.mixture.remote import MAX_WATCHED_CELLS, RemoteMixture, mix_segment, select_program
+from dmoe_jax.mixture.remote import MAX_WATCHED_CELLS, RemoteMixture, select_program
 from dmoe_jax.routing.base import Scores
-from dmoe_jax.trained.decoding import Asked, Run
+from dmoe_jax.trained.decoding import Asked, Run, Unmixed
 from dmoe_net.errors import NoQuorum
 from dmoe_net.identity import Contact
 from dmoe_net.types import Array
@@ -45,7 +44,6 @@ class PatientLayer:
 
     def __init__(self, mixture: RemoteMixture, run: Run, *, patience_s: float) -> None:
         self._mixture, self._run, self._patience_s = mixture, run, patience_s
-        self._mix = jax.jit(mix_segment(mixture.router))
         self._select = select_program(mixture.router, mixture.config.k_best)
         self._seen = np.zeros(mixture.router.grid_size, bool)
         self._given_up = np.full(mixture.router.grid_size, -np.inf)  # until when
@@ -54,37 +52,54 @@ class PatientLayer:
         self.replaced = 0
         """Number of times that a word went on with other experts than those that were chosen."""
 
-    async def __call__(self, asked: Asked) -> Any:
-        """Return the mixed outputs: see `Mix`.
+    async def alive(self) -> Array | None:
+        """Return bool [*grid], true for experts that may be chosen now: those that were ever seen alive, but for those
+        that have been given up; None for a grid that is not known as a whole.
+
+        Raises:
+          NoQuorum: there is none.
+        """
+        if self._seen.size > MAX_WATCHED_CELLS:
+            return None
+        await self._living()
+        self._seen &= self._given_up <= trio.current_time()
+        if not self._seen.any():
+            prefix = self._mixture.config.prefix
+            raise NoQuorum(f"layer {prefix!r}: no expert has answered for {self._patience_s:g} s")
+        return self._seen.copy()
+
+    async def __call__(self, asked: Asked) -> Unmixed:
+        """Return what the experts answered: see `Mix`.
 
         Raises:
           NoQuorum: experts were chosen of which none answers. RouterError: the scores are not numbers.
         """
-        scores, inputs, wanted, at = await to_host(self._mixture.device, tuple(asked))
+        scores, inputs, wanted, at, chosen = await to_host(self._mixture.device, tuple(asked))
         self._mixture.check_scores(scores)
-        answers = self._chosen if self._seen.size <= MAX_WATCHED_CELLS else self._searched
-        indices, mask, outputs = await answers(scores, inputs, wanted)
+        if chosen is None:
+            indices, mask, outputs = await self._searched(scores, inputs)
+        else:
+            indices, mask, outputs = await self._chosen(scores, inputs, wanted, *chosen)
         x = inputs[0]
         if at is not None:
             rows = np.arange(len(at))
             outputs, x = outputs[rows, :, at][:, :, None], x[rows, at][:, None]
-        mixed, _ = await self._run(self._mix, scores, indices, mask, outputs, x)
-        return mixed
+        return Unmixed(scores, indices, mask, outputs, x)
 
-    async def _chosen(self, scores: Scores, inputs: Any, wanted: Any) -> tuple[Array, Array, Array]:
-        """(indices, mask, outputs) of the experts that are chosen among those that were ever seen alive."""
+    async def _chosen(
+        self, scores: Scores, inputs: Any, wanted: Any, indices: Array, mask: Array
+    ) -> tuple[Array, Array, Array]:
+        """(indices, mask, outputs) of the experts that were chosen, or in the end of others."""
         most = max(1, min(_MOST_SAMPLES, _MOST_BYTES * len(inputs[0]) // max(1, inputs[0].nbytes)))
         spec = self._mixture.expert.output
         while True:
-            contacts = await self._living()
-            indices, mask = await self._choose(scores, wanted)
+            contacts, mask = await self._living(), mask if wanted is None else mask & wanted[:, None]
             outputs, answered = np.zeros((*mask.shape, *spec.shape), spec.dtype), np.zeros_like(mask)
             with trio.move_on_after(self._patience_s) as waiting:
                 pauses = _pauses()
                 while (missing := mask & ~answered).any():
                     part = _first_rows(missing, most)
-                    choice = self._mixture.grouped(indices, part, contacts)
-                    new, is_new, _ = await self._mixture.ask(choice, inputs)
+                    new, is_new, _ = await self._mixture.ask(self._mixture.grouped(indices, part, contacts), inputs)
                     outputs[is_new], answered = new[is_new], answered | is_new
                     if (part & ~answered).any():
                         self.asked_again += 1
@@ -95,6 +110,9 @@ class PatientLayer:
             if np.array_equal(answered, mask):
                 return indices, mask, outputs
             self._give_up(indices[mask & ~answered])
+            indices, mask = await to_host(
+                self._mixture.device, await self._run(self._select, scores, await self.alive())
+            )
 
     async def _living(self) -> dict[Coordinates, Contact]:
         """The experts that are alive now, which are noted."""
@@ -102,19 +120,6 @@ class PatientLayer:
         for coordinates in contacts:
             self._seen[coordinates] = True
         return contacts
-
-    async def _choose(self, scores: Scores, wanted: Any) -> tuple[Array, Array]:
-        """Coordinates [samples, slots, dims] and mask [samples, slots] of the experts for all samples that are wanted.
-
-        Raises:
-          NoQuorum: there is no expert to choose from.
-        """
-        mixture, now = self._mixture, trio.current_time()
-        self._seen &= self._given_up <= now
-        if not self._seen.any():
-            raise NoQuorum(f"layer {mixture.config.prefix!r}: no expert has answered for {self._patience_s:g} s")
-        indices, mask = await to_host(mixture.device, await self._run(self._select, scores, self._seen.copy()))
-        return indices, mask.copy() if wanted is None else mask & wanted[:, None]
 
     def _give_up(self, coordinates: Array) -> None:
         """Do without these experts until patience has passed once more."""
@@ -125,9 +130,8 @@ class PatientLayer:
         names = ", ".join(str(ExpertUid(self._mixture.config.prefix, cell)) for cell in sorted(cells))
         logger.warning("%s did not answer for %g s; the text goes on with other experts", names, self._patience_s)
 
-    async def _searched(self, scores: Scores, inputs: Any, wanted: Any) -> tuple[Array, Array, Array]:
+    async def _searched(self, scores: Scores, inputs: Any) -> tuple[Array, Array, Array]:
         """(indices, mask, outputs) of the best living experts, by beam search, anew until all have answered."""
-        del wanted  # padding is rare here, and what it costs is a few rows
         for pause_s in _pauses(most_s=self._patience_s):
             choice = await self._mixture.choose(scores)
             asked = np.zeros(choice.indices.shape[:2], bool)

@@ -21,7 +21,17 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.layers import MixtureMaker, dmoe_layer
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
-from dmoe_jax.trained.decoding import Alive, Asked, Decoder, Each, Mix, ReadSoFar, SegmentsRead, Tokens, make_decoder
+from dmoe_jax.trained.decoding import (
+    Alive,
+    Asked,
+    Decoder,
+    Each,
+    ReadSoFar,
+    SegmentsRead,
+    Tokens,
+    Unmixed,
+    make_decoder,
+)
 from dmoe_jax.trained.patient_layer import PatientLayer
 
 T = TypeVar("T")
@@ -41,7 +51,7 @@ class Reader(Protocol):
         """Read whole segments: see `Decoder.read_segments`."""
         ...
 
-    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
+    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
         """Read a word: see `Decoder.read_word`."""
         ...
 
@@ -85,7 +95,7 @@ class LocalReader:
     async def read_segments(self, memory: Memory, tokens: Tokens, lengths: Each) -> SegmentsRead:
         return self._read_segments(self.trunk, self._experts, self._alive, memory, tokens, lengths)
 
-    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
+    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
         return self._read_word(self.trunk, self._experts, self._alive, state, tokens)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -102,21 +112,24 @@ def _local_programs(decoder: Decoder) -> tuple[Callable[..., Any], Callable[...,
 
     def program(read: Callable[..., Any]) -> Callable[..., Any]:
         def traced(trunk: PyTree, experts: Sequence[PyTree], alive: Any, *args: Any) -> Any:
-            return without_waiting(read(_at_once, _local_mix(decoder, experts, alive), trunk, *args))
+            return without_waiting(read(_at_once, _LocalMix(decoder, experts, alive), trunk, *args))
 
         return jax.jit(traced)
 
     return program(decoder.read_segments), program(decoder.read_word)
 
 
-def _local_mix(decoder: Decoder, experts: Sequence[PyTree], alive: Any) -> Mix:
-    config, expert = decoder.config, decoder.config.expert()
+class _LocalMix:
+    def __init__(self, decoder: Decoder, experts: Sequence[PyTree], alive: Any) -> None:
+        self._decoder, self._experts, self._alive = decoder, experts, alive
 
-    async def mix(layer: int, asked: Asked) -> Array:
-        inputs, own = map(jnp.asarray, asked.inputs), None if alive is None else alive[layer]
-        return dmoe_layer(expert, experts[layer], decoder.router, config.k_best, asked.scores, own, *inputs)[0]
+    async def alive(self, layer: int) -> None:
+        return None  # `dmoe_layer` chooses by itself
 
-    return mix
+    async def __call__(self, layer: int, asked: Asked) -> Array:
+        config, own = self._decoder.config, None if self._alive is None else self._alive[layer]
+        expert, params, inputs = config.expert(), self._experts[layer], map(jnp.asarray, asked.inputs)
+        return dmoe_layer(expert, params, self._decoder.router, config.k_best, asked.scores, own, *inputs)[0]
 
 
 def pure_log_probs(
@@ -130,7 +143,7 @@ def pure_log_probs(
     """Log-probability of every word after each of `tokens`, nats, to be jitted and differentiated by the caller."""
     decoder, (batch, length) = make_decoder(config, router), tokens.shape
     padded = jnp.pad(tokens, ((0, 0), (0, -length % config.seq_len)))
-    mix, lengths = _local_mix(decoder, experts, alive), jnp.full(batch, length)
+    mix, lengths = _LocalMix(decoder, experts, alive), jnp.full(batch, length)
     read = without_waiting(decoder.read_segments(_at_once, mix, trunk, empty_memory(config, batch), padded, lengths))
     return decoder.log_probs(trunk, read.hidden[:, :length])
 
@@ -147,7 +160,7 @@ class ThreadReader:
     async def read_segments(self, memory: Memory, tokens: Tokens, lengths: Each) -> SegmentsRead:
         return await _in_thread(self._reader.read_segments, memory, tokens, lengths)
 
-    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
+    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
         return await _in_thread(self._reader.read_word, state, tokens)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -184,6 +197,7 @@ class SwarmReader:
             for layer in range(config.num_layers)
         )
         self.layers = tuple(PatientLayer(mixture, self._run, patience_s=patience_s) for mixture in self.mixtures)
+        self._mix = _SwarmMix(self.layers)
         self._device: Device = self.mixtures[0].device
         self._compiled: set[Any] = set()
         self._is_checked = False
@@ -195,7 +209,7 @@ class SwarmReader:
             self._is_checked = True
         return await self.decoder.read_segments(self._run, self._mix, self.trunk, memory, tokens, lengths)
 
-    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Float[Array, "B vocab"], ReadSoFar]:
+    async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
         return await self.decoder.read_word(self._run, self._mix, self.trunk, state, tokens)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -209,5 +223,13 @@ class SwarmReader:
         self._compiled.add((function, shapes))
         return result
 
-    async def _mix(self, layer: int, asked: Asked) -> Array:
-        return await self.layers[layer](asked)
+
+class _SwarmMix:
+    def __init__(self, layers: Sequence[PatientLayer]) -> None:
+        self._layers = layers
+
+    async def alive(self, layer: int) -> Any:
+        return await self._layers[layer].alive()
+
+    async def __call__(self, layer: int, asked: Asked) -> Unmixed:
+        return await self._layers[layer](asked)

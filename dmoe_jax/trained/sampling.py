@@ -24,16 +24,18 @@ LogProbs = Float[Array, "rows vocab"] | Float[np.ndarray, "rows vocab"]
 
 
 def sample(
-    sampling: Sampling, log_probs: LogProbs, keys: UInt32[np.ndarray, "rows 2"], step: int | np.int32
+    sampling: Sampling, log_probs: LogProbs, keys: Any, step: Any
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
     """Draw a word of each row.
 
     Args:
-      log_probs: normalised, nats. keys: of `row_keys`. step: number of the word, so that each has chance of its own.
+      log_probs: normalised, nats.
+      keys: of `row_keys`, uint32 [rows, 2].
+      step: int32, number of the word, so that each has chance of its own.
 
     Returns: (the words; their log-probabilities under the model, before any restriction).
     """
-    return _sample(sampling.temperature, sampling.top_k, sampling.top_p, log_probs, keys, np.int32(step))
+    return _sample(sampling.temperature, sampling.top_k, sampling.top_p, log_probs, keys, step)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
