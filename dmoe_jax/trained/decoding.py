@@ -155,7 +155,7 @@ class Decoder:
         self.memory_after = jax.jit(self._last_states)
         """(memory, entered) -> memory of the segments that follow."""
         self.state_after = jax.jit(self._kept_states)
-        """(what was read from an empty memory, tokens [B, T], lengths [B]) -> (`ReadSoFar`, the output of the last layer
+        """(read from an empty memory, tokens [B, T], lengths [B]) -> (`ReadSoFar`, the output of the last layer
         for the last word of each sequence, [B, 1, d_model])."""
 
     async def read_segments(
