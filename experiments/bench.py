@@ -23,12 +23,12 @@ from dmoe_jax.machine.disk import check_not_held, hold_folder
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_words, flags_of, words_of
-from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file
+from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file, write_runs
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
 from dmoe_jax.training.prepared_run import check_code, saved_settings
 from experiments.exits import ending_of, one_line_errors, run_until_signal
-from experiments.results import Result, result_table, write_result, write_runs
+from experiments.results import Result, result_table, write_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Result of a run: figures, the bars that they must reach, how both are shown, and a table of the runs compared."""
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from dmoe_jax.runs.report import ReportTable, format_value, write_report
-from dmoe_jax.runs.run_folder import RESULTS, RunFolder, flat, plain, replaced_file
+from dmoe_jax.runs.run_folder import RunFolder
 
 MISSED_BARS, OPEN_BARS = "missed_bars", "bars_not_decided"
 """Keys of the headline: names of the bars that were missed, and of those that an interval crosses."""
@@ -135,25 +133,6 @@ def finals_of(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, di
         figures = {name: value for name, value in record.items() if name != "kind"}
         found.setdefault(", ".join(str(record[name]) for name in names), {})[record["seed"]] = figures
     return found
-
-
-def write_runs(folder: RunFolder, runs: Finals) -> None:
-    """Write results.csv as RFC 4180 has it: a header, then a row for each run with label, seed and final figures.
-
-    A figure inside a figure has a column of its own, such as failures.timeout; lists have none. A figure that a run
-    does not have, or that is not finite, is empty.
-    """
-    rows = []
-    for label, seeds in runs.items():
-        for seed, figures in seeds.items():
-            known = {name: value for name, value in flat(plain(figures)).items() if not isinstance(value, list)}
-            rows.append({"label": label, "seed": seed} | known | {"label": label, "seed": seed})
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    with replaced_file(folder.path / RESULTS) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8", newline="")
 
 
 def _rows(result: Result) -> list[tuple[str, str]]:

@@ -3,8 +3,10 @@
 A metrics line is one append of one write, and every other file is written under another name and moved into place.
 """
 
+import csv
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
@@ -269,3 +271,26 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def write_runs(folder: RunFolder, runs: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+    """Write the results.csv of a comparison as RFC 4180 has it: a header, and for each run a row with label, seed and
+    final figures.
+
+    A figure inside a figure has a column of its own, such as failures.timeout; lists have none. A figure that a run
+    does not have, or that is not finite, is empty.
+
+    Args:
+      runs: label of a setting -> seed -> the final figures of that run.
+    """
+    rows = []
+    for label, seeds in runs.items():
+        for seed, figures in seeds.items():
+            known = {name: value for name, value in flat(plain(figures)).items() if not isinstance(value, list)}
+            rows.append({"label": label, "seed": seed} | known | {"label": label, "seed": seed})
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    with replaced_file(folder.path / RESULTS) as temporary:
+        temporary.write_text(text.getvalue(), encoding="utf-8", newline="")
