@@ -113,25 +113,15 @@ def write_result(folder: RunFolder, result: Result, *, figure_text: str) -> None
         found = result.figures
         rows = [(bar.name.replace("_", " "), found.get(bar.name), str(bar), result.verdict(bar)) for bar in bars]
         tables.insert(0, ReportTable(title="Bars", head=("figure", "value", "bar", "verdict"), rows=rows))
-    write_report(
-        folder,
-        dict(_rows(result)),
-        title=result.title,
-        summary=result.summary,
-        figure_text=figure_text,
-        tables=tables,
-    )
+    texts = {"title": result.title, "summary": result.summary, "figure_text": figure_text}
+    write_report(folder, dict(_rows(result)), tables=tables, **texts)
 
 
 def finals_of(records: Iterable[Mapping[str, Any]], *names: str) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """The final figures in records of one run each, which have a "seed"; labels are the values of the fields `names`.
-
-    Of two records for a label and a seed the last counts.
-    """
+    """Final figures in records of one run each, which have a "seed"; labels are the values of the fields `names`."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for record in records:
-        figures = {name: value for name, value in record.items() if name != "kind"}
-        found.setdefault(", ".join(str(record[name]) for name in names), {})[record["seed"]] = figures
+        found.setdefault(", ".join(str(record[name]) for name in names), {})[record["seed"]] = record
     return found
 
 

@@ -287,6 +287,7 @@ def write_runs(folder: RunFolder, runs: Mapping[str, Mapping[int, Mapping[str, A
     for label, seeds in runs.items():
         for seed, figures in seeds.items():
             known = {name: value for name, value in flat(plain(figures)).items() if not isinstance(value, list)}
+            known.pop("kind", None)  # of the record
             rows.append({"label": label, "seed": seed} | known | {"label": label, "seed": seed})
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))

@@ -25,7 +25,7 @@ from experiments.emulation.problems import DEFAULT, Problem, Remedy, dense_mnist
 from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.emulation.swarm import train_swarm
 from experiments.processes import HelperProcess, open_helpers
-from experiments.results import Finals
+from experiments.results import Finals, finals_of
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256 experts takes three
@@ -129,13 +129,13 @@ def trained(run: Run[Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
 
 def final_figures(run: Run[Any]) -> Finals:
     """The figures at the end of every training that is reported: none of a search."""
-    finals: dict[str, dict[int, dict[str, Any]]] = {}
-    for (problem, label), seeds in trained(run).items():
-        for seed, record in seeds.items():
-            if seed < FIRST_SEARCH_SEED:
-                facts = {name: value for name, value in record.items() if name not in ("kind", "points")}
-                finals.setdefault(f"{problem}, {label}", {})[seed] = facts | record["points"][-1] | {"setting": label}
-    return finals
+    records = (
+        record | record["points"][-1] | {"problem": problem, "setting": label, "seed": seed}
+        for (problem, label), seeds in trained(run).items()
+        for seed, record in seeds.items()
+        if seed < FIRST_SEARCH_SEED
+    )
+    return finals_of(records, "problem", "setting")
 
 
 def run_trial(trial: Trial) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Run
 from experiments.exits import ending_of, run_until_signal
 from experiments.processes import HelperFailed, HelperProcess, open_helpers, orders, run_helper, say
+from experiments.results import Finals, finals_of
 from experiments.transformer_xl.settings import NAME
 from experiments.transformer_xl.training import FAILURES, carry_out
 from experiments.transformer_xl.trainings import Training
@@ -32,13 +33,11 @@ def run_folder(training: Training) -> RunFolder:
     return RunFolder(training.settings.out)
 
 
-def final_figures(trainings: Sequence[Training]) -> dict[str, dict[int, dict[str, Any]]]:
+def final_figures(trainings: Sequence[Training]) -> Finals:
     """Label -> seed -> the headline of its run, of those that were trained to their end."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for training in trainings:
-        if (headline := finished_headline(run_folder(training))) is not None:
-            found.setdefault(training.label, {})[training.settings.seed] = headline
-    return found
+    ended = ((each, finished_headline(run_folder(each))) for each in trainings)
+    rows = ({**line, "label": each.label, "seed": each.settings.seed} for each, line in ended if line is not None)
+    return finals_of(rows, "label")
 
 
 def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training], *, num_jobs: int) -> None:

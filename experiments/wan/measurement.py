@@ -71,16 +71,10 @@ def summarise(run: Run[WanSettings]) -> Result | None:
         head = [field for field in records[0] if field != "kind"]
         rows = [[record[field] for field in head] for record in records]
         tables.append(ReportTable(title=part, head=[field.replace("_", " ") for field in head], rows=rows))
-    if not figures:
-        return None
+    bars = [bar for part in run.settings.parts for bar in BARS.get(part, ())]
     churns = ({**record, "goodput": record["values"][0]} for record in run.records("churn"))
-    return Result(
-        title="Training over wide-area lines",
-        figures=figures,
-        bars=[bar for part in run.settings.parts for bar in BARS.get(part, ())],
-        tables=tables,
-        runs=finals_of(churns, "name"),
-    )
+    title, runs = "Training over wide-area lines", finals_of(churns, "name")
+    return Result(title=title, figures=figures, bars=bars, tables=tables, runs=runs) if figures else None
 
 
 def draw(run: Run[WanSettings], result: Result) -> Figure | None:
