@@ -175,7 +175,7 @@ def test_runs_are_found_in_records() -> None:
     assert {label: {seed: run["loss"] for seed, run in seeds.items()} for label, seeds in found.items()} == {
         "a, 4": {0: 3.0, 1: 2.0}
     }
-    assert found["a, 4"][1] == {"method": "a", "peers": 4, "seed": 1, "loss": 2.0}
+    assert found["a, 4"][1] == records[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
