@@ -1,6 +1,7 @@
 """`dmoe generate`: text out of a trained model."""
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ class GenerateCommand(TrainedModelOptions):
             if self.json:
                 say(json.dumps({"prompt": prompt, **asdict(each)}))
             elif not streams:
-                say(f"{prompt}{each.text}\n")
+                say(_shown(f"{prompt}{each.text}\n"))
         return 0
 
     def _all_prompts(self) -> list[str]:
@@ -72,8 +73,17 @@ class GenerateCommand(TrainedModelOptions):
         return found
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys, but for tabs and line feeds."""
+
+
+def _shown(text: str) -> str:
+    """The text for a terminal: a stranger's vocabulary may hold what would command it."""
+    return _CONTROL.sub("\ufffd", text)
+
+
 def _write(piece: str) -> bool:
     """Write a piece of text at once; True if nobody reads it any more."""
-    sys.stdout.write(piece)
+    sys.stdout.write(_shown(piece))
     sys.stdout.flush()
     return why_unheard() is not None

@@ -22,7 +22,7 @@ VOCABULARY = "vocabulary.json"
 """Name of the file."""
 
 _VERSION = 1
-_MOST_BYTES = 32 << 20
+MOST_BYTES = 32 << 20
 """Size of the file at most: some two million words."""
 
 _WORDS, _PIECES = {"version", "kind", "tokenised", "words"}, {"version", "kind", "tokenizer", "sha256", "order"}
@@ -50,7 +50,7 @@ def packed_vocabulary(vocabulary: AnyVocabulary) -> tuple[bytes, bytes]:
     """The contents of the vocabulary's file, and of its tokenizer's; empty for words. Raises DataError if it is too
     large to be kept."""
     data = json.dumps(_record_of(vocabulary), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    if len(data) > _MOST_BYTES:
+    if len(data) > MOST_BYTES:
         raise DataError(f"the vocabulary of {len(vocabulary):,} words is too large to be kept: {len(data):,} bytes")
     return data, vocabulary.tokenizer.data if isinstance(vocabulary, PieceVocabulary) else b""
 
@@ -72,7 +72,7 @@ def load_vocabulary(run: Path | str) -> AnyVocabulary:
     path = Path(run) / VOCABULARY
     if not path.is_file():
         raise DataError(f"there is no {path}: the run has no vocabulary, or was begun by an earlier version")
-    data = read_bounded(path, _MOST_BYTES)
+    data = read_bounded(path, MOST_BYTES)
     return vocabulary_untrusted(data, lambda name: read_bounded(path.with_name(name), MAX_BYTES), where=str(path))
 
 
@@ -86,6 +86,8 @@ def vocabulary_untrusted(data: bytes, tokenizer: Callable[[str], bytes], *, wher
     Raises:
       DataError: as of `load_vocabulary`.
     """
+    if len(data) > MOST_BYTES:
+        raise DataError(f"{where} has {len(data):,} bytes, expected at most {MOST_BYTES:,}")
     try:
         record = json.loads(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:

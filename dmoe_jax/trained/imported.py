@@ -209,11 +209,15 @@ def _checked_config(sizes: Mapping[str, Any], arrays: Mapping[str, StoredArray],
 
 
 def check_types(sizes: Mapping[str, Any], kind: type) -> None:
-    """Check that fields which are whole numbers, or several of them, have such values, none beyond all reason."""
+    """Check that fields which are whole numbers, several of them, or true or false have such values, and none beyond
+    all reason."""
     for name, hint in get_type_hints(kind).items():
         value = sizes[name]
         values = value if hint == tuple[int, ...] and isinstance(value, list) else [value]
-        if hint in (int, tuple[int, ...]) and not all(type(each) is int and 0 <= each < 1 << 48 for each in values):
+        is_number = hint in (int, tuple[int, ...]) or (hint == int | None and value is not None)
+        if is_number and not all(type(each) is int and 0 <= each < 1 << 31 for each in values):
+            raise TypeError(f"{name} is {value!r:.80}")
+        if hint is bool and type(value) is not bool:
             raise TypeError(f"{name} is {value!r:.80}")
 
 

@@ -17,7 +17,8 @@ import numpy as np
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tree_like
 from dmoe_jax.data.pieces import AnyVocabulary
-from dmoe_jax.data.saved_vocabulary import packed_vocabulary, vocabulary_untrusted
+from dmoe_jax.data.saved_vocabulary import MOST_BYTES, packed_vocabulary, vocabulary_untrusted
+from dmoe_jax.data.tokenizers import MAX_BYTES
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import Device
 from dmoe_jax.models.config import TransformerXLConfig
@@ -27,6 +28,7 @@ from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.run_folder import plain
 from dmoe_jax.trained.imported import check_types
 from dmoe_jax.trained.saved_model import SavedModel, config_of
+from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import StateUnavailable, download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from dmoe_net.errors import NetError, RemoteProtocolError
@@ -35,6 +37,8 @@ _MOST_BYTES = 1 << 33
 """Size of a model's trunk and vocabulary at most."""
 _MOST_EXPERTS, _MOST_LAYERS = 1 << 24, 1 << 12
 """Experts and layers of a model at most."""
+_MOST_DIMENSIONS = 16
+"""Dimensions of a grid at most."""
 _MOST_CHARACTERS = 1000
 """Characters of a router's name at most."""
 
@@ -43,6 +47,10 @@ _CONFIG = StateSharingConfig(max_bytes=_MOST_BYTES)
 
 class NoModelOffered(NetError):
     """Nobody in the swarm gives its model, or what was given is of no use."""
+
+
+class RouterNotNamed(ValueError):
+    """The router of a model is out of a file: none is run only because a peer names it."""
 
 
 async def offer_model(
@@ -83,8 +91,19 @@ async def fetch_model(
       router: the model's router, as `make_router` takes it, if it is out of a file; None: as the trainers say.
 
     Raises:
-      NoModelOffered: nobody gives one. ValueError: its router is out of a file, which would have to be named.
+      NoModelOffered: nobody gives one that is of use. RouterNotNamed: its router is out of a file.
     """
+    found: list[tuple[SavedModel, AnyVocabulary]] = []
+    refused: list[Exception] = []
+
+    def accepts(state: SharedState) -> bool:
+        # Whoever gives what is of no use is not asked again, so that the models of others are looked at.
+        try:
+            found.append(_model_untrusted(state, router))
+        except (RemoteProtocolError, RouterNotNamed) as error:
+            refused.append(error)
+        return bool(found)
+
     try:
         state = await download_state(
             peer.rpc,
@@ -94,27 +113,40 @@ async def fetch_model(
             config=_CONFIG,
             timeout_s=timeout_s,
             attempts=3,
-            accepts=is_finite_state,
+            expects=lambda version, table: _has_vocabulary(table),
+            accepts=accepts,
         )
     except StateUnavailable as error:
-        raise NoModelOffered(f"the model of swarm {swarm!r} cannot be had: {error}") from error
+        if unnamed := next((each for each in refused if isinstance(each, RouterNotNamed)), None):
+            raise unnamed from error
+        why = f"is of no use: {refused[-1]}" if refused else f"cannot be had: {error}"
+        raise NoModelOffered(f"the model of swarm {swarm!r} {why}") from error
     if state is None:
         raise NoModelOffered(
             f"nobody in swarm {swarm!r} gives its model: trainers do that others can call, with --average-every or "
             "--target-batch-size; else name the folder of a run"
         )
-    try:
-        return _model_untrusted(state, router)
-    except RemoteProtocolError as error:
-        raise NoModelOffered(f"the model of swarm {swarm!r} is of no use: {error}") from error
+    return found[0]
+
+
+def _has_vocabulary(table: Table) -> bool:
+    """True if arrays of these types and shapes may be a vocabulary, no larger than one can be, and a trunk behind."""
+    limits = zip(table, (MOST_BYTES, MAX_BYTES), strict=False)
+    return len(table) > 2 and all(
+        name == "uint8" and len(shape) == 1 and shape[0] <= most for (name, shape), most in limits
+    )
 
 
 def _model_untrusted(state: SharedState, router: str | None) -> tuple[SavedModel, AnyVocabulary]:
+    if not is_finite_state(state):
+        raise RemoteProtocolError("its numbers are not all finite")
     spec = state.facts.get("router")
     if not isinstance(spec, str) or len(spec) > _MOST_CHARACTERS or len(state.tensors) < 2:
         raise RemoteProtocolError("expected the router's name, and a vocabulary before the trunk")
     if router is None and (":" in spec or spec.endswith(".py")):
-        raise ValueError(f"the router of the model is out of a file of its trainers, {spec!r}; name yours")
+        raise RouterNotNamed(
+            f"the router of the model is out of a file of its trainers, {spec!r}; name a file of your own with --router"
+        )
     record, tokenizer, *leaves = state.tensors
     where = "the vocabulary of the swarm"
     try:
@@ -144,6 +176,10 @@ def _config_untrusted(sizes: Any, vocab_size: int) -> TransformerXLConfig:
     check_types(sizes, TransformerXLConfig)
     check_types(sizes["layer"], LayerConfig)
     config = config_of(sizes, vocab_size)
+    if len(config.grid_size) > _MOST_DIMENSIONS:
+        raise ValueError(f"a grid of {len(config.grid_size)} dimensions has too many")
+    if 4 * config.num_layers * (config.seq_len + config.mem_len) * config.d_model > _MOST_BYTES:
+        raise ValueError(f"segments of {config.seq_len} words and a memory of {config.mem_len} are too long")
     if math.prod(config.grid_size) * config.num_layers > _MOST_EXPERTS or config.num_layers > _MOST_LAYERS:
         raise ValueError(f"{config.num_layers} layers of a grid {config.grid_size} are too many")
     return config
