@@ -102,7 +102,7 @@ async def opened_engine(
             def state() -> tuple[int, PyTree]:
                 return trainers.step, trainers.params
 
-            nursery.start_soon(offer_model, swarm.peer, swarm.name, model, name, words, state, swarm.device)
+            nursery.start_soon(offer_model, swarm.peer, swarm.name, model.config, name, words, state, swarm.device)
         yield SwarmEngine(trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures)
 
 

@@ -22,7 +22,7 @@ from dmoe_jax.data.tokenizers import MAX_BYTES
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import Device
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.transformer_xl import TransformerXL, trunk_shapes
+from dmoe_jax.models.transformer_xl import trunk_shapes
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.run_folder import plain
@@ -56,7 +56,7 @@ class RouterNotNamed(ValueError):
 async def offer_model(
     peer: SwarmPeer,
     swarm: str,
-    model: TransformerXL,
+    config: TransformerXLConfig,
     router: str,
     vocabulary: AnyVocabulary,
     state: Callable[[], tuple[int, PyTree]],
@@ -66,10 +66,11 @@ async def offer_model(
 
     Args:
       swarm: name of the swarm.
+      config: sizes of the model.
       router: name of the model's router, as `make_router` takes it.
       state: returns how many updates the trunk has taken, and its parameters; called from the event loop.
     """
-    facts = {"config": plain(asdict(model.config)), "router": router}
+    facts = {"config": plain(asdict(config)), "router": router}
     words = tuple(np.frombuffer(part, np.uint8) for part in packed_vocabulary(vocabulary))
     trunk = donor_source(state, device)
 
