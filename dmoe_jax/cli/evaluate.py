@@ -76,7 +76,9 @@ def _read(path: Path) -> str:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal; yields what moves it."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # Where it is no terminal, rich would still end it with an empty line.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=None)
         yield lambda done, batches: progress.update(task, completed=done, total=batches)
 

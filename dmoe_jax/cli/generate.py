@@ -43,10 +43,11 @@ class GenerateCommand(TrainedModelOptions):
         prompts = self._all_prompts()
         streams = len(prompts) == 1 and not self.json
         async with self.opened() as model:
+            ids = [model.encode(prompt) for prompt in prompts]
             if streams:
                 _write(prompts[0])
             written = await model.generate(
-                prompts,
+                ids,
                 words=self.words,
                 sampling=self.sampling,
                 on_piece=lambda prompt, piece: _write(piece) if streams else False,
