@@ -24,10 +24,13 @@ from dmoe_jax.runs.tables import read_run
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.trained.loading import load_run
+from dmoe_jax.trained.language_model import AsyncTrainedModel, TrainedModel
+from dmoe_jax.trained.loading import fetch_run, load_run
+from dmoe_jax.trained.settings import Sampling
 from dmoe_jax.trainer import Trainers
 
 __all__ = [
+    "AsyncTrainedModel",
     "BlockingSwarm",
     "CallStatistics",
     "Collaboration",
@@ -44,10 +47,12 @@ __all__ = [
     "Plain",
     "RemoteMixture",
     "Router",
+    "Sampling",
     "Speeds",
     "Swarm",
     "Tls",
     "TooFewExperts",
+    "TrainedModel",
     "Trainers",
     "TreeAverager",
     "TreeAveragerConfig",
@@ -57,6 +62,7 @@ __all__ = [
     "expert_from_linen",
     "expert_from_nnx",
     "feedforward",
+    "fetch_run",
     "load_mnist",
     "load_run",
     "make_router",

@@ -54,6 +54,9 @@ class EvaluateCommand(TrainedModelOptions):
     async def _evaluate(self, stop: Stop) -> int:
         del stop  # cancelled as a whole: it leaves no trace
         check_at_least(1, self, "rows")
+        for name, value in (("--mem-len", self.mem_len), ("--clamp-len", self.clamp_len)):
+            if self.join and value is not None:
+                raise UsageError(f"{name} {value} beside --join: experts of a swarm keep the lengths of training")
         with _progress() as on_batch:
             async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
                 text = model.split(self.split) if self.text is None else _read(self.text)

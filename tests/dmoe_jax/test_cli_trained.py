@@ -270,6 +270,8 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("serve", "expected RUN, the folder of a run, or --join"),
         ("generate RUN --join 127.0.0.1:1 --experts .", "--experts would have no effect beside --join"),
         ("evaluate --join 127.0.0.1:1 --checkpoint best", "--checkpoint best would have no effect without RUN"),
+        ("evaluate RUN --join 127.0.0.1:1 --mem-len 9", "--mem-len 9 beside --join: experts of a swarm keep"),
+        ("evaluate RUN --join 127.0.0.1:1 --clamp-len 9", "--clamp-len 9 beside --join: experts of a swarm keep"),
         ("generate nowhere", "there is no run folder nowhere"),
         ("generate DENSE", "DENSE is a run of a dense model, 'small': it has no experts"),
         ("generate NONE", "no expert of layer0 was saved with the run: name the folders"),
@@ -386,8 +388,6 @@ def test_the_commands_ask_a_living_swarm(folder: Path, capsys: Any) -> None:
         own.write_text(text)
         (figures,) = told(capsys, "evaluate", folder, *words, "--text", own)
         assert figures["loss"] == pytest.approx(model.evaluate(text).loss, abs=1e-6)
-        status, _, error = dmoe(capsys, "evaluate", folder, *words, "--text", own, "--mem-len", 2)
-        assert (status, "mem_len" in error.splitlines()[-1]) == (2, True)
         status, _, error = dmoe(capsys, "generate", *words, "--prompt", "the")
         assert (status, "nobody in swarm 'dmoe' gives its model" in error) == (1, True)
 
@@ -407,3 +407,32 @@ async def test_a_run_of_the_command_itself_is_loaded(tmp_path: Path) -> None:
     ended = [each for each in read_metrics(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "final_eval"]
     loss = next(each["loss"] for each in ended if each["split"] == "valid")
     assert found.loss == pytest.approx(loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Its blocks run where its run folder and its swarm are."""
+    page = Path(__file__).parents[2] / "docs" / "how_to" / "use.md"
+    texts = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(texts) == 4
+    (tmp_path / "runs").mkdir()
+    make_run(tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    with connect() as swarm:
+        swarm.serve({"layer0.[0:2].[0:2]": config().expert()}, optimizer=optax.sgd(0.1), seed=0)
+        for text in texts:
+            exec(compile(text.replace('"PEER"', repr(swarm.contact)), str(page), "exec"), {"__name__": "__main__"})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"6 {NUM_WORDS} 4 experts"
+    assert sorted(line[:5] for line in said if line.startswith(("the cat", "a dog"))) == ["a dog", "the c"]
+
+
+def test_the_page_has_all_flags(capsys: Any) -> None:
+    """Of the three commands, but for those that all commands of a swarm share."""
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "use.md").read_text()
+    for name in ("evaluate", "generate", "serve"):
+        _, out, _ = dmoe(capsys, name, "--help")
+        flags = {*re.findall(r"^  (--[\w-]+)", out.partition("\nnetwork:")[0], re.MULTILINE)}
+        assert len(flags) > 8
+        missing = {flag for flag in flags if not re.search(rf"{flag}\b", page)}
+        assert missing <= {"--config", "--trust-run"}
