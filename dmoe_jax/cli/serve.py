@@ -9,7 +9,7 @@ from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
 from dmoe_jax.runs.speech import say
 from dmoe_jax.trained.completions import CompletionLimits
 from dmoe_net.errors import ListenFailed
@@ -55,4 +55,4 @@ class ServeCommand(TrainedModelOptions):
             with stop.body():
                 say(f"completions at http://{listening}/v1/completions")
                 await trio.sleep_forever()
-        return 0
+        return EXIT_INTERRUPTED

@@ -119,7 +119,7 @@ def test_what_is_no_json_is_one_sentence(data: bytes, run: Path) -> None:
 
 def test_large_files_are_neither_read_nor_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that could not be read again is not written."""
-    monkeypatch.setattr(saved_vocabulary, "_MOST_BYTES", 50)
+    monkeypatch.setattr(saved_vocabulary, "MOST_BYTES", 50)
     with pytest.raises(DataError, match="vocabulary of 6 words is too large to be kept"):
         save_vocabulary(run, WORDS)
     assert [*run.iterdir()] == []

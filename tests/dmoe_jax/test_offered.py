@@ -216,6 +216,7 @@ def test_who_lies_does_not_hide_who_does_not() -> None:
     assert fetched(liar, other, honest(step=5))[0].step == 5
 
 
+@pytest.mark.slow
 def test_text_of_a_model_that_a_swarm_gave() -> None:
     """It is that of the model itself, with the experts of the same swarm; where its text is, nobody says."""
     expected = make_model().generate(PROMPTS, words=5, sampling=DRAWN)
