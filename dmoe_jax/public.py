@@ -19,18 +19,16 @@ from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.peers.security import Plain, Tls
 from dmoe_jax.placement.config import PlacementConfig
-from dmoe_jax.routing import Router, chain_routers, make_router, product_key, score
+from dmoe_jax.routing import Router, chain_routers, product_key, score
 from dmoe_jax.runs.tables import read_run
 from dmoe_jax.swarm.blocking import BlockingSwarm, connect
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm
-from dmoe_jax.trained.language_model import AsyncTrainedModel, TrainedModel
-from dmoe_jax.trained.loading import fetch_run, load_run
-from dmoe_jax.trained.settings import Sampling
+from dmoe_jax.trained.language_model import TrainedModel
+from dmoe_jax.trained.loading import load_run
 from dmoe_jax.trainer import Trainers
 
 __all__ = [
-    "AsyncTrainedModel",
     "BlockingSwarm",
     "CallStatistics",
     "Collaboration",
@@ -47,7 +45,6 @@ __all__ = [
     "Plain",
     "RemoteMixture",
     "Router",
-    "Sampling",
     "Speeds",
     "Swarm",
     "Tls",
@@ -62,10 +59,8 @@ __all__ = [
     "expert_from_linen",
     "expert_from_nnx",
     "feedforward",
-    "fetch_run",
     "load_mnist",
     "load_run",
-    "make_router",
     "moshpit_average",
     "open_swarm",
     "product_key",

@@ -49,7 +49,7 @@ class GenerateCommand(TrainedModelOptions):
             written = await model.generate(
                 ids,
                 words=self.words,
-                sampling=self.sampling,
+                **asdict(self.sampling),
                 on_piece=lambda prompt, piece: _write(piece) if streams else False,
             )
         if streams:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
 
@@ -90,7 +91,7 @@ class _Served:
 
         try:
             async with self._room:
-                done = await self._model.generate(prompts, words=asked.words, sampling=asked.sampling, on_piece=add)
+                done = await self._model.generate(prompts, words=asked.words, on_piece=add, **asdict(asked.sampling))
         except NetError as error:
             return Answer(_failure(error), HTTPStatus.SERVICE_UNAVAILABLE, _JSON)
         for completion, each in zip(written, done, strict=True):
@@ -121,7 +122,7 @@ class _Served:
             with pieces:
                 try:
                     async with self._room:
-                        await self._model.generate(prompts, words=asked.words, sampling=asked.sampling, on_piece=add)
+                        await self._model.generate(prompts, words=asked.words, on_piece=add, **asdict(asked.sampling))
                 except NetError as error:
                     pieces.send_nowait(b"data: %b\n\n" % _failure(error))
                     return

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import trio
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.data.pieces import AnyVocabulary
@@ -97,11 +97,7 @@ class AsyncTrainedModel:
     """Its way to read, with its parameters and experts."""
 
     async def log_probs(self, text: Text) -> Float[np.ndarray, "tokens vocab"]:
-        """Log-probability of every token after each one of a text, nats. It begins without a memory.
-
-        Raises:
-          ValueError: the text has no token, or a token that the model does not know. NetError: as `generate`.
-        """
+        """See `TrainedModel.log_probs`."""
         ids = self.encode(text)
         tokens, lengths = _in_segments([ids], self.reader.decoder.config.seq_len)
         read = await self.reader.read_segments(self._empty(1), tokens, lengths)
@@ -111,7 +107,7 @@ class AsyncTrainedModel:
     async def evaluate(
         self, text: Text, *, rows: int = ROWS, on_batch: Callable[[int, int], None] = lambda done, batches: None
     ) -> TextEvaluation:
-        """Perplexity of a text: see `evaluate_text`."""
+        """See `TrainedModel.evaluate`."""
         return await evaluate_text(self.reader, self.encode(text), rows=rows, on_batch=on_batch)
 
     async def generate(
@@ -119,21 +115,16 @@ class AsyncTrainedModel:
         prompts: Sequence[Text],
         *,
         words: int = 100,
-        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
         on_piece: OnPiece = lambda prompt, piece: False,
     ) -> list[Generated]:
-        """Continue each prompt. An empty one begins a text.
-
-        Args:
-          words: most tokens of each continuation.
-          on_piece: see `OnPiece`.
-
-        Raises:
-          ValueError: words is not positive, or a prompt has a token that the model does not know.
-          NoQuorum: no expert of a layer answers, for as long as patience lasts; another NetError: the swarm is gone.
-        """
+        """See `TrainedModel.generate`."""
         if words < 1:
             raise ValueError(f"words must be at least 1, got {words}")
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         done: list[Generated] = []
         for first in range(0, len(prompts), MOST_AT_ONCE):
             texts = [_Writing(self, text) for text in prompts[first : first + MOST_AT_ONCE]]
@@ -227,13 +218,11 @@ class _Writing:
         """Add a token; return the text that it completes, which may be empty."""
         self._ids.append(token)
         self._log_probs.append(log_prob)
-        before, self._tail, self._open = (
-            self._tail[: len(self._tail) - self._open],
-            [*self._tail, token],
-            self._open + 1,
-        )
+        before = self._tail[: len(self._tail) - self._open]
+        self._tail, self._open = [*self._tail, token], self._open + 1
         text = self._decode(self._tail)
-        if text.endswith("\ufffd"):  # the first bytes of a character whose others are still to come
+        # The first bytes of a character whose others are still to come, unless that takes too long.
+        if text.endswith("\ufffd") and self._open < _OVERLAP:
             return ""
         piece = text[len(self._decode(before)) :]
         self._tail, self._open = self._tail[-_OVERLAP:], 0
@@ -281,23 +270,28 @@ class TrainedModel:
         """Parameters of everything but the experts."""
         self.experts: tuple[PyTree, ...] = saved.experts
         """Parameters of each layer's experts as they were saved, stacked; zeros for those that were not."""
-        self.known: Bool[np.ndarray, layers * grid] = saved.known
-        """True for each expert that was saved."""
+        self.known: np.ndarray = saved.known
+        """Bool [layers, *grid], true for each expert that was saved."""
         self.vocabulary = vocabulary
         """Text <-> ids."""
         self.split = split
-        """See `AsyncTrainedModel.split`. Raises ValueError if the text cannot be had."""
+        """Tokens of a part, "train", "valid" or "test", of the text that it was trained on. Raises ValueError if that
+        cannot be had."""
         self.step: int = saved.step
         """Number of trunk updates that the model has taken."""
 
     def log_probs(self, text: Text) -> Float[np.ndarray, "tokens vocab"]:
-        """See `AsyncTrainedModel.log_probs`."""
+        """Log-probability of every token after each one of a text, nats. It begins without a memory.
+
+        Raises:
+          ValueError: the text has no token, or a token that the model does not know. NetError: as `generate`.
+        """
         return self._do(lambda model: model.log_probs(text))
 
     def evaluate(
         self, text: Text, *, rows: int = ROWS, on_batch: Callable[[int, int], None] = lambda done, batches: None
     ) -> TextEvaluation:
-        """See `AsyncTrainedModel.evaluate`."""
+        """Perplexity of a text: see `evaluate_text`."""
         return self._do(lambda model: model.evaluate(text, rows=rows, on_batch=on_batch))
 
     def generate(
@@ -305,11 +299,29 @@ class TrainedModel:
         prompts: Sequence[Text],
         *,
         words: int = 100,
-        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
         on_piece: OnPiece = lambda prompt, piece: False,
     ) -> list[Generated]:
-        """See `AsyncTrainedModel.generate`."""
-        return self._do(lambda model: model.generate(prompts, words=words, sampling=sampling, on_piece=on_piece))
+        """Continue each prompt. An empty one begins a text.
+
+        Args:
+          words: most tokens of each continuation.
+          temperature: divides the log-probabilities; 0 takes the likeliest token each time.
+          top_k: number of the likeliest tokens that may be drawn; 0: all.
+          top_p: probability that the likeliest tokens which may be drawn must reach together; 1: all of them.
+          seed: seed of the draw. A prompt's text follows from it and from the prompt's place among the prompts.
+          on_piece: told of each piece of text as it is written, (number of the prompt, the piece); True ends this
+            prompt's text.
+
+        Raises:
+          ValueError: a setting is out of range, or a prompt has a token that the model does not know.
+          NoQuorum: no expert of a layer answers, for as long as patience lasts; another NetError: the swarm is gone.
+        """
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        return self._do(lambda model: model.generate(prompts, words=words, on_piece=on_piece, **settings))
 
     def with_lengths(self, *, mem_len: int | None = None, clamp_len: int | None = None) -> "TrainedModel":
         """The model with a longer or shorter memory, or another clamp, than in training; None: as it was.

@@ -4,8 +4,9 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Int32
@@ -27,33 +28,47 @@ SPLITS = ("train", "valid", "test")
 
 
 def load_run(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     experts: Sequence[str | Path] = (),
     checkpoint: Checkpoint = "last",
     data: str | None = None,
     router: str | None = None,
     trust_run: bool = False,
+    swarm: Any = None,
 ) -> TrainedModel:
-    """Load the Transformer-XL of a run, finished or not, or of an export.
+    """Load the Transformer-XL of a run, finished or not, of an export, or of a swarm that trains it.
 
     Args:
       path: folder of `dmoe train`, `dmoe demo`, `dmoe up` or `experiments.transformer_xl`; or a file or folder of
-        `dmoe export`; also at a URL, gs:// or s3://.
+        `dmoe export`; also at a URL, gs:// or s3://. None: the model of the swarm's trainers, as far as they have come.
       experts: folders in which nodes saved the run's experts; none: those that lie beside the run.
       checkpoint: "last", "best" (of the least loss in an evaluation on the way), or the step of one that is there. The
         experts of a swarm are as their nodes saved them last.
       data: the text that it was trained on; None: as the run had it.
       router: the model's router again, FILE.py:NAME, if it is out of a file: none is run because a folder names it.
       trust_run: run the Python file that the folder names.
+      swarm: a `BlockingSwarm`, whose experts answer in place of those that were saved; see `TrainedModel.on`.
 
     Raises:
       ValueError: there is no such run or checkpoint, or its words or its code cannot be had.
-      OSError: it cannot be read.
+      OSError: it cannot be read. NetError: no trainer of the swarm gives its model.
     """
+    if path is None:
+        if swarm is None:
+            raise ValueError("expected the folder of a run, or a swarm")
+        model: TrainedModel = swarm.run(partial(fetch_run, swarm.swarm, data=data, router=router))
+    else:
+        model = _load(Path(path), [*map(Path, experts)], checkpoint, data, router, trust_run)
+    return model if swarm is None else cast(TrainedModel, model.on(swarm))
+
+
+def _load(
+    path: Path, experts: Sequence[Path], checkpoint: Checkpoint, data: str | None, router: str | None, trust_run: bool
+) -> TrainedModel:
     with ExitStack() as stack:
-        found = stack.enter_context(local_copy(Path(path)))
-        folders = [stack.enter_context(local_copy(Path(folder))) for folder in experts]
+        found = stack.enter_context(local_copy(path))
+        folders = [stack.enter_context(local_copy(folder)) for folder in experts]
         if is_export(found):
             return _load_export(found, data, router, trust_run)
         run = find_run(found, data=data, unfinished=True)

@@ -9,6 +9,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def test_generate_writes_what_the_model_writes(folder: Path, capsys: Any, tmp_pa
     model, sampling = load_run(folder), Sampling(temperature=0.5, top_k=5, top_p=0.9, seed=3)
     flags = ["--words", 6, "--temperature", 0.5, "--top-k", 5, "--top-p", 0.9, "--seed", 3]
     prompts = ["the cat", "a dog", "it"]
-    expected = model.generate(prompts, words=6, sampling=sampling)
+    expected = model.generate(prompts, words=6, **asdict(sampling))
     status, out, _ = dmoe(capsys, "generate", folder, "--prompt", "the cat", *flags)
     assert (status, out) == (0, f"the cat{expected[0].text}\n")
     file = tmp_path / "prompts.txt"
@@ -343,7 +344,7 @@ def test_a_run_without_its_text_writes_and_reads_texts_of_ones_own(tmp_path: Pat
 async def test_a_run_is_served(folder: Path) -> None:
     """Over HTTP: what the model writes by itself."""
     model = load_run(folder)
-    (expected,) = model.generate(["the cat"], words=4, sampling=Sampling(temperature=0.0))
+    (expected,) = model.generate(["the cat"], words=4, temperature=0.0)
     body = json.dumps({"prompt": "the cat", "max_tokens": 4, "temperature": 0}).encode()
     address = Address("127.0.0.1", 0)
     async with open_completions(
@@ -379,8 +380,8 @@ def test_the_commands_ask_a_living_swarm(folder: Path, capsys: Any) -> None:
         words = ["--join", swarm.contact, "--insecure-loopback"]
         model = load_run(folder).on(swarm)
         text, sampling = "the cat sat on the mat .", Sampling(temperature=0.0)
-        (expected,) = swarm.generate(load_run(folder), ["the cat"], words=5, sampling=sampling)
-        assert model.generate(["the cat"], words=5, sampling=sampling) == [expected]
+        (expected,) = swarm.generate(load_run(folder), ["the cat"], words=5, **asdict(sampling))
+        assert model.generate(["the cat"], words=5, **asdict(sampling)) == [expected]
         (found,) = told(capsys, "generate", folder, *words, "--prompt", "the cat", "--words", 5, "--temperature", 0)
         assert tuple(found["ids"]) == expected.ids
         own = folder.with_name("swarm.txt")

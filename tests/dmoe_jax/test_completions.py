@@ -122,7 +122,7 @@ def serving(limits: CompletionLimits = LIMITS, **options: Any) -> Any:
 
 async def test_completions_are_what_the_model_writes() -> None:
     """Greedy, two prompts, and the counts."""
-    expected = make_model().generate(["w1 w2", "w3"], words=5, sampling=Sampling(temperature=0.0))
+    expected = make_model().generate(["w1 w2", "w3"], words=5, temperature=0.0)
     async with serving() as address:
         status, body = await ask(address, post({"prompt": ["w1 w2", "w3"], "max_tokens": 5, "temperature": 0}))
         assert status == 200
@@ -137,7 +137,7 @@ async def test_completions_are_what_the_model_writes() -> None:
 
 async def test_a_stream_tells_each_piece() -> None:
     """The pieces make up the text; the last event of each says why it ends, and one more that all is over."""
-    (expected,) = make_model().generate(["w1"], words=6, sampling=Sampling(temperature=0.0))
+    (expected,) = make_model().generate(["w1"], words=6, temperature=0.0)
     first = expected.text.split()[0]
     async with serving() as address:
         asked = {"prompt": "w1", "max_tokens": 6, "temperature": 0, "stream": True}

@@ -219,7 +219,7 @@ def test_who_lies_does_not_hide_who_does_not() -> None:
 @pytest.mark.slow
 def test_text_of_a_model_that_a_swarm_gave() -> None:
     """It is that of the model itself, with the experts of the same swarm; where its text is, nobody says."""
-    expected = make_model().generate(PROMPTS, words=5, sampling=DRAWN)
+    expected = make_model().generate(PROMPTS, words=5, **asdict(DRAWN))
     trunk = make_model().params
 
     async def train(network: Any, join: Any) -> None:
@@ -237,7 +237,7 @@ def test_text_of_a_model_that_a_swarm_gave() -> None:
             model = await fetch_run(swarm)
             with pytest.raises(ValueError, match="swarm 'dmoe' does not say where its text is: name it with data"):
                 model.split("test")
-            return await swarm.generate(model, PROMPTS, words=5, sampling=DRAWN)
+            return await swarm.generate(model, PROMPTS, words=5, **asdict(DRAWN))
 
     written = run(main, seed=1)
     assert [each.ids for each in written] == [each.ids for each in expected]

@@ -35,8 +35,8 @@ def is_explained(found: object, name: str) -> bool:
 
 
 def test_the_face_is_small_and_explained() -> None:
-    """At most 50 names, each told by `dir` and with a docstring; others are refused by name."""
-    assert len(set(dmoe_jax.__all__)) == len(dmoe_jax.__all__) <= 50
+    """At most 45 names, each told by `dir` and with a docstring; others are refused by name."""
+    assert len(set(dmoe_jax.__all__)) == len(dmoe_jax.__all__) <= 45
     assert set(dmoe_jax.__all__) == {*dmoe_jax.public.__all__, *MODULES} <= set(dir(dmoe_jax))
     assert [name for name in dmoe_jax.__all__ if not is_explained(getattr(dmoe_jax, name), name)] == []
     for name in ("chain", "noloco", "nothing"):

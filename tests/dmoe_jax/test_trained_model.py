@@ -1,6 +1,9 @@
 """A trained model writes: alone, and through a swarm whose nodes die."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +11,8 @@ import numpy as np
 import pytest
 import trio
 
+from dmoe_jax.data.pieces import PieceVocabulary
+from dmoe_jax.data.tokenizers import load_tokenizer
 from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.models import transformer_xl as txl
@@ -18,11 +23,13 @@ from dmoe_jax.trained.settings import Sampling
 from dmoe_net.errors import NoQuorum
 from dmoe_net.transport.sim import Constant, HostDown, HostUp, run, simulate
 from tests.dmoe_jax.test_decoding import CASES, CONFIG
+from tests.dmoe_jax.tokenizer_files import FILES, TEXT
 
 VOCABULARY = Vocabulary((*(f"w{number}" for number in range(CONFIG.vocab_size - 1)), "<eos>"), is_tokenised=True)
 GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=1.5, seed=3)
 PROMPTS = ("w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11 w12 w13", "w14 w15")
 ROUND_TRIP_S = 0.1
+ROUTER = CASES["sequences"][1]
 
 
 def no_text(split: str) -> np.ndarray:
@@ -45,7 +52,7 @@ def test_greedy_text_is_the_likeliest_word_each_time() -> None:
     written = model.generate(
         PROMPTS,
         words=11,
-        sampling=GREEDY,
+        **asdict(GREEDY),
         on_piece=lambda row, piece: pieces.update({row: pieces.get(row, "") + piece}),
     )
     for row, (prompt, each) in enumerate(zip(PROMPTS, written, strict=True)):
@@ -63,17 +70,17 @@ def test_many_prompts_are_written_as_they_are_alone() -> None:
     model = make_model()
     prompts = [[number % 39, 3] for number in range(MOST_AT_ONCE + 3)]
     sampling = Sampling(temperature=1.5, top_k=10, seed=4)
-    together = model.generate(prompts, words=3, sampling=sampling)
+    together = model.generate(prompts, words=3, **asdict(sampling))
     assert len(together) == len(prompts)
-    alone = model.generate(prompts[:3], words=3, sampling=sampling)
+    alone = model.generate(prompts[:3], words=3, **asdict(sampling))
     assert [each.ids for each in together[:3]] == [each.ids for each in alone]
     assert len({each.ids for each in together}) > MOST_AT_ONCE // 2
-    assert together != model.generate(prompts, words=3, sampling=Sampling(temperature=1.5, top_k=10, seed=5))
+    assert together != model.generate(prompts, words=3, temperature=1.5, top_k=10, seed=5)
 
 
 def test_a_text_ends_when_it_is_told_to() -> None:
     """A listener's True ends one text and not the others."""
-    written = make_model().generate(PROMPTS[:2], words=9, sampling=GREEDY, on_piece=lambda row, piece: row == 0)
+    written = make_model().generate(PROMPTS[:2], words=9, **asdict(GREEDY), on_piece=lambda row, piece: row == 0)
     assert [len(each.ids) for each in written] == [1, 9]
 
 
@@ -87,7 +94,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
 def test_an_empty_prompt_begins_a_text() -> None:
     """It is the end of a line."""
     model = make_model()
-    assert model.generate([""], words=4, sampling=GREEDY) == model.generate([[39]], words=4, sampling=GREEDY)
+    assert model.generate([""], words=4, **asdict(GREEDY)) == model.generate([[39]], words=4, **asdict(GREEDY))
 
 
 def test_a_model_without_saved_experts_says_where_to_get_them() -> None:
@@ -143,7 +150,7 @@ def written_in_swarm(
             reading = model.on(swarm, **options)
             times: list[float] = []
             written = await reading.generate(
-                PROMPTS, words=words, sampling=DRAWN, on_piece=lambda row, piece: times.append(trio.current_time())
+                PROMPTS, words=words, **asdict(DRAWN), on_piece=lambda row, piece: times.append(trio.current_time())
             )
             return written, times[-1] - times[0], reading.reader.layers
 
@@ -158,7 +165,7 @@ HALF = [[f"{layer_prefix(layer)}.{row}.[0:2]" for layer in range(2)] for row in 
 @pytest.mark.parametrize("case", ["sequences", "tokens", "hashed words"])
 def test_a_swarm_writes_what_one_machine_writes(case: str) -> None:
     """Word for word, in one round trip a layer and word."""
-    expected = make_model(case).generate(PROMPTS, words=12, sampling=DRAWN)
+    expected = make_model(case).generate(PROMPTS, words=12, **asdict(DRAWN))
     written, seconds, layers = written_in_swarm(case, {"node0": HALF[0], "node1": HALF[1]})
     assert [each.ids for each in written] == [each.ids for each in expected]
     assert seconds == pytest.approx(11 * 2 * ROUND_TRIP_S, rel=0.02)
@@ -167,7 +174,7 @@ def test_a_swarm_writes_what_one_machine_writes(case: str) -> None:
 
 def test_a_node_that_dies_costs_time_and_no_word() -> None:
     """Every expert has a copy; the node that is asked dies in the middle of a word."""
-    expected = make_model().generate(PROMPTS, words=30, sampling=DRAWN)
+    expected = make_model().generate(PROMPTS, words=30, **asdict(DRAWN))
     homes = {"node0": ALL, "node1": ALL}
     written, _, _ = written_in_swarm("sequences", homes, [(22.03, HostDown("node0"))], words=30)
     assert [each.ids for each in written] == [each.ids for each in expected]
@@ -175,7 +182,7 @@ def test_a_node_that_dies_costs_time_and_no_word() -> None:
 
 def test_an_expert_without_a_copy_is_waited_for() -> None:
     """Its node comes back after a while, and the text is the same."""
-    expected = make_model().generate(PROMPTS, words=20, sampling=DRAWN)
+    expected = make_model().generate(PROMPTS, words=20, **asdict(DRAWN))
     schedule = [(21.0, HostDown("node0")), (45.0, HostUp("node0"))]
     written, seconds, layers = written_in_swarm("sequences", {"node0": HALF[0], "node1": HALF[1]}, schedule, words=20)
     assert [each.ids for each in written] == [each.ids for each in expected]
@@ -203,3 +210,28 @@ def test_a_swarm_without_experts_is_an_error() -> None:
         pytest.RaisesExc(NoQuorum, match="no expert has answered for 8 s"), allow_unwrapped=True, flatten_subgroups=True
     ):
         written_in_swarm("sequences", {"node0": ALL}, schedule, words=20, patience_s=8.0, timeout_s=2.0)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_pieces_of_a_tokenizer_make_up_the_text(kind: str, tmp_path: Path) -> None:
+    """Bytes of which several make a character come as one piece; no space is lost where a piece begins."""
+    tokenizer = load_tokenizer(str(FILES[kind](tmp_path)))
+    vocabulary = PieceVocabulary.build(tokenizer, tokenizer.encode(TEXT))
+    config = CONFIG.replace(vocab_size=len(vocabulary), cutoffs=())
+    experts, trunk = (
+        make(jax.random.key(0), config) for make in (txl.init_experts, partial(txl.init_trunk, router=ROUTER))
+    )
+    known = np.ones((2, *config.grid_size), bool)
+    saved = SavedModel(config=config, router=ROUTER, step=0, trunk=trunk, experts=experts, known=known)
+    pieces = dict[int, str]()
+    prompts = ["the cat", "a dog ran", ""]
+    written = TrainedModel(saved, vocabulary, no_text).generate(
+        prompts, words=40, seed=2, on_piece=lambda row, piece: pieces.update({row: pieces.get(row, "") + piece})
+    )
+    for row, (prompt, each) in enumerate(zip(prompts, written, strict=True)):
+        assert each.text.startswith(pieces[row])
+        before = vocabulary.encode_text(prompt or "\n").tolist()
+        whole = vocabulary.decode([*before, *each.ids])
+        if "\ufffd" not in whole + each.text:
+            assert each.text == whole[len(vocabulary.decode(before)) :]
+    assert any(each.text.strip("\ufffd ") for each in written)
