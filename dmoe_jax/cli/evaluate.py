@@ -54,6 +54,8 @@ class EvaluateCommand(TrainedModelOptions):
     async def _evaluate(self, stop: Stop) -> int:
         del stop  # cancelled as a whole: it leaves no trace
         check_at_least(1, self, "rows")
+        if self.text is not None and self.split != "test":
+            raise UsageError(f"--split {self.split} would have no effect beside --text {self.text}")
         for name, value in (("--mem-len", self.mem_len), ("--clamp-len", self.clamp_len)):
             if self.join and value is not None:
                 raise UsageError(f"{name} {value} beside --join: experts of a swarm keep the lengths of training")

@@ -1,7 +1,6 @@
 """`dmoe generate`: text out of a trained model."""
 
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.runs.speech import say, why_unheard
+from dmoe_jax.runs.speech import say, shown, why_unheard
 from dmoe_jax.trained.settings import Sampling
 
 
@@ -58,7 +57,7 @@ class GenerateCommand(TrainedModelOptions):
             if self.json:
                 say(json.dumps({"prompt": prompt, **asdict(each)}))
             elif not streams:
-                say(_shown(f"{prompt}{each.text}\n"))
+                say(shown(f"{prompt}{each.text}\n"))
         return 0
 
     def _all_prompts(self) -> list[str]:
@@ -74,17 +73,8 @@ class GenerateCommand(TrainedModelOptions):
         return found
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal obeys, but for tabs and line feeds."""
-
-
-def _shown(text: str) -> str:
-    """The text for a terminal: a stranger's vocabulary may hold what would command it."""
-    return _CONTROL.sub("\ufffd", text)
-
-
 def _write(piece: str) -> bool:
     """Write a piece of text at once; True if nobody reads it any more."""
-    sys.stdout.write(_shown(piece))
+    sys.stdout.write(shown(piece))
     sys.stdout.flush()
     return why_unheard() is not None

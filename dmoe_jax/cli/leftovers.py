@@ -6,6 +6,7 @@ folder. So is a folder of ours that holds anything which is not.
 
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,13 +27,17 @@ _BEFORE_STEPS = {
 _NAMED_BY_TIME = re.compile(r"[\w.-]+-\d{8}-\d{6}(-\d+)?")
 """Names that commands give to folders themselves: an empty one was made by them."""
 
+_JUST_MADE_S = 60.0
+"""Seconds for which an empty folder may be one that a command is about to hold."""
+
 _LOG_FILES = re.compile(rf"(dht|node\d+|trainer\d+)\.log|{re.escape(UP_FLAGS)}|\.up\.\d+\.json")
 _NODE_FOLDERS = re.compile(rf"node\d+|{SHARED_FOLDER}")
 
-_HALF_WRITTEN = re.compile(rf"({re.escape(UNFINISHED)}|{re.escape(TRASH)}).+|\d+\..+")
+_HALF_WRITTEN = re.compile(rf"({re.escape(UNFINISHED)}|{re.escape(TRASH)}).+|\d+\.orbax-checkpoint-tmp.*")
 """Names of checkpoints that are not whole; the last form is Orbax's own."""
 
-_HALF_FILES = re.compile(r"\.room(\.\d+)?|\.\w+\.\d+\.(json|jsonl|png|md|csv)")
+_REPLACING = "|".join(rf"\.{re.escape(Path(name).stem)}\.\d+{re.escape(Path(name).suffix)}" for name in RUN_FILES)
+_HALF_FILES = re.compile(rf"\.room(\.\d+)?|{_REPLACING}")
 """Names of files in a run folder that keep room on the disk, or were about to replace others."""
 
 
@@ -157,7 +162,13 @@ def _is_nothing(path: Path) -> bool:
     if config_of(path) is not None:
         return _is_run_without_a_step(path)
     if path.suffix == LOGS:
-        return _is_ours(path) and all(_LOG_FILES.fullmatch(each.name) or each.name == HOLDER for each in path.iterdir())
+        run = _run_of(path)
+        is_known = config_of(run) is not None or (path / UP_FLAGS).exists() or is_empty(path)
+        return (
+            is_known
+            and _is_ours(path)
+            and all(_LOG_FILES.fullmatch(each.name) or each.name == HOLDER for each in path.iterdir())
+        )
     if path.suffix == NODES:
         run = _run_of(path)
         return (config_of(run) is not None or (up_logs(run) / UP_FLAGS).exists()) and _has_learnt_nothing(path)
@@ -165,8 +176,9 @@ def _is_nothing(path: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """True unless this is an empty folder that somebody has given a name to."""
-    return any(path.iterdir()) or bool(_NAMED_BY_TIME.match(path.name))
+    """True unless this is an empty folder that somebody has given a name to, or that a command has just made."""
+    is_old = time.time() - path.stat().st_mtime > _JUST_MADE_S
+    return any(path.iterdir()) or (is_old and bool(_NAMED_BY_TIME.fullmatch(path.name)))
 
 
 def _is_run_without_a_step(path: Path) -> bool:
@@ -177,8 +189,23 @@ def _is_run_without_a_step(path: Path) -> bool:
     saved = [each.name for each in (path / CHECKPOINT_FOLDER).glob("*") if each.is_dir()]
     if any(name != "0" and not _HALF_WRITTEN.fullmatch(name) for name in saved):
         return False
-    inner = [each for each in path.iterdir() if not (each.is_dir() and each.name in INNER_FOLDERS)]
-    return all(each.name in {*RUN_FILES, HOLDER} or _is_half_written(each) or _holds_nothing(each) for each in inner)
+    return all(
+        each.name in {*RUN_FILES, HOLDER} or _is_half_written(each) or _is_inner(each) or _holds_nothing(each)
+        for each in path.iterdir()
+    )
+
+
+def _is_inner(path: Path) -> bool:
+    """True for a folder of ours in a run folder that has nothing in it but what a run without a step leaves there."""
+    if path.name not in INNER_FOLDERS or not path.is_dir() or path.is_symlink():
+        return False
+    is_known = path.name == CHECKPOINT_FOLDER
+    return all(
+        each.is_dir() and (each.name == "0" or _HALF_WRITTEN.fullmatch(each.name))
+        if is_known
+        else each.is_file() and each.name.startswith("events.out.tfevents")
+        for each in path.iterdir()
+    )
 
 
 def _holds_nothing(path: Path) -> bool:

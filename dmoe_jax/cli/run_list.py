@@ -147,7 +147,8 @@ def ending_of(records: Iterable[Mapping[str, Any]]) -> Literal["complete", "inte
 
 def steps_of(records: Iterable[Mapping[str, Any]]) -> int | None:
     """The last trunk update of a run; None if it has not made any."""
-    return max((record.get("step") or 0 for record in records if record["kind"] == "train"), default=None)
+    steps = (record.get("step") or 0 for record in records if record["kind"] == "train")
+    return max((step for step in steps if isinstance(step, int)), default=None)
 
 
 def main_figure(records: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
@@ -156,7 +157,7 @@ def main_figure(records: Sequence[Mapping[str, Any]]) -> tuple[str, float | None
         for record in reversed(records):
             if record["kind"] in kinds and record.get("split", "valid") == "valid":
                 for name in ("perplexity", "loss"):
-                    if isinstance(value := record.get(name), int | float):
+                    if isinstance(value := record.get(name), int | float) and abs(value) < 1e300:
                         return name, float(value)
     return "", None
 
@@ -233,7 +234,7 @@ def _side_by_side(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def _begun(path: Path, config: Mapping[str, Any]) -> str:
     try:
-        begun = datetime.strptime(str(config["started"]), _TIME_FORMAT)
-    except ValueError:
+        begun = datetime.strptime(str(config["started"]), _TIME_FORMAT).astimezone()
+    except (ValueError, OverflowError):
         begun = datetime.fromtimestamp((path / CONFIG).stat().st_mtime).astimezone()
-    return begun.astimezone().isoformat(timespec="seconds")
+    return begun.isoformat(timespec="seconds")

@@ -18,7 +18,7 @@ from dmoe_jax.cli.run_list import ListedRun, compare_runs, list_runs, size_text
 from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.report import format_value
-from dmoe_jax.runs.speech import say
+from dmoe_jax.runs.speech import say, shown
 
 RunsFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="folder", metavar="[FOLDER]")]
 _DEFAULT = Path("runs")
@@ -99,7 +99,7 @@ class CleanRunsCommand:
             say(f"nothing to clean up in {self.root}")
             return 0
         for each in leftovers:
-            say(f"{each.path}: {each.why}, {size_text(each.size_bytes)}")
+            say(shown(f"{each.path}: {each.why}, {size_text(each.size_bytes)}", one_line=True))
         total = size_text(sum(each.size_bytes for each in leftovers))
         if not (self.yes or _is_wanted(f"Remove these {len(leftovers)}, {total}? [y/N] ")):
             say("nothing was removed")
@@ -133,7 +133,7 @@ def _remove_all(leftovers: Sequence[Leftover]) -> int:
         try:
             removed += remove(each)
         except FolderInUse as error:  # taken up since it was listed
-            say(f"left alone: {error}")
+            say(shown(f"left alone: {error}", one_line=True))
         except OSError as error:
             failed.append(f"{each.path} ({error.strerror or error})")
     say(f"removed {removed} of {len(leftovers)}")
@@ -151,7 +151,8 @@ def _list_table(runs: Sequence[ListedRun]) -> Table:
         begun = datetime.fromisoformat(run.begun).strftime("%Y-%m-%d %H:%M")
         figure = f"{run.figure} {format_value(run.value)}" if run.figure else ""
         steps = "" if run.steps is None else f"{run.steps:,}"
-        table.add_row(run.name, run.command, begun, steps, run.state_text, figure, size_text(run.size_bytes))
+        words = (run.name, run.command, begun, steps, run.state_text, figure, size_text(run.size_bytes))
+        table.add_row(*(shown(word, one_line=True) for word in words))
     return table
 
 
@@ -159,9 +160,9 @@ def _side_by_side(title: str, runs: Sequence[str], rows: Mapping[str, Sequence[A
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column("", overflow="fold")
     for run in runs:
-        table.add_column(run, overflow="fold")
+        table.add_column(shown(run, one_line=True), overflow="fold")
     for name, values in rows.items():
-        table.add_row(name, *map(format_value, values))
+        table.add_row(*(shown(word, one_line=True) for word in (name, *map(format_value, values))))
     return table
 
 

@@ -41,7 +41,8 @@ class ServeCommand(TrainedModelOptions):
 
     async def _serve(self, stop: Stop) -> int:
         check_at_least(1, self, "at_once", "most_words", "most_prompts")
-        check_at_least(0, self, "port")
+        if not 0 <= self.port <= 65_535:
+            raise UsageError(f"--port must be from 0 to 65535, got {self.port}")
         limits = CompletionLimits(most_words=self.most_words, most_prompts=self.most_prompts)
         address = Address(self.host, self.port)
         async with self.opened() as model, AsyncExitStack() as stack:

@@ -1,5 +1,6 @@
 """Errors and room of files that outlive a process, and folders that one process at a time may write to."""
 
+import itertools
 import os
 import platform
 import re
@@ -18,6 +19,9 @@ HOLDER = ".in-use"
 
 UNFINISHED, TRASH = ".unfinished-", ".old-"
 """Beginnings of the names of a checkpoint that is being written, and of one that is about to be deleted."""
+
+_ATTEMPTS, _ATTEMPT_S = 5, 0.01
+"""Further attempts to hold a folder, and seconds between them."""
 
 _PIECE_BYTES = 1 << 30
 """Bytes of the largest file that tries whether there is room; Orbax's files are at most twice as large."""
@@ -62,13 +66,17 @@ def hold_folder(folder: Path, what: str) -> Iterator[None]:
         yield
         return
     is_new = not folder.exists()
-    while True:
+    for left in itertools.count(_ATTEMPTS, -1):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / HOLDER).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _in_use(folder, what, file) from None
+            if left <= 0:
+                raise _in_use(folder, what, file) from None
+            file.close()
+            time.sleep(_ATTEMPT_S)  # whoever looks whether the folder is held holds it for a moment
+            continue
         except OSError:  # a file system without locks
             break
         with suppress(FileNotFoundError):
@@ -95,7 +103,7 @@ def check_not_held(folder: Path, what: str) -> None:
         return
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError), (folder / HOLDER).open("r+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(folder, what, file) from None
         except OSError:  # a file system without locks
@@ -108,7 +116,7 @@ def may_be_held(folder: Path) -> bool:
         return True
     try:
         with (folder / HOLDER).open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:

@@ -85,13 +85,14 @@ Page = Callable[[Request], Awaitable[Answer]]
 
 @asynccontextmanager
 async def open_http_server(
-    address: Address, pages: Mapping[str, Page], *, max_body_bytes: int = 0
+    address: Address, pages: Mapping[str, Page], *, max_body_bytes: int = 0, max_clients: int = MAX_CLIENTS
 ) -> AsyncIterator[Address]:
     """Serve pages while the block runs; yields the address with the port chosen.
 
     Args:
       pages: by path, such as "/metrics", for GET and HEAD; by method and path, such as "POST /tokens", for others.
       max_body_bytes: longest body of a request.
+      max_clients: clients at once; further ones are turned away.
 
     Raises:
       ListenFailed: the port is taken, or the address is not this machine's. The message names it.
@@ -100,7 +101,7 @@ async def open_http_server(
         listeners = await trio.open_tcp_listeners(address.port, host=address.host)
     except (OSError, ValueError, OverflowError) as error:
         raise ListenFailed(f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from error
-    places = trio.Semaphore(MAX_CLIENTS)
+    places = trio.Semaphore(max_clients)
 
     async def serve(stream: trio.SocketStream) -> None:
         try:

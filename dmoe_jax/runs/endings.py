@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from dmoe_jax.runs.speech import shown
+
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
 
@@ -42,7 +44,7 @@ def one_line(error: BaseException) -> str:
 
 def fail(message: str, *, status: int = 1, prog: str = "dmoe") -> NoReturn:
     """Print one line to standard error and exit."""
-    print(f"{prog}: error: {message}", file=sys.stderr)
+    print(f"{prog}: error: {shown(message)}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -30,7 +30,9 @@ REPORT = "report.md"
 RESULTS = "results.csv"
 """File beside the report of a comparison, with a row for each of its runs."""
 
-RUN_FILES = frozenset({CONFIG, METRICS, FIGURE, REPORT, RESULTS})
+RUN_FILES = frozenset(
+    {CONFIG, METRICS, FIGURE, REPORT, RESULTS, "vocabulary.json", "tokenizer.json", "tokenizer.model"}
+)
 """Files of ours in a run folder: one that has others too is never cleaned up as a whole."""
 
 _PACKAGES = ("dmoe_jax", "jax", "jaxlib", "flax", "optax", "trio", "numpy")
@@ -98,7 +100,10 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Settings, command, time, versions and platform. Raises ValueError for a damaged file, OSError for none."""
-        config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        try:
+            config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise ValueError(f"{self.path / CONFIG} is nested too deeply") from error
         return config
 
     def log(self, kind: str, /, **fields: object) -> None:
@@ -175,9 +180,9 @@ def records_in(data: bytes, path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}") from error
-        if not isinstance(record, dict) or "kind" not in record:
+        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
             raise ValueError(f"{path}, line {number}: expected a JSON object with a kind, got {line[:80]!r}")
         records.append(record)
     return records

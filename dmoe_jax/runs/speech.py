@@ -6,6 +6,7 @@ of whoever writes there: `say`, rich, logging, a user's own file. The exit statu
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,16 @@ from typing import Any
 
 _UNREAD_STATUS = 128 + 13
 """Exit status as of a process that SIGPIPE ended: whoever read our output has gone, as `head` does."""
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal obeys, but for tabs and line feeds."""
+
+
+def shown(text: str, *, one_line: bool = False) -> str:
+    """A text for a terminal: names and words may be a stranger's, and hold what would command it."""
+    clean = _CONTROL.sub("\ufffd", text)
+    return clean.replace("\n", "\ufffd") if one_line else clean
 
 
 def say(text: object) -> bool:

@@ -35,6 +35,8 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 
 MAX_BODY_BYTES = 1 << 20
 """Longest request."""
+MAX_CLIENTS = 256
+"""Clients at once, most of which wait."""
 
 
 @asynccontextmanager
@@ -53,7 +55,8 @@ async def open_completions(
     served = _Served(model, name, limits, at_once)
     pages: dict[str, Page] = {"POST /v1/completions": served.complete, "/v1/models": served.models}
     pages = {path: partial(_guarded, page, address.host) for path, page in pages.items()}
-    async with open_http_server(address, pages, max_body_bytes=MAX_BODY_BYTES) as listening:
+    opening = open_http_server(address, pages, max_body_bytes=MAX_BODY_BYTES, max_clients=MAX_CLIENTS)
+    async with opening as listening:
         yield listening
 
 
@@ -78,6 +81,9 @@ class _Served:
                 prompts: list[Text] = [self._model.encode(prompt) for prompt in asked.prompts]
             except ValueError as error:
                 raise CompletionError(str(error), param="prompt") from error
+            if (total := len(prompts) * max(map(len, prompts))) > self._limits.most_tokens:
+                most = f"{self._limits.most_tokens} tokens"
+                raise CompletionError(f"prompts have at most {most} together, got {total}", param="prompt")
         except CompletionError as error:
             return Answer(error.body(), HTTPStatus.BAD_REQUEST, _JSON)
         answers = Answers(model=self._name, id=f"cmpl-{secrets.token_hex(12)}", created=int(time.time()))

@@ -51,6 +51,8 @@ class CompletionLimits:
     """Most completions of a request: prompts times `n`."""
     most_characters: int = 65_536
     """Longest prompt; of a prompt of tokens the number of these."""
+    most_tokens: int = 65_536
+    """Most tokens of all prompts, each as often as it is continued, filled up to the longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from dmoe_jax.trained.export_files import (
     trunk_file,
 )
 from dmoe_jax.trained.exporting import Arrays, named_arrays
-from dmoe_jax.trained.saved_model import SavedModel, config_of
+from dmoe_jax.trained.saved_model import SavedModel, check_types, config_of
 from dmoe_jax.training.prepared_run import check_code, is_code
 from dmoe_net.meaning import contradiction
 
@@ -206,19 +206,6 @@ def _checked_config(sizes: Mapping[str, Any], arrays: Mapping[str, StoredArray],
         return config_of(sizes, sizes["vocab_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} has no configuration of a model: {error}") from error
-
-
-def check_types(sizes: Mapping[str, Any], kind: type) -> None:
-    """Check that fields which are whole numbers, several of them, or true or false have such values, and none beyond
-    all reason."""
-    for name, hint in get_type_hints(kind).items():
-        value = sizes[name]
-        values = value if hint == tuple[int, ...] and isinstance(value, list) else [value]
-        is_number = hint in (int, tuple[int, ...]) or (hint == int | None and value is not None)
-        if is_number and not all(type(each) is int and 0 <= each < 1 << 31 for each in values):
-            raise TypeError(f"{name} is {value!r:.80}")
-        if hint is bool and type(value) is not bool:
-            raise TypeError(f"{name} is {value!r:.80}")
 
 
 def _check_experts(export: _Export) -> None:

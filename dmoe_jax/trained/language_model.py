@@ -22,7 +22,7 @@ from dmoe_jax.routing.base import Router
 from dmoe_jax.trained.decoding import Alive, Decoder, Tokens
 from dmoe_jax.trained.evaluation import ROWS, TextEvaluation, evaluate_text
 from dmoe_jax.trained.readers import LocalReader, Reader, SwarmReader, ThreadReader, pure_log_probs, without_waiting
-from dmoe_jax.trained.sampling import row_keys, sample
+from dmoe_jax.trained.sampling import Draw, row_keys, sample
 from dmoe_jax.trained.saved_model import SavedModel
 from dmoe_jax.trained.settings import Sampling
 
@@ -139,13 +139,12 @@ class AsyncTrainedModel:
         self, first: int, texts: "list[_Writing]", words: int, sampling: Sampling, on_piece: OnPiece
     ) -> None:
         reader, decoder, count = self.reader, self.reader.decoder, len(texts)
-        keys = row_keys(sampling.seed, range(first, first + count))
+        keys, draw = row_keys(sampling.seed, range(first, first + count)), Draw.of(sampling)
         tokens, lengths = _in_segments([text.prompt for text in texts], decoder.config.seq_len)
         read = await reader.read_segments(self._empty(count), tokens, lengths)
         state, hidden = await reader.run(decoder.state_after, read, tokens, lengths)
         for step in range(words):
-            draw = (decoder, sampling, reader.trunk, hidden, keys, np.int32(step))
-            drawn, likely = await reader.run(_drawn, *draw)
+            drawn, likely = await reader.run(_drawn, decoder, draw, reader.trunk, hidden, keys, np.int32(step))
             for number, (text, token, log_prob) in enumerate(zip(texts, drawn.tolist(), likely.tolist(), strict=True)):
                 if not text.is_over and (piece := text.add(token, log_prob)):
                     text.is_over = on_piece(first + number, piece) is True
@@ -170,10 +169,10 @@ class AsyncTrainedModel:
         return empty_memory(self.reader.decoder.config, rows)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _drawn(decoder: Decoder, sampling: Sampling, trunk: PyTree, hidden: Any, keys: Any, step: Any) -> Any:
+@partial(jax.jit, static_argnums=0)
+def _drawn(decoder: Decoder, draw: Draw, trunk: PyTree, hidden: Any, keys: Any, step: Any) -> Any:
     """The next word of each sequence and its log-probability: see `sample`."""
-    return sample(sampling, decoder.log_probs(trunk, decoder.last(hidden)), keys, step)
+    return sample(draw, decoder.log_probs(trunk, decoder.last(hidden)), keys, step)
 
 
 _OVERLAP = 8

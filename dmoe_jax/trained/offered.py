@@ -26,8 +26,7 @@ from dmoe_jax.models.transformer_xl import trunk_shapes
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.run_folder import plain
-from dmoe_jax.trained.imported import check_types
-from dmoe_jax.trained.saved_model import SavedModel, config_of
+from dmoe_jax.trained.saved_model import SavedModel, check_types, config_of
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import StateUnavailable, download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource

@@ -7,7 +7,7 @@ and those without an answer are asked again, wherever they live then, until pati
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,9 @@ class PatientLayer:
                     new, is_new, _ = await self._mixture.ask(self._mixture.grouped(indices, part, contacts), inputs)
                     outputs[is_new], answered = new[is_new], answered | is_new
                     if (part & ~answered).any():
+                        if not self.asked_again:
+                            prefix = self._mixture.config.prefix
+                            logger.warning("experts of %r do not answer; they are asked again", prefix)
                         self.asked_again += 1
                         await trio.sleep(next(pauses))
                         contacts = await self._living()
@@ -109,7 +112,7 @@ class PatientLayer:
                         pauses, waiting.deadline = _pauses(), trio.current_time() + self._patience_s
             if np.array_equal(answered, mask):
                 return indices, mask, outputs
-            self._give_up(indices[mask & ~answered])
+            self._give_up(indices[mask & ~answered], contacts)
             indices, mask = await to_host(
                 self._mixture.device, await self._run(self._select, scores, await self.alive())
             )
@@ -121,9 +124,10 @@ class PatientLayer:
             self._seen[coordinates] = True
         return contacts
 
-    def _give_up(self, coordinates: Array) -> None:
-        """Do without these experts until patience has passed once more."""
+    def _give_up(self, coordinates: Array, contacts: Mapping[Coordinates, Contact]) -> None:
+        """Do without these experts, and without others that nobody serves now, until patience has passed once more."""
         cells = {tuple(each) for each in coordinates.tolist()}
+        cells |= {cell for cell in map(tuple, np.argwhere(self._seen).tolist()) if cell not in contacts}
         for cell in cells:
             self._given_up[cell] = trio.current_time() + self._patience_s
         self.replaced += 1

@@ -153,24 +153,27 @@ def pure_log_probs(
 class ThreadReader:
     """A `LocalReader` for code under trio: it reads in a worker thread, so that others may go on meanwhile.
 
-    If cancelled, what is being read is read to its end in vain.
+    If cancelled, what is being read is read to its end in vain, and whoever comes next waits for that.
     """
 
     def __init__(self, reader: LocalReader) -> None:
         self.decoder, self.trunk, self.waits, self._reader = reader.decoder, reader.trunk, False, reader
+        self._limiter = trio.CapacityLimiter(1)
 
     async def read_segments(self, memory: Memory, tokens: Tokens, lengths: Each) -> SegmentsRead:
-        return await _in_thread(self._reader.read_segments, memory, tokens, lengths)
+        return await self._in_thread(self._reader.read_segments, memory, tokens, lengths)
 
     async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
-        return await _in_thread(self._reader.read_word, state, tokens)
+        return await self._in_thread(self._reader.read_word, state, tokens)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await _in_thread(self._reader.run, function, *args)
+        return await self._in_thread(self._reader.run, function, *args)
 
+    async def _in_thread(self, read: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        def work() -> T:
+            return without_waiting(read(*args))
 
-async def _in_thread(read: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-    return await trio.to_thread.run_sync(lambda: without_waiting(read(*args)), abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
 
 class SwarmReader:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import jax
 import numpy as np
@@ -35,6 +35,9 @@ from dmoe_jax.training.prepared_run import best_step, check_meaning_of_run
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
 
+
+_MOST_LAYERS, _MOST_LENGTH = 1 << 12, 1 << 20
+"""Layers, and words of a segment or a memory, of the largest model that is read: its sizes may be a stranger's."""
 
 Checkpoint = Literal["last", "best"] | int
 """A checkpoint of a run: its newest one, the one whose evaluation on the way had the least loss, or that of a step."""
@@ -141,16 +144,37 @@ def step_of(run: SavedRun, checkpoint: Checkpoint) -> int | None:
     return best
 
 
+def check_types(sizes: Mapping[str, Any], kind: type) -> None:
+    """Check that fields which are whole numbers, several of them, or true or false have such values, and none beyond
+    all reason."""
+    for name, hint in get_type_hints(kind).items():
+        if name not in sizes:
+            continue
+        value = sizes[name]
+        values = value if hint == tuple[int, ...] and isinstance(value, list | tuple) else [value]
+        is_number = hint in (int, tuple[int, ...]) or (hint == int | None and value is not None)
+        if is_number and not all(type(each) is int and 0 <= each < 1 << 31 for each in values):
+            raise TypeError(f"{name} is {value!r:.80}")
+        if hint is bool and type(value) is not bool:
+            raise TypeError(f"{name} is {value!r:.80}")
+
+
 def config_of(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
     """The model's configuration from its fields by name. Raises ValueError if they do not fit each other."""
     if sizes.get("vocab_size", vocab_size) != vocab_size:
         raise ValueError(f"the run's vocabulary has {sizes['vocab_size']} words, that of the text {vocab_size}")
-    cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)
-    changes = {"vocab_size": vocab_size, "cutoffs": cutoffs, "grid_size": tuple(sizes["grid_size"])}
     try:
-        return TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
-    except TypeError as error:
-        raise ValueError(f"the run was made by another version: {error}") from error
+        check_types(sizes, TransformerXLConfig)
+        check_types(sizes["layer"], LayerConfig)
+        cutoffs = tuple(cutoff for cutoff in sizes["cutoffs"] if cutoff < vocab_size)
+        changes = {"vocab_size": vocab_size, "cutoffs": cutoffs, "grid_size": tuple(sizes["grid_size"])}
+        config = TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the sizes were made by another version, or are damaged: {error!r:.200}") from error
+    if config.num_layers > _MOST_LAYERS or max(config.seq_len, config.mem_len) > _MOST_LENGTH:
+        lengths = f"segments of {config.seq_len} words and a memory of {config.mem_len}"
+        raise ValueError(f"a model of {config.num_layers} layers, {lengths} is beyond all reason")
+    return config
 
 
 def _beside(run: Path) -> list[Path]:

@@ -69,14 +69,18 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
     records = RunFolder(path).metrics()
     corpus = next((str(record.get("name")) for record in records if record["kind"] == "task"), "")
     if isinstance(settings.get("language"), dict):
-        sizes, router, source = _of_train(path, settings)
+        read = _of_train
     elif isinstance(settings.get("config"), dict):
-        sizes, router, source = _of_experiment(path, settings)
+        read = _of_experiment
     else:
         raise ValueError(
             f"{path} is no run of a language model; expected a folder of dmoe train, dmoe demo, dmoe up or "
             "experiments.transformer_xl"
         )
+    try:
+        sizes, router, source = read(path, settings)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} was made by another version, or its {CONFIG} is damaged: {error!r:.200}") from error
     found = SavedRun(
         path=path,
         sizes=sizes,

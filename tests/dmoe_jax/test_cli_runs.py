@@ -207,7 +207,12 @@ def zoo(root: Path) -> None:
         touch(root / run, *half_written, "checkpoints/4/state/", "checkpoints/set-aside-3/")
     touch(
         root,
-        *("stepless/checkpoints/0/", "stepless/.in-use", "stepless/report.md", "stepless/tensorboard/x"),
+        *(
+            "stepless/checkpoints/0/",
+            "stepless/.in-use",
+            "stepless/report.md",
+            "stepless/tensorboard/events.out.tfevents.1",
+        ),
         *("with-notes/notes.md", "only-records-lost/checkpoints/200/state/"),
         *("up1.logs/up.json", "up1.logs/dht.log", "up1.logs/node0.log", "up1.nodes/node0/layer0.0.1/.in-use"),
         *("up2.logs/up.json", "up2.nodes/shared/layer0.0.1/40/state/"),
@@ -216,7 +221,19 @@ def zoo(root: Path) -> None:
         *("my.nodes/a/b/.old-1/", "train-20261101-100000/", "demo-20261101-100000-2/", "empty/", "killed/.in-use"),
         *("checkpoints/.unfinished-1.x/", "2025.01/", "2025.01/a.txt", ".git/train-20261101-100000/"),
     )
+    # What users keep under names that look like ours.
+    for run in ("copied", "pictured", "noted", "tracked"):
+        make_run(root / run, TASK)
+    touch(
+        root,
+        *("interrupted/checkpoints/100.keep/", "interrupted/checkpoints/100.best-model/", "interrupted/.notes.1.json"),
+        *("copied/checkpoints/100.keep/state/x", "pictured/inspection/notes.md", "noted/checkpoints/notes.txt"),
+        *("tracked/tensorboard/precious/x", "web.logs/node1.log", "data-20240101-120000-mine/"),
+    )
     (root / "linked").symlink_to(root / "stepless")
+    for name in ("train-20261101-100000", "demo-20261101-100000-2", "data-20240101-120000-mine"):
+        os.utime(root / name, (1e9, 1e9))
+    touch(root, "train-20261130-100000/")  # just made, perhaps by a command that is about to hold it
 
 
 LEFTOVERS = {
@@ -317,7 +334,7 @@ def test_what_was_taken_up_since_it_was_listed_stays(tmp_path: Path, capsys: pyt
 def test_a_removal_that_is_interrupted_leaves_a_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its config nobody would know the folder for ours."""
     run = make_run(tmp_path / "run", TASK)
-    touch(run.path, "checkpoints/0/state/", "inspection/x.png", "tensorboard/x")
+    touch(run.path, "checkpoints/0/state/", "tensorboard/events.out.tfevents.1")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

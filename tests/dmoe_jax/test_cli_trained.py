@@ -143,7 +143,7 @@ def test_a_model_is_the_same_from_wherever_it_comes(tmp_path: Path, capsys: Any,
         np.testing.assert_allclose(model.log_probs(text), expected, atol=1e-6)
         assert (model.step, model.vocabulary.words, bool(model.known.all())) == (6, models[0].vocabulary.words, True)
     np.testing.assert_array_equal(models[1].split("test"), models[0].split("test"))
-    with pytest.raises(ValueError, match=r"the export .* does not say where its text is: name it with data"):
+    with pytest.raises(ValueError, match=r"the export .* does not say where its text is: name it with --data"):
         models[3].split("test")
 
 
@@ -288,11 +288,11 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("generate RUN --prompts missing.txt", "--prompts missing.txt: No such file or directory"),
         ("generate RUN --prompts empty.txt", "--prompts empty.txt: the file has no line with a prompt"),
         ("generate RUN --router switch", "router 'switch' would have no effect: that of the run is 'product_key'"),
-        ("evaluate EXPORT", "the export .* does not say where its text is: name it with data"),
+        ("evaluate EXPORT", "the export .* does not say where its text is: name it with --data"),
         ("evaluate EXPORT --checkpoint best", "EXPORT|export"),
         ("evaluate LOST", r"my\.txt"),
         ("generate LOST", r"my\.txt"),
-        ("serve RUN --port=-1", "--port must be at least 0, got -1"),
+        ("serve RUN --port=-1", "--port must be from 0 to 65535, got -1"),
         ("serve RUN --at-once 0", "--at-once must be at least 1, got 0"),
         ("serve RUN --most-words 0", "--most-words must be at least 1, got 0"),
         ("serve RUN --host 192.0.2.1", "--port: "),

@@ -18,7 +18,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trained.decoding import make_decoder
 from dmoe_jax.trained.evaluation import evaluate_text
 from dmoe_jax.trained.readers import LocalReader, pure_log_probs, without_waiting
-from dmoe_jax.trained.sampling import restricted, row_keys, sample
+from dmoe_jax.trained.sampling import Draw, restricted, row_keys, sample
 from dmoe_jax.trained.settings import Sampling
 
 GRID = (2, 2)
@@ -167,14 +167,14 @@ def test_a_row_draws_what_it_draws_alone() -> None:
     """Words follow from seed and row, not from who else writes; shares are those of the distribution."""
     log_probs = np.tile(np.log([0.6, 0.3, 0.1]).astype(np.float32), (3000, 1))
     sampling = Sampling(temperature=1.0)
-    words, own = map(np.asarray, sample(sampling, log_probs, row_keys(5, range(3000)), np.int32(2)))
-    alone, _ = sample(sampling, log_probs[:1], row_keys(5, range(7, 8)), np.int32(2))
+    words, own = map(np.asarray, sample(Draw.of(sampling), log_probs, row_keys(5, range(3000)), np.int32(2)))
+    alone, _ = sample(Draw.of(sampling), log_probs[:1], row_keys(5, range(7, 8)), np.int32(2))
     assert words[7] == alone[0]
     np.testing.assert_allclose(np.bincount(words) / 3000, [0.6, 0.3, 0.1], atol=0.03)  # three deviations
     np.testing.assert_allclose(own, log_probs[0][words], rtol=1e-6)
-    cold, _ = sample(Sampling(temperature=0.0), log_probs[:4], row_keys(0, range(4)), np.int32(0))
+    cold, _ = sample(Draw.of(Sampling(temperature=0.0)), log_probs[:4], row_keys(0, range(4)), np.int32(0))
     assert np.asarray(cold).tolist() == [0, 0, 0, 0]
-    another, _ = sample(sampling, log_probs, row_keys(5, range(3000)), np.int32(3))
+    another, _ = sample(Draw.of(sampling), log_probs, row_keys(5, range(3000)), np.int32(3))
     assert 0.3 < np.mean(np.asarray(another) == words) < 0.6  # 0.46 if the two are independent
 
 
