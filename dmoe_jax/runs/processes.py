@@ -169,13 +169,19 @@ async def open_local_swarm(
 
 
 def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
-    """Deal experts out to nodes in turn, so that every layer and grid row loses a few when one dies."""
+    """Deal experts out to nodes in turn, so that every layer and grid row loses a few when one dies.
+
+    No node has two experts more than another.
+    """
     hands: list[list[str]] = [[] for _ in range(num_nodes)]
     rows: dict[tuple[object, ...], int] = {}
     for index, uid in enumerate(uids):
         # A step of one more per row keeps a node's experts from forming a column of the grid.
         row = rows.setdefault((uid.prefix, uid.coordinates[:-1]), len(rows))
-        hands[(index + row) % num_nodes].append(str(uid))
+        wanted = (index + row) % num_nodes
+        least = min(map(len, hands))
+        turns = (hands[(wanted + step) % num_nodes] for step in range(num_nodes))
+        next(hand for hand in turns if len(hand) == least).append(str(uid))
     return hands
 
 

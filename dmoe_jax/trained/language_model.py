@@ -4,14 +4,13 @@
 were saved, or those of a living swarm.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-import trio
 from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree
@@ -30,9 +29,6 @@ T = TypeVar("T")
 
 MOST_AT_ONCE = 64
 """Most prompts that are read side by side; further ones follow."""
-
-_WORTH_PARTS = 4
-"""Fewest texts that are worth two parts, each of which is a call of its own."""
 
 OnPiece = Callable[[int, str], Any]
 """Told of each piece of text as it is written: (number of the prompt, the piece); True ends this prompt's text."""
@@ -128,10 +124,7 @@ class AsyncTrainedModel:
         done: list[Generated] = []
         for first in range(0, len(prompts), MOST_AT_ONCE):
             texts = [_Writing(self, text) for text in prompts[first : first + MOST_AT_ONCE]]
-            # While experts answer one part, this machine computes for the other.
-            middle = len(texts) // 2 if self.reader.waits and len(texts) >= _WORTH_PARTS else 0
-            parts = [(first + middle, texts[middle:]), *([(first, texts[:middle])] if middle else [])]
-            await _side_by_side([partial(self._continue, *part, words, sampling, on_piece) for part in parts])
+            await self._continue(first, texts, words, sampling, on_piece)
             done += [text.done() for text in texts]
         return done
 
@@ -177,27 +170,6 @@ def _drawn(decoder: Decoder, draw: Draw, trunk: PyTree, hidden: Any, keys: Any, 
 
 _OVERLAP = 8
 """Tokens that are decoded again with each new one: how a token reads depends on those right before it."""
-
-
-async def _side_by_side(works: Sequence[Callable[[], Awaitable[None]]]) -> None:
-    """Do all of them at once; the first error ends the others. A single one needs no event loop."""
-    if len(works) == 1:
-        await works[0]()
-        return
-    failures: list[Exception] = []
-
-    async def do(work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except Exception as error:
-            failures.append(error)
-            nursery.cancel_scope.cancel()
-
-    async with trio.open_nursery() as nursery:
-        for work in works:
-            nursery.start_soon(do, work)
-    if failures:
-        raise failures[0]
 
 
 class _Writing:

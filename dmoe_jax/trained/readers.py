@@ -46,8 +46,6 @@ class Reader(Protocol):
 
     decoder: Decoder
     trunk: PyTree
-    waits: bool
-    """True if it waits for others, while this machine has time."""
 
     async def read_segments(self, memory: Memory, tokens: Tokens, lengths: Each) -> SegmentsRead:
         """Read whole segments: see `Decoder.read_segments`."""
@@ -89,7 +87,7 @@ class LocalReader:
         experts: Sequence[PyTree],
         alive: Alive | None = None,
     ) -> None:
-        self.decoder, self.waits = make_decoder(config, router), False
+        self.decoder = make_decoder(config, router)
         # On the device once, and not with each word.
         self.trunk, self._experts, self._alive = jax.device_put((trunk, tuple(experts), alive))
         self._read_segments, self._read_word = _local_programs(self.decoder)
@@ -157,7 +155,7 @@ class ThreadReader:
     """
 
     def __init__(self, reader: LocalReader) -> None:
-        self.decoder, self.trunk, self.waits, self._reader = reader.decoder, reader.trunk, False, reader
+        self.decoder, self.trunk, self._reader = reader.decoder, reader.trunk, reader
         self._limiter = trio.CapacityLimiter(1)
 
     async def read_segments(self, memory: Memory, tokens: Tokens, lengths: Each) -> SegmentsRead:
@@ -204,7 +202,6 @@ class SwarmReader:
         self.layers = tuple(PatientLayer(mixture, self._run, patience_s=patience_s) for mixture in self.mixtures)
         self._mix = _SwarmMix(self.layers)
         self._device: Device = self.mixtures[0].device
-        self.waits = True
         self._compiled: set[Any] = set()
         self._is_checked = False
 

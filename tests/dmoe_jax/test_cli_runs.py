@@ -404,3 +404,36 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, capsys: Any, monkeypatc
     printed = said(["runs", "clean", str(tmp_path), "--yes"], capsys, status=1)
     assert printed == f"dmoe: error: could not remove {tmp_path / 'b'} (Permission denied)\n"
     assert os.listdir(tmp_path) == ["b"]
+
+
+STRANGE: dict[str, str] = {
+    "deep config": "[" * 100_000,
+    "deep record": '{"kind": "train", "step": ' + "[" * 100_000,
+    "steps are text": '{"kind": "train", "step": "abc", "loss": 1}',
+    "steps are a list": '{"kind": "train", "step": [1]}',
+    "a figure of 400 digits": '{"kind": "eval", "perplexity": 1' + "0" * 400 + "}",
+    "a kind that is a list": '{"kind": ["train"]}',
+    "begun before all time": "0001-01-01T00:00:00+2359",
+    "a terminal's orders": "\x1b]0;pwn\x07\x1b[31m",
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_strange_folder_stops_no_list(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger's run among one's own: the others are listed, nothing of it is removed, and the terminal is safe."""
+    make_run(tmp_path / "mine", *STEPS, COMPLETE)
+    strange = make_run(tmp_path / ("strange\x1b[31m" if case.startswith("a terminal") else "strange"), *STEPS)
+    config, metrics = strange.path / "config.json", strange.metrics_path
+    if case == "deep config":
+        config.write_text(STRANGE[case])
+    elif case.startswith(("begun", "a terminal")):
+        key = "started" if case.startswith("begun") else "command"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {key: STRANGE[case]}))
+    else:
+        metrics.write_text(metrics.read_text() + STRANGE[case] + "\n")
+    before = files_in(tmp_path)
+    printed = said(["runs", str(tmp_path)], capsys)
+    assert "mine" in printed
+    assert "\x1b" not in printed
+    said(["runs", "clean", str(tmp_path), "--yes"], capsys)
+    assert files_in(tmp_path) == before
