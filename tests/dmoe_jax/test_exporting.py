@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from dmoe_jax.checkpoints import Checkpoints, numbers_in
 from dmoe_jax.cli import main
 from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.models.config import TransformerXLConfig
@@ -30,6 +31,7 @@ from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trained.export_files import ExportFacts, is_export, read_facts, read_header, vocabulary_folder
 from dmoe_jax.trained.exporting import write_export
 from dmoe_jax.trained.imported import begin_experts, read_export, read_trunk_for
+from dmoe_jax.trained.language_model import TrainedModel
 from dmoe_jax.trained.saved_model import SavedModel
 from tests.dmoe_jax.training_rig import outcome
 
@@ -581,3 +583,61 @@ def test_without_the_package_the_extra_is_named(
     status, error = outcome(["export", str(out), str(tmp_path / "new.safetensors")], capsys)
     line = "dmoe: error: dmoe export writes with safetensors, which is missing: pip install 'dmoe_jax[export]'\n"
     assert (status, error) == (2, line)
+
+
+def numpy_log_probs(a: dict[str, np.ndarray], config: dict[str, Any], words: np.ndarray) -> np.ndarray:
+    """Log-probabilities after each word, out of the arrays of an export by their names, with NumPy alone."""
+    sizes, (rows, _), table = config["layer"], config["grid_size"], a["trunk.embed.table"].astype(np.float64)
+    d, pasts, outputs = sizes["d_model"], [np.zeros((0, sizes["d_model"]))] * config["num_layers"], []
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        return np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
+
+    def norm(x: np.ndarray, p: dict[str, np.ndarray], name: str, epsilon: float = 1e-5) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt(x.var(-1, keepdims=True) + epsilon) * p[f"{name}.scale"] + p[f"{name}.bias"]
+
+    def expert(p: dict[str, np.ndarray], x: np.ndarray, past: np.ndarray) -> np.ndarray:
+        seen = np.concatenate([past, x])
+        away = np.arange(len(past), len(seen))[:, None] - np.arange(len(seen))
+        angles = np.maximum(away, 0)[..., None] / 10000 ** (np.arange(0, d, 2) / d)
+        places = np.concatenate([np.sin(angles), np.cos(angles)], -1) @ p["position.kernel"].reshape(d, d)
+        sources = {"query": x, "key": seen, "value": seen}
+        query, key, value = (np.einsum("td,dhe->the", z, p[f"{name}.kernel"]) for name, z in sources.items())
+        by_place = np.einsum("the,tjhe->htj", query + p["position_bias"], places.reshape(*away.shape, *key.shape[1:]))
+        logits = (np.einsum("the,jhe->htj", query + p["content_bias"], key) + by_place) / np.sqrt(key.shape[-1])
+        weights = softmax(np.where(away >= 0, logits, -1e30))
+        y = norm(x + np.einsum("htj,jhe,hed->td", weights, value, p["output.kernel"]), p, "attention_norm")
+        inner = np.maximum(y @ p["ff_in.kernel"] + p["ff_in.bias"], 0)
+        return norm(y + inner @ p["ff_out.kernel"] + p["ff_out.bias"], p, "ff_norm")
+
+    for start in range(0, len(words), sizes["seq_len"]):
+        x = table[words[start : start + sizes["seq_len"]]] * np.sqrt(d)
+        for layer in range(config["num_layers"]):
+            past, pasts[layer] = pasts[layer][-sizes["mem_len"] :], np.concatenate([pasts[layer], x])
+            gate = {n.split(".", 3)[3]: v for n, v in a.items() if n.startswith(f"trunk.gates.{layer}.")}
+            feature = norm(np.concatenate([past, x[:1]]).mean(0), gate, "norm", 1e-6)
+            scores = feature @ gate["keys.kernel"] + gate["keys.bias"]
+            total = (scores[:rows, None] + scores[rows:]).ravel()
+            best = np.argsort(-total)[: config["k_best"]]
+            own = {n.split(".", 2)[2]: v for n, v in a.items() if n.startswith(f"experts.layer{layer}.")}
+            parts = [expert({n: v[number] for n, v in own.items()}, x, past) for number in best]
+            x = np.einsum("k,ktd->td", softmax(total[best]), parts)
+        outputs.append(x)
+    hidden, (first,) = np.concatenate(outputs), config["cutoffs"]
+    logits = hidden @ table.T + a["trunk.head.bias"]
+    clusters = hidden @ a["trunk.head.cluster_w"].T + a["trunk.head.cluster_b"]
+    head = np.log(softmax(np.concatenate([logits[:, :first], clusters], axis=1)))
+    return np.concatenate([head[:, :first], head[:, first:] + np.log(softmax(logits[:, first:]))], axis=1)
+
+
+def test_numpy_alone_gives_the_same_log_probabilities(tmp_path: Path) -> None:
+    """The names and shapes of the file are enough to compute with; its words across the ends of segments."""
+    model = dataclasses.replace(trained(), trunk=jax.tree.map(lambda leaf: 4 * leaf, trained().trunk))
+    export(model, tmp_path / "model.safetensors")
+    words = np.random.default_rng(0).integers(0, 20, 14)
+    config = json.loads(json.dumps(dataclasses.asdict(model.config)))
+    found = numpy_log_probs(load_file(tmp_path / "model.safetensors"), config, words)
+    expected = TrainedModel(model, Vocabulary(tuple(map(str, range(20)))), lambda split: words).log_probs(words)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.ptp(expected, axis=0).max() > 0.1
