@@ -24,6 +24,8 @@ from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.trained.evaluation import evaluate_text
+from dmoe_jax.trained.readers import LocalReader, without_waiting
 from experiments.emulation.problems import Optimizers, Problem, keys_of, mnist
 from experiments.emulation.recording import OrderRecorder
 from experiments.emulation.swarm import SwarmRun, train_swarm
@@ -314,3 +316,18 @@ def test_what_cannot_be_emulated_is_refused() -> None:
         Emulator(NoMixture, optimizer=OPTIMIZER, expert_optimizer=None, num_trainers=1)
     with pytest.raises(ValueError, match="the recorder has seen no update"):
         OrderRecorder(["layer0", "layer1"], CONFIG.grid_size).order(num_trainers=1, num_pairs=1)
+
+
+@pytest.mark.parametrize("route", ["sequence", "token"])
+def test_a_trained_model_is_evaluated_as_here(route: Route) -> None:
+    """What evaluates saved models and those of swarms gives the emulator's loss of the same parameters."""
+    problem = small_transformer(route)
+    emulator = problem.emulator(NUM_TRAINERS, rows=True)
+    state = emulator.init(*keys_of(0), problem.data(NUM_TRAINERS, steps=1, seed=0), num_updates=1)
+    (expected,) = emulator.evaluate(state, problem.evaluation)
+    model = emulator.stages.model
+    reader = LocalReader(model.config, model.router, state.params, state.expert_params)
+    text = np.random.default_rng(0).integers(0, 40, 200)
+    found = without_waiting(evaluate_text(reader, text, rows=2))
+    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert found.tokens == expected.items == 199
