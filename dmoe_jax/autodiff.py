@@ -22,15 +22,17 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
+
+T = TypeVar("T")
 
 
 class Value:
@@ -56,6 +58,17 @@ class Value:
 
     def __repr__(self) -> str:
         return f"Value({self.dtype}{list(self.shape)})"
+
+
+def without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Drive a coroutine that never waits, such as one whose experts are at hand, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise RuntimeError(f"{coroutine} waits for an event loop: await it under trio")
 
 
 @runtime_checkable

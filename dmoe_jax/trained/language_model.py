@@ -14,13 +14,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
 from dmoe_jax.trained.decoding import Alive, Decoder, Tokens
 from dmoe_jax.trained.evaluation import ROWS, TextEvaluation, evaluate_text
-from dmoe_jax.trained.readers import LocalReader, Reader, SwarmReader, ThreadReader, pure_log_probs, without_waiting
+from dmoe_jax.trained.readers import LocalReader, Reader, SwarmReader, ThreadReader, pure_log_probs
 from dmoe_jax.trained.sampling import Draw, row_keys, sample
 from dmoe_jax.trained.saved_model import SavedModel
 from dmoe_jax.trained.settings import Sampling

@@ -13,6 +13,7 @@ import trio
 from jaxtyping import Array, Float
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.machine.remembered import remembered
@@ -58,17 +59,6 @@ class Reader(Protocol):
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` with NumPy arrays in place of JAX's, without holding up an event loop."""
         ...
-
-
-def without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that never waits, and return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    coroutine.close()
-    raise RuntimeError(f"{coroutine} waits for an event loop: await it under trio")
 
 
 class LocalReader:

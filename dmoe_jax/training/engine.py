@@ -42,7 +42,7 @@ class Totals:
 
 @runtime_checkable
 class Engine(Protocol):
-    """A model in training. If it waits for nothing, `run.train_without_waiting` drives it without an event loop."""
+    """A model in training. If it waits for nothing, `autodiff.without_waiting` drives it without an event loop."""
 
     @property
     def name(self) -> str:

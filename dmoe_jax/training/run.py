@@ -10,7 +10,7 @@ curve. Beside the newest checkpoints stays the one whose evaluation had the leas
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,17 +138,6 @@ def training_figure(metrics: Sequence[Mapping[str, Any]], path: Path, *, title: 
     from dmoe_jax.runs import figure
 
     figure.training_figure(metrics, path, title=title)
-
-
-def train_without_waiting(run: Coroutine[Any, Any, T]) -> T:
-    """Drive a coroutine that never waits, such as `train` with an engine on this device, without an event loop."""
-    try:
-        run.send(None)
-    except StopIteration as done:
-        result: T = done.value
-        return result
-    run.close()
-    raise RuntimeError(f"{run} waits for an event loop: run it under trio")
 
 
 class _Stopwatch:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data import DataError, load_corpus
 from dmoe_jax.emulator import Emulator
 from dmoe_jax.routing import product_key
 from dmoe_jax.trainer import unheard
-from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import Problem, keys_of, mnist, transformer_xl
 from experiments.emulation.settings import EmulationSettings
@@ -134,9 +134,9 @@ def time_engine(*, place: Place, seed: int) -> dict[str, float]:
     settings = TrainingSettings(where=place, batch_size=1, failure_rate=0.0)  # calls that fail are not computed
     setup = Setup(preset=preset, corpus=load_corpus(), steps=updates, seed=seed, router=router, settings=settings)
     engine = make_engine(setup)
-    train_without_waiting(engine.advance(updates // 4, unheard, unheard))  # compiles if no run before has
+    without_waiting(engine.advance(updates // 4, unheard, unheard))  # compiles if no run before has
     began = time.perf_counter()
-    train_without_waiting(engine.advance(updates - engine.step, unheard, unheard))
+    without_waiting(engine.advance(updates - engine.step, unheard, unheard))
     return {_RATE: (updates - updates // 4) / (time.perf_counter() - began)}
 
 

@@ -26,6 +26,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data import Batch, Corpus, Vocabulary
 from dmoe_jax.data.wikitext2 import VOCAB_SIZE
 from dmoe_jax.experts import feedforward
@@ -37,7 +38,6 @@ from dmoe_jax.models.layers import LayerAux, dmoe_layer
 from dmoe_jax.models.trunk import embed, empty_memory, forget, init_embed_and_head, next_memory, token_nll
 from dmoe_jax.optim import make_optimizer
 from dmoe_jax.routing import Router, product_key, score
-from dmoe_jax.training.run import train_without_waiting
 from experiments.bench import Experiment, Run
 from experiments.moe_overhead.settings import OverheadSettings
 from experiments.results import Bar, Result
@@ -74,7 +74,7 @@ def measure(run: Run[OverheadSettings]) -> None:
     engine, (few, many) = LocalEngine(setup), GRIDS
 
     def step() -> None:
-        train_without_waiting(engine.advance(1, lambda record: None, lambda trainer, error: None))
+        without_waiting(engine.advance(1, lambda record: None, lambda trainer, error: None))
         jax.block_until_ready(engine.state())
 
     models = {"moe": step, "dense": wide_training(setup)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data import Corpus, load_corpus
 from dmoe_jax.layer_config import Route
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
@@ -24,7 +25,7 @@ from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress
-from dmoe_jax.training.run import Plan, train, train_without_waiting
+from dmoe_jax.training.run import Plan, train
 from dmoe_jax.training.task import language_task
 from dmoe_net.errors import NetError
 from experiments.bench import Run
@@ -166,12 +167,11 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         progress = TrainingProgress(plan.steps)
         progress.say(f"{setup.title}: {plan.steps} updates, {setup.where}")
         engine = BestValidation(make_engine(setup))
-    if setup.router is not None:
-        facts["router"] = setup.router.name
+    facts |= {} if setup.router is None else {"router": setup.router.name}
     facts["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.params()))
     task = language_task(setup.corpus, splits=("valid", "test"))
     try:
-        train_without_waiting(train(engine, run, plan, task, progress, facts=facts))
+        without_waiting(train(engine, run, plan, task, progress, facts=facts))
     except (CheckpointError, FolderInUse) as error:
         raise UsageError(str(error)) from error
 

@@ -216,7 +216,7 @@ def test_readers_fall_back_and_write_nothing(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_reader_may_ask_for_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That one or none: a damaged one is not replaced, and of one that is not there the error names those that are."""
+    """The one of that number, or none: a damaged one is not replaced, and the error names those that are there."""
     saved_in(tmp_path, *numbers(2, 8))
     step, arrays = read_arrays(tmp_path, lambda names: names == ("params", "w"), 2)
     assert (step, arrays["params", "w"][0, 0]) == (2, 2)

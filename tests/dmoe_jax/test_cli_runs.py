@@ -51,7 +51,7 @@ def touch(root: Path, *paths: str) -> None:
 
 
 def said(args: Iterable[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
-    """What `dmoe ARGS` prints to standard output, or to standard error if it fails."""
+    """Output of `dmoe ARGS`: its standard output, or its standard error if it fails."""
     with pytest.raises(SystemExit) as exit_:
         main([*args])
     printed = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_the_end_of_a_run_is_told_by_its_records(records: list[Record], ending: 
 
 
 def test_the_last_evaluation_stands_for_a_run() -> None:
-    """That of the validation text, however it came; a run that went on has an older final one."""
+    """The figure of the validation text, however it came; a run that went on has an older final one."""
     final = {"kind": "final_eval", "split": "valid", "loss": 5.2, "perplexity": 181.3}
     test = {"kind": "final_eval", "split": "test", "loss": 5.3, "perplexity": 200.3}
     assert main_figure([*STEPS, EVALUATION, final, test]) == ("perplexity", 181.3)

@@ -428,7 +428,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_the_page_has_all_flags(capsys: Any) -> None:
-    """Of the three commands, but for those that all commands of a swarm share."""
+    """The flags of the three commands, but for those that all commands of a swarm share."""
     page = (Path(__file__).parents[2] / "docs" / "how_to" / "use.md").read_text()
     for name in ("evaluate", "generate", "serve"):
         _, out, _ = dmoe(capsys, name, "--help")

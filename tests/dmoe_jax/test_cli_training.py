@@ -91,7 +91,7 @@ def test_a_run_leaves_a_whole_folder(trained: tuple[Path, dict[str, Any]]) -> No
 
 
 def test_every_kind_and_column_of_a_run_is_documented(trained: tuple[Path, dict[str, Any]]) -> None:
-    """What a user finds in a table, the page on results explains."""
+    """The page on results explains each column that a user finds in a table."""
     found = read_run(trained[0])
     assert {"train", "eval", "final_eval", "calls", "experts", "balance", "headline"} <= {*found.kinds}
     assert undocumented(found) == []

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data.batches import evaluation_segments
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import transformer_xl as txl
@@ -17,7 +18,7 @@ from dmoe_jax.routing.hash_router import hash_router
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trained.decoding import make_decoder
 from dmoe_jax.trained.evaluation import evaluate_text
-from dmoe_jax.trained.readers import LocalReader, pure_log_probs, without_waiting
+from dmoe_jax.trained.readers import LocalReader, pure_log_probs
 from dmoe_jax.trained.sampling import Draw, restricted, row_keys, sample
 from dmoe_jax.trained.settings import Sampling
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.emulator import Data, Emulator, draw_order, exponential_delays, stack_seeds, take_batches
 from dmoe_jax.emulator.emulator import keeps_what_is_infinite
@@ -25,7 +26,7 @@ from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trained.evaluation import evaluate_text
-from dmoe_jax.trained.readers import LocalReader, without_waiting
+from dmoe_jax.trained.readers import LocalReader
 from experiments.emulation.problems import Optimizers, Problem, keys_of, mnist
 from experiments.emulation.recording import OrderRecorder
 from experiments.emulation.swarm import SwarmRun, train_swarm
@@ -320,7 +321,7 @@ def test_what_cannot_be_emulated_is_refused() -> None:
 
 @pytest.mark.parametrize("route", ["sequence", "token"])
 def test_a_trained_model_is_evaluated_as_here(route: Route) -> None:
-    """What evaluates saved models and those of swarms gives the emulator's loss of the same parameters."""
+    """The evaluation of saved models, and of those in swarms, gives the emulator's loss of the same parameters."""
     problem = small_transformer(route)
     emulator = problem.emulator(NUM_TRAINERS, rows=True)
     state = emulator.init(*keys_of(0), problem.data(NUM_TRAINERS, steps=1, seed=0), num_updates=1)

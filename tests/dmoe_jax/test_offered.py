@@ -43,7 +43,7 @@ def trunk_of(config: Any, seed: int = 1) -> Any:
 
 
 def honest(vocabulary: AnyVocabulary = VOCABULARY, *, step: int = 7, router: str = ROUTER) -> Offer:
-    """What a trainer does."""
+    """Offer a model, as a trainer does."""
     config = CONFIG.replace(vocab_size=len(vocabulary))
     trunk = trunk_of(config)
 
@@ -54,7 +54,7 @@ def honest(vocabulary: AnyVocabulary = VOCABULARY, *, step: int = 7, router: str
 
 
 def lying(change: Callable[[SharedState], SharedState], *, step: int = 7) -> Offer:
-    """What a trainer does whose state is another than it should be."""
+    """Offer a changed state, as a trainer that lies."""
     words = tuple(np.frombuffer(part, np.uint8) for part in packed_vocabulary(VOCABULARY))
     leaves = tuple(np.asarray(leaf) for leaf in jax.tree.leaves(trunk_of(CONFIG)))
     facts = {"config": plain(asdict(CONFIG)), "router": ROUTER}
@@ -74,7 +74,7 @@ def lying(change: Callable[[SharedState], SharedState], *, step: int = 7) -> Off
 
 
 def fetched(*offers: Offer, **options: Any) -> Any:
-    """What a newcomer gets of a swarm in which these are offered."""
+    """The model that a newcomer gets of a swarm in which these are offered."""
 
     async def offering(network: Any, host: str, join: Any, offer: Offer) -> None:
         async with open_swarm(join, network=network, host=host, seed=0) as swarm:
@@ -198,7 +198,7 @@ def test_a_lie_is_refused_in_a_sentence(lie: str) -> None:
     check_refused(lying(change), line)
 
 
-@pytest.mark.parametrize("router", ["mine.py:evil", "mine.py", "/tmp/x.py:y"])
+@pytest.mark.parametrize("router", ["mine.py:evil", "mine.py", "other/x.py:y"])
 def test_no_code_is_run_because_a_peer_names_it(router: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the file is there. Named by oneself it is run."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What lies at a URL is copied here to be read, and nothing is written there."""
+"""Folders at a URL are copied here to be read, and nothing is written there."""
 
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def test_what_is_not_there_or_cannot_be_read_is_told(bucket: Path, monkeypatch: 
 
 
 def test_a_mistake_with_a_copy_is_not_the_stores(bucket: Path) -> None:
-    """What is raised in the block comes out as it is."""
+    """An error in the block comes out as it is."""
     (bucket / "x").mkdir()
     with pytest.raises(ZeroDivisionError), local_copy(Path("s3://bucket/x")):
         raise ZeroDivisionError

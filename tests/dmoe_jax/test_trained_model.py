@@ -107,7 +107,7 @@ def test_a_model_without_saved_experts_says_where_to_get_them() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -3])
 def test_lengths_are_checked(wrong: int) -> None:
-    """Of continuations, and of memories."""
+    """Continuations and memories have a word at least."""
     with pytest.raises(ValueError, match=f"words must be at least 1, got {wrong}"):
         make_model().generate(["w1"], words=wrong)
     with pytest.raises(ValueError, match="mem_len must be"):

@@ -20,6 +20,7 @@ import trio
 
 import dmoe_jax.runs
 from dmoe_jax.arrays import host_copy
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.checkpoints import Checkpoints, numbers_in, read_arrays
 from dmoe_jax.cli import main
 from dmoe_jax.data.vocabulary import unigram_perplexity
@@ -30,7 +31,7 @@ from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine, OnBatch, OnLost, OnStep, Totals
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, best_step, finished_headline, prepare_run
 from dmoe_jax.training.progress import TrainingProgress, describe_failures
-from dmoe_jax.training.run import Plan, train, train_without_waiting
+from dmoe_jax.training.run import Plan, train
 from dmoe_jax.training.task import Task, language_task
 from tests.experiments.small_runs import VOCAB_SIZE, small_corpus
 
@@ -97,7 +98,7 @@ def count(folder: Path, engine: CountingEngine, *, steps: int = 10, resume: bool
     settings = Plan(**{"steps": steps, "eval_every": 4, "eval_items": 50, "pause": True} | plan)
     run, progress = prepare_run(folder, {"steps": steps}, resume=resume), TrainingProgress(steps)
     task = language_task(small_corpus(), splits=("valid", "test"))
-    return train_without_waiting(train(engine, run, settings, task, progress, facts={"model": "counting"}))
+    return without_waiting(train(engine, run, settings, task, progress, facts={"model": "counting"}))
 
 
 async def count_beside(folder: Path, engine: CountingEngine, *, resume: bool = False, **plan: Any) -> dict:
@@ -345,7 +346,7 @@ def test_a_model_of_anything_reports_its_own_figures(tmp_path: Path) -> None:
             return Evaluation(loss=0.5, items=7, metrics={"accuracy": 0.75})
 
     task, plan = Task(name="digits", unit="samples", main="accuracy"), Plan(steps=4, eval_every=2, pause=True)
-    headline = train_without_waiting(train(Classifier(), prepare_run(tmp_path, {}), plan, task, TrainingProgress(4)))
+    headline = without_waiting(train(Classifier(), prepare_run(tmp_path, {}), plan, task, TrainingProgress(4)))
     expected = {"validation_loss": 0.5, "validation_accuracy": 0.75, "training_samples": 40, "evaluated_samples": 7}
     assert {name: headline[name] for name in expected} == expected
     assert not any("perplexity" in name for name in headline)
@@ -360,8 +361,8 @@ def test_an_engine_that_waits_needs_an_event_loop() -> None:
     async def waits() -> None:
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    with pytest.raises(RuntimeError, match="run it under trio"):
-        train_without_waiting(waits())
+    with pytest.raises(RuntimeError, match="await it under trio"):
+        without_waiting(waits())
 
 
 def test_seconds_are_said_of_what_stands_still(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -514,7 +515,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
 
     def run(engine: CountingEngine) -> None:
         plan, task = Plan(steps=10, eval_every=4, pause=True), language_task(small_corpus())
-        train_without_waiting(train(engine, early, plan, task, TrainingProgress(10)))
+        without_waiting(train(engine, early, plan, task, TrainingProgress(10)))
 
     early = prepare_run(tmp_path, {"steps": 10})
     run(CountingEngine(around=come_too))
@@ -543,7 +544,7 @@ def best_of(folder: Path) -> int | None:
 
 
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    """Of five pauses the second had the least loss; the two last are kept as ever."""
+    """The second of five pauses had the least loss; the two last are kept as ever."""
     count(tmp_path, Curve(losses=LOSSES), steps=20)
     assert numbers_in(tmp_path / CHECKPOINT_FOLDER) == [8, 16, 20]
     assert best_of(tmp_path) == 8

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dmoe_jax.arrays import host_copy
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.routing import Router, add_noise, product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.run import train_without_waiting
 from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.asynchronous import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
@@ -38,13 +38,13 @@ def train(engine: Engine, *stretches: int) -> list[StepRecord]:
     """Records of the steps of these stretches."""
     records: list[StepRecord] = []
     for num_steps in stretches:
-        train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
+        without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
 
 
 def evaluate(engine: Engine) -> float:
     """Validation loss."""
-    return train_without_waiting(engine.evaluate("valid", max_items=None, on_batch=lambda done, total: None)).loss
+    return without_waiting(engine.evaluate("valid", max_items=None, on_batch=lambda done, total: None)).loss
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.models import transformer_xl as txl
 from dmoe_jax.routing import Router, product_key
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
-from dmoe_jax.training.run import train_without_waiting
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.flops import layer_flops
 from experiments.transformer_xl.local import LocalEngine
@@ -32,7 +32,7 @@ def local_engine(preset: Preset, router: Router | None = None) -> LocalEngine:
 
 def advance(engine: LocalEngine, num_steps: int) -> list[StepRecord]:
     records: list[StepRecord] = []
-    train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
+    without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
 
 

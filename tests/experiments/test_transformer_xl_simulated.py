@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.routing import Router, add_noise, product_key
 from dmoe_jax.trainer import StepRecord
-from dmoe_jax.training.run import train_without_waiting
 from experiments.transformer_xl.asynchronous import SimulatedEngine
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.settings import Model, TrainingSettings
@@ -47,13 +47,13 @@ def train(engine: SimulatedEngine, *stretches: int) -> list[StepRecord]:
     """Records of the steps of these stretches."""
     records: list[StepRecord] = []
     for num_steps in stretches:
-        train_without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
+        without_waiting(engine.advance(num_steps, records.append, lambda trainer, error: None))
     return records
 
 
 def evaluate(engine: SimulatedEngine | LocalEngine) -> float:
     """Validation loss."""
-    return train_without_waiting(engine.evaluate("valid", max_items=None, on_batch=lambda done, total: None)).loss
+    return without_waiting(engine.evaluate("valid", max_items=None, on_batch=lambda done, total: None)).loss
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_one_trainer_without_delay_is_the_step_on_this_device(model: Model) -> N
     swarm = SimulatedEngine(setup)
     device = LocalEngine(replace(setup, settings=TrainingSettings(where="local", batch_size=1)))
     theirs: list[StepRecord] = []
-    train_without_waiting(device.advance(5, theirs.append, lambda trainer, error: None))
+    without_waiting(device.advance(5, theirs.append, lambda trainer, error: None))
     losses = [record.loss for record in train(swarm, 5)]
     np.testing.assert_allclose(losses, [record.loss for record in theirs], rtol=1e-4)
     assert evaluate(swarm) == pytest.approx(evaluate(device), rel=1e-4)
