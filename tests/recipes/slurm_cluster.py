@@ -129,10 +129,10 @@ def _start(words: Sequence[str], environment: Mapping[str, str], folder: Path) -
 
 def _are_idle(environment: Mapping[str, str]) -> bool:
     try:
-        states = asked(environment, "sinfo", "-h", "-N", "-o", "%T").split()
+        states = asked(environment, "sinfo", "-h", "-N", "-o", "%T").split()  # a line for each partition
     except RuntimeError:  # the controller does not answer yet
         return False
-    return states == ["idle"] * len(NODES)
+    return set(states) == {"idle"}
 
 
 def _cancel_all(environment: Mapping[str, str]) -> None:
