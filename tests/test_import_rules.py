@@ -29,7 +29,7 @@ SHELLS = modules(
         "dmoe_jax.metrics": "http_server monitor trackers",
         "dmoe_jax.mixture": "fan_out flax_layers readiness remote statistics",
         "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
-        "dmoe_jax.peers": "joining peer remembered",
+        "dmoe_jax.peers": "joining listed peer remembered",
         "dmoe_jax.placement": "averager claimer host learnt replicas state survey watch",
         "dmoe_jax.runs": "command_line endings processes run_folder setting_up speech",
         "dmoe_jax.swarm": "blocking opening serving swarm",

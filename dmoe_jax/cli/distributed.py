@@ -14,7 +14,7 @@ import tyro
 
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.machine.xla_threads import set_xla_threads
-from dmoe_jax.runs.endings import UsageError, one_line
+from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
 from dmoe_net.identity import Address
@@ -178,7 +178,7 @@ def _end_soon(sentence: str) -> None:
 
     def end() -> None:
         print(f"dmoe: error: {sentence}", file=sys.stderr, flush=True)
-        os._exit(1)
+        os._exit(EXIT_AGAIN)
 
     timer = threading.Timer(_END_TIMEOUT_S, end)
     timer.daemon = True

@@ -14,14 +14,18 @@ from collections.abc import Awaitable, Callable, Iterator
 import trio
 
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
-from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
+from dmoe_jax.peers.joining import NotAdmitted
+from dmoe_jax.runs.endings import EXIT_AGAIN, EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from dmoe_jax.runs.processes import ProcessFailed
-from dmoe_net.errors import NetError
+from dmoe_net.errors import HandshakeFailed, ListenFailed, NetError, NoQuorum, PeerBusy, PeerUnavailable
 from dmoe_net.keys import IdentityError
 
 _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError, FolderInUse)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
+
+_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse)
+"""Errors that time may heal: who is away may come back, and who holds a folder may end."""
 
 
 class Stop:
@@ -70,7 +74,8 @@ def run_until_done(
         little; nodes answer what they have accepted and save.
 
     Raises:
-      SystemExit: after one line, with status 2 for a mistake of the user's, 1 for a failure of the swarm's.
+      SystemExit: after one line, with status 2 for a mistake of the user's, 75 for a failure that time may heal, 1 for
+        any other; see docs/how_to/commands.md.
     """
     level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
     if level not in logging.getLevelNamesMapping():
@@ -101,8 +106,19 @@ def run_until_done(
             raise
         while isinstance(leaf, BaseExceptionGroup):
             leaf = leaf.exceptions[0]
-        fail(one_line(leaf), status=leaf.status if isinstance(leaf, UsageError) else 1)
+        fail(one_line(leaf), status=_status_of(leaf))
     return status
+
+
+def _status_of(error: BaseException) -> int:
+    """Exit status for what ended a command."""
+    if isinstance(error, UsageError | ProcessFailed):
+        return error.status
+    if isinstance(error, ListenFailed):
+        return EXIT_AGAIN if error.is_taken else 1
+    # Another secret, version or peer than was meant stays so until somebody changes it.
+    is_passing = isinstance(error, _PASSING) and not isinstance(error, NotAdmitted | HandshakeFailed)
+    return EXIT_AGAIN if is_passing else 1
 
 
 async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> None:

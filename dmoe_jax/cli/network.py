@@ -4,7 +4,7 @@ import ipaddress
 import os
 import shlex
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +16,11 @@ from dmoe_jax.directory.grid import check_prefix
 from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.metrics.monitor import Monitor, open_monitor
 from dmoe_jax.peers.joining import parse_targets
+from dmoe_jax.peers.listed import NobodyListed, peers_now
 from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Plain, Security, Tls
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError
+from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.runs.speech import say
 from dmoe_net.errors import ListenFailed
 from dmoe_net.identity import Address
@@ -130,6 +132,9 @@ class ListenOptions:
     """Address to listen on; port 0 lets the system choose. 0.0.0.0 is all of this machine's and needs --announce."""
     announce: Annotated[str | None, tyro.conf.arg(metavar="HOST")] = None
     """Name or address under which others reach this peer, if it is not the one to listen on."""
+    write_contact: _File = None
+    """File to write this peer's PEERID@HOST:PORT to when it has joined, for --join file:FILE of others. Several peers
+    need several files."""
 
     def __post_init__(self) -> None:
         address = self.address
@@ -182,29 +187,44 @@ class MetricsOptions:
             try:
                 monitor = await stack.enter_async_context(open_monitor(address, command=command, more=more))
             except ListenFailed as error:
-                raise UsageError(f"--metrics-port: {error}") from error
+                raise not_listening("--metrics-port", error) from error
             if monitor.address is not None:
                 say(f"metrics at http://{monitor.address}/metrics")
             yield monitor
 
 
+def not_listening(flag: str, error: ListenFailed) -> UsageError:
+    """The error of a command whose flag names an address that it cannot have; one that is taken may be free later."""
+    return (TryAgain if error.is_taken else UsageError)(f"{flag}: {error}")
+
+
 def check_join(join: Sequence[str]) -> None:
-    """Check that each text is a peer to join through. Raises UsageError naming the one that is not."""
+    """Check that each text is a peer to join through, or a file of such peers, if it is there already.
+
+    Raises:
+      UsageError: naming the one that is not.
+    """
     try:
-        parse_targets(tuple(join))
+        with suppress(NobodyListed):
+            peers_now(parse_targets(tuple(join)))
     except ValueError as error:
         raise UsageError(f"--join: {error}") from error
 
 
-def join_swarm(
+@asynccontextmanager
+async def join_swarm(
     network: NetworkOptions,
     *,
     join: Sequence[str],
     listen: ListenOptions | None = None,
     faults: FaultPlan | None = None,
     budget: BudgetOptions | None = None,
-) -> AbstractAsyncContextManager[SwarmPeer]:
-    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm."""
+) -> AsyncIterator[SwarmPeer]:
+    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm.
+
+    Raises:
+      UsageError: a file of peers is none, or the contact cannot be written. NetError: as `open_peer`.
+    """
     config = PeerConfig(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,
@@ -213,7 +233,23 @@ def join_swarm(
         faults=faults,
         memory_budget=None if budget is None else budget.memory_budget,
     )
-    return open_peer(tuple(join), config)
+    async with AsyncExitStack() as stack:
+        try:
+            peer = await stack.enter_async_context(open_peer(tuple(join), config))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        if listen is not None and listen.write_contact is not None:
+            _write_contact(listen.write_contact, peer)
+        yield peer
+
+
+def _write_contact(path: Path, peer: SwarmPeer) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_file(path) as temporary:
+            temporary.write_text(f"{peer.contact}\n")
+    except OSError as error:
+        raise CommandFailed(f"--write-contact {path}: {error.strerror}") from error
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:

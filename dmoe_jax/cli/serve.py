@@ -7,6 +7,7 @@ import trio
 
 from dmoe_jax.cli.checks import check_at_least
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.network import not_listening
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
@@ -52,7 +53,7 @@ class ServeCommand(TrainedModelOptions):
             try:
                 listening = await stack.enter_async_context(opening)
             except ListenFailed as error:
-                raise UsageError(f"--port: {error}") from error
+                raise not_listening("--port", error) from error
             with stop.body():
                 say(f"completions at http://{listening}/v1/completions")
                 await trio.sleep_forever()

@@ -11,7 +11,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
-from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.endings import UsageError, failure_of, mistakes_in_one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 
 if TYPE_CHECKING:
@@ -107,4 +107,4 @@ def _mistakes() -> Iterator[None]:
         with mistakes_in_one_line():
             yield
     except RouterError as error:
-        raise CommandFailed(one_line(error)) from error
+        raise failure_of(error) from error

@@ -13,7 +13,7 @@ from dmoe_jax.machine.disk import CheckpointError
 from dmoe_jax.metrics.monitor import Monitor
 from dmoe_jax.mixture.statistics import TooFewExperts, check_coverage
 from dmoe_jax.routing.base import RouterError
-from dmoe_jax.runs.endings import CommandFailed, mistakes_in_one_line, one_line
+from dmoe_jax.runs.endings import CommandFailed, TryAgain, failure_of, mistakes_in_one_line, one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import first_leaf
 from dmoe_jax.training.prepared_run import PreparedRun
@@ -65,13 +65,15 @@ async def run_training(
                     check_coverage(swarm.statistics, options.calls.max_skipped)
                     return headline
             except (CheckpointError, OSError) as error:
-                raise CommandFailed(one_line(error)) from error
+                raise failure_of(error) from error
             # What stays wrong ends the run: dropping step after step would not end.
             except (RouterError, FloatingPointError, TooFewExperts, BaseExceptionGroup) as error:
                 leaf = first_leaf(error)
                 if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
                     raise
-                raise CommandFailed(f"{one_line(leaf)}; stopped at step {watch.step}") from error
+                # Experts may come back; numbers that are not finite, or a router's mistake, would come again.
+                failure = TryAgain if isinstance(leaf, TooFewExperts) else CommandFailed
+                raise failure(f"{one_line(leaf)}; stopped at step {watch.step}") from error
 
 
 def _plan(options: TrainOptions) -> Plan:

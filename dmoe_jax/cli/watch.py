@@ -11,7 +11,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
+from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm, not_listening
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.live.feeds import Feed, LiveFeed
 from dmoe_jax.live.run_feed import open_folder
@@ -70,7 +70,7 @@ class WatchCommand:
                             await trio.to_thread.run_sync(webbrowser.open, url, abandon_on_cancel=True)
                         await trio.sleep_forever()
             except ListenFailed as error:
-                raise UsageError(f"--port: {error}") from error
+                raise not_listening("--port", error) from error
         return EXIT_INTERRUPTED
 
     @asynccontextmanager

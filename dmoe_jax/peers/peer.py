@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dmoe_jax.peers.joining import Target, WrongPeer, find_entrances, parse_targets
+import trio
+
+from dmoe_jax.peers.joining import (
+    LISTED_WAIT_S,
+    Target,
+    WrongPeer,
+    await_peers,
+    find_named_entrances,
+    parse_targets,
+)
+from dmoe_jax.peers.listed import Named, PeersFile, following, peers_now
 from dmoe_jax.peers.remembered import load_peers, remembering
 from dmoe_jax.peers.security import Security, Tls
 from dmoe_net.clock import SwarmClock
@@ -118,17 +128,23 @@ async def open_peer(
     Arguments and errors are those of `dmoe_jax.swarm.opening.open_swarm`.
     """
     config, seams = config or PeerConfig(), testing or Seams()
-    targets, is_simulated = parse_targets(join), config.network is not None
+    named, is_simulated = parse_targets(join), config.network is not None
+    if is_simulated and any(isinstance(each, PeersFile) for each in named):
+        raise ValueError(f"a simulation has no files of peers, got {' '.join(map(str, named))}")
     if config.memory_budget is not None and seams.caller is not None:
         raise ValueError("memory_budget would have no effect: the caller that was given has one already")
     if (seams.caller is None) != (seams.identity is None):
         raise ValueError("a caller and the key of its peer are given together")
     rng: random.Random = random.SystemRandom() if config.seed is None else random.Random(f"{config.seed}/{config.host}")
     async with AsyncExitStack() as stack:
+        remembered = () if config.state_dir is None else load_peers(config.state_dir)
         caller, identity, swarm = seams.caller, seams.identity, OPEN_SWARM
         if caller is None or identity is None:
-            caller, identity, swarm, targets = await _open_caller(stack, config, targets, rng)
-        remembered = () if config.state_dir is None else load_peers(config.state_dir)
+            caller, identity, swarm, targets = await _open_caller(
+                stack, config, named, rng, has_others=bool(remembered)
+            )
+        else:
+            targets = peers_now(named)
         node = await stack.enter_async_context(
             open_dht_node(
                 caller,
@@ -141,16 +157,21 @@ async def open_peer(
                 client_mode=caller.address is None,
             )
         )
+        await stack.enter_async_context(following(named, node))
         if config.state_dir is not None:
             await stack.enter_async_context(remembering(config.state_dir, node))
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=is_simulated)
 
 
 async def _open_caller(
-    stack: AsyncExitStack, config: PeerConfig, targets: _Entrances, rng: random.Random
+    stack: AsyncExitStack, config: PeerConfig, named: Sequence[Named], rng: random.Random, *, has_others: bool
 ) -> tuple[Caller, Identity, bytes, _Entrances]:
     """This peer's connections, open until the stack is, its key, the swarm's tag, and who answers among those to join
-    through."""
+    through, for whom nobody waits if there are others, who are remembered."""
+    until = trio.current_time() + (0.0 if has_others else LISTED_WAIT_S)
+    targets: _Entrances = tuple(each for each in named if not isinstance(each, PeersFile))
+    if not has_others:
+        targets = await await_peers(named, until=until)
     budget, security, swarm = config.budget(), config.security, OPEN_SWARM
     transport: Transport
     if config.network is None:
@@ -176,10 +197,10 @@ async def _open_caller(
             _log.warning("without a swarm secret everybody who reaches %s may join this swarm", caller.address)
         is_plain = not isinstance(security, Tls)
         try:
-            targets = await find_entrances(caller, targets, terms=security.terms, is_plain=is_plain)
+            targets = await find_named_entrances(caller, named, until=until, terms=security.terms, is_plain=is_plain)
         except DialFailed as error:
             # The peers that are remembered may be there; the others are tried again by and by.
-            if isinstance(error, WrongPeer) or config.state_dir is None or not load_peers(config.state_dir):
+            if isinstance(error, WrongPeer) or not has_others:
                 raise
             _log.warning("%s; trying the peers that are remembered in %s", error, config.state_dir)
     return caller, identity, swarm, targets

@@ -6,10 +6,15 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.speech import shown
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT: what a shell reports for a command that Ctrl-C ended."""
+
+EXIT_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, and time may heal what failed it. Schedulers start it
+again, and need not take a bug, whose traceback gives 1, for the same."""
 
 
 class UsageError(Exception):
@@ -25,16 +30,27 @@ class CommandFailed(UsageError):
     status = 1
 
 
+class TryAgain(CommandFailed):
+    """The command could not do it now, because of others: the same command may succeed later."""
+
+    status = EXIT_AGAIN
+
+
 @contextlib.contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
     """Turn what a wrong setting or a damaged file raises in the block into a `UsageError`, a full disk into a
-    `CommandFailed`."""
+    `CommandFailed`, and a folder that another process writes to into `TryAgain`."""
     try:
         yield
     except ValueError as error:
         raise UsageError(one_line(error)) from error
     except OSError as error:
-        raise CommandFailed(one_line(error)) from error
+        raise failure_of(error) from error
+
+
+def failure_of(error: BaseException) -> CommandFailed:
+    """The failure of a command for an error of a disk or a checkpoint."""
+    return (TryAgain if isinstance(error, FolderInUse) else CommandFailed)(one_line(error))
 
 
 def one_line(error: BaseException) -> str:

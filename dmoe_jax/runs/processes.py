@@ -21,6 +21,7 @@ import trio
 
 from dmoe_jax.directory.grid import ExpertUid
 from dmoe_jax.machine.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
+from dmoe_jax.runs.endings import EXIT_AGAIN, CommandFailed, UsageError
 
 _GRACE_S = {"train": 60.0, "node": 20.0, "dht": 4.0}
 """Seconds between SIGTERM and SIGKILL, by command, in the order in which processes end: a trainer writes its report
@@ -39,7 +40,16 @@ _METRICS_LINE = re.compile(r"^metrics at http://(\S+)/metrics\n", re.MULTILINE)
 
 
 class ProcessFailed(Exception):
-    """A process of the swarm ended before it was ready, or with an error. The message has the end of its log."""
+    """A process of the swarm ended before it was ready, or with an error. The message has the end of its log.
+
+    Args:
+      ended: exit status of the process; None if that is unknown, or it still runs.
+    """
+
+    def __init__(self, message: str, *, ended: int | None = None) -> None:
+        super().__init__(message)
+        self.status = ended if ended in (CommandFailed.status, UsageError.status) else EXIT_AGAIN
+        """Exit status for the command that needs the process: as that one ended, if starting again helps neither."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +87,7 @@ class SwarmProcess:
             await self.settled.wait()
         if not self.contact:
             what = f"was not ready within {_READY_TIMEOUT_S:g} s" if self.is_running else "did not start"
-            raise ProcessFailed(f"{self.name} {what}: {last_lines(self.log)}")
+            raise ProcessFailed(f"{self.name} {what}: {last_lines(self.log)}", ended=self.process.poll())
 
 
 class LocalSwarm:
@@ -216,7 +226,8 @@ def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -
 def check_status(process: SwarmProcess, status: int) -> None:
     """Raise ProcessFailed if a process ended with an error of its own; a kill from outside is none."""
     if status not in (0, -getattr(signal, "SIGKILL", 9)):
-        raise ProcessFailed(f"{process.name} ended with status {status}: {last_lines(process.log)}")
+        why = f"{process.name} ended with status {status}: {last_lines(process.log)}"
+        raise ProcessFailed(why, ended=status)
 
 
 def last_lines(log: Path, count: int = 3) -> str:

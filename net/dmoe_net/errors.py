@@ -4,6 +4,8 @@ Foreign errors (`OSError`, `trio.BrokenResourceError`, `cbor2.CBORDecodeError`, 
 enter, with `raise ... from`.
 """
 
+import errno
+
 
 class NetError(Exception):
     """Anything that went wrong between peers."""
@@ -19,6 +21,11 @@ class RemoteProtocolError(NetError):
 
 class ListenFailed(NetError):
     """An address could not be listened on: taken, not ours, or not allowed (see `dmoe_net.transport.tcp`)."""
+
+    @property
+    def is_taken(self) -> bool:
+        """True if another process listens there, which may end."""
+        return isinstance(self.__cause__, OSError) and self.__cause__.errno == errno.EADDRINUSE
 
 
 class PeerUnavailable(NetError):

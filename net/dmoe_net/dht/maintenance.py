@@ -77,14 +77,18 @@ class Maintenance:
         stored_at: Copies,
         rng: random.Random,
     ) -> None:
-        others = (peer for peer in initial_peers if address_of(peer) != calls.caller.address)
-        self.initial_peers = tuple(dict.fromkeys(others))
         self.remembered = tuple(peer for peer in remembered if peer.peer_id != calls.caller.peer_id)
         self.jobs, self.calls, self.lookup = jobs, calls, lookup
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
         self.read, self.stored_at = read, stored_at
+        self.name_initial_peers(initial_peers)
         self._rng = rng
         self._working = 0
+
+    def name_initial_peers(self, peers: Iterable[Contact | Address]) -> None:
+        """Put peers in the place of the initial ones, for the next time that this node rejoins."""
+        others = (peer for peer in peers if address_of(peer) != self.calls.caller.address)
+        self.initial_peers = tuple(dict.fromkeys(others))
 
     async def join(self) -> None:
         """Meet the swarm through the initial peers, and those remembered; DialFailed if initial ones were named, and

@@ -283,6 +283,11 @@ class DhtNode:
         size = self.config.bucket_size if beam_size is None else beam_size
         return (await self._walk(target, beam_size=size)).closest()
 
+    def rejoin_through(self, peers: Iterable[Contact | Address]) -> None:
+        """Take other peers for the initial ones from now on: they are tried every minute, and by whoever knows nobody
+        every five seconds (`DhtConfig.rejoin_period_s`)."""
+        self._maintenance.name_initial_peers(peers)
+
     def contacts(self) -> tuple[Contact, ...]:
         """The routing table's contacts."""
         return self._book.table.contacts()
