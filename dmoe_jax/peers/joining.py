@@ -69,6 +69,8 @@ async def await_peers(named: Sequence[Named], *, until: float) -> tuple[Contact 
     Raises:
       DialFailed: they list nobody until then. ValueError: of a file, as `read_peers`.
     """
+    if not any(isinstance(each, PeersFile) for each in named):
+        return peers_now(named)
     told = False
     while True:
         try:

@@ -140,9 +140,7 @@ async def open_peer(
         remembered = () if config.state_dir is None else load_peers(config.state_dir)
         caller, identity, swarm = seams.caller, seams.identity, OPEN_SWARM
         if caller is None or identity is None:
-            caller, identity, swarm, targets = await _open_caller(
-                stack, config, named, rng, has_others=bool(remembered)
-            )
+            caller, identity, swarm, targets = await _open_caller(stack, config, named, rng, remembered)
         else:
             targets = peers_now(named)
         node = await stack.enter_async_context(
@@ -164,13 +162,13 @@ async def open_peer(
 
 
 async def _open_caller(
-    stack: AsyncExitStack, config: PeerConfig, named: Sequence[Named], rng: random.Random, *, has_others: bool
+    stack: AsyncExitStack, config: PeerConfig, named: Sequence[Named], rng: random.Random, remembered: _Entrances
 ) -> tuple[Caller, Identity, bytes, _Entrances]:
     """This peer's connections, open until the stack is, its key, the swarm's tag, and who answers among those to join
-    through, for whom nobody waits if there are others, who are remembered."""
-    until = trio.current_time() + (0.0 if has_others else LISTED_WAIT_S)
+    through, whom this peer does not wait for if it remembers others."""
+    until = trio.current_time() + (0.0 if remembered else LISTED_WAIT_S)
     targets: _Entrances = tuple(each for each in named if not isinstance(each, PeersFile))
-    if not has_others:
+    if not remembered:
         targets = await await_peers(named, until=until)
     budget, security, swarm = config.budget(), config.security, OPEN_SWARM
     transport: Transport
@@ -200,7 +198,7 @@ async def _open_caller(
             targets = await find_named_entrances(caller, named, until=until, terms=security.terms, is_plain=is_plain)
         except DialFailed as error:
             # The peers that are remembered may be there; the others are tried again by and by.
-            if isinstance(error, WrongPeer) or not has_others:
+            if isinstance(error, WrongPeer) or not remembered:
                 raise
             _log.warning("%s; trying the peers that are remembered in %s", error, config.state_dir)
     return caller, identity, swarm, targets
