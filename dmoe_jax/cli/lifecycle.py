@@ -18,14 +18,14 @@ from dmoe_jax.peers.joining import NotAdmitted
 from dmoe_jax.runs.endings import EXIT_AGAIN, EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from dmoe_jax.runs.processes import ProcessFailed
 from dmoe_net.errors import HandshakeFailed, ListenFailed, NetError, NoQuorum, PeerBusy, PeerUnavailable
-from dmoe_net.keys import IdentityError
+from dmoe_net.keys import IdentityError, IdentityInUse
 
 _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError, FolderInUse)
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 
-_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse)
-"""Errors that time may heal: who is away may come back, and who holds a folder may end."""
+_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse, IdentityInUse)
+"""Errors that time may heal: who is away may come back, and who holds a folder or a key may end."""
 
 
 class Stop:

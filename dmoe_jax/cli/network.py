@@ -16,7 +16,7 @@ from dmoe_jax.directory.grid import check_prefix
 from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.metrics.monitor import Monitor, open_monitor
 from dmoe_jax.peers.joining import parse_targets
-from dmoe_jax.peers.listed import NobodyListed, peers_now
+from dmoe_jax.peers.listed import NobodyListed, PeersFileError, peers_now
 from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Plain, Security, Tls
 from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError
@@ -236,8 +236,8 @@ async def join_swarm(
     async with AsyncExitStack() as stack:
         try:
             peer = await stack.enter_async_context(open_peer(tuple(join), config))
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        except PeersFileError as error:
+            raise UsageError(f"--join: {error}") from error
         if listen is not None and listen.write_contact is not None:
             _write_contact(listen.write_contact, peer)
         yield peer

@@ -67,7 +67,7 @@ async def await_peers(named: Sequence[Named], *, until: float) -> tuple[Contact 
     """The peers that are named, as soon as their files list somebody.
 
     Raises:
-      DialFailed: they list nobody until then. ValueError: of a file, as `read_peers`.
+      DialFailed: they list nobody until then. PeersFileError: as `read_peers`.
     """
     if not any(isinstance(each, PeersFile) for each in named):
         return peers_now(named)
@@ -92,8 +92,8 @@ async def find_named_entrances(
     """Ask everybody who is named, as `find_entrances`; where nobody answers read the files again and ask again.
 
     Raises:
-      WrongPeer, ValueError: as `find_entrances` and `read_peers`. DialFailed: nobody answers, until then if there are
-        files; the message says why of each.
+      WrongPeer, PeersFileError: as `find_entrances` and `read_peers`.
+      DialFailed: nobody answers, until then if there are files; the message says why of each.
     """
     outright = tuple(each for each in named if not isinstance(each, PeersFile))
     files = [str(each) for each in named if isinstance(each, PeersFile)]

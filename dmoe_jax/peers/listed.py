@@ -52,6 +52,10 @@ class NobodyListed(Exception):
     """A file lists nobody yet; the message says why."""
 
 
+class PeersFileError(ValueError):
+    """What should be a file of peers is none, or has a line that names no peer; the message names both."""
+
+
 def parse_peer(text: str) -> Contact | Address:
     """Read PEERID@HOST:PORT or HOST:PORT. Raises ValueError for anything else."""
     return Contact.parse(text) if "@" in text else Address.parse(text)
@@ -62,28 +66,28 @@ def read_peers(file: PeersFile) -> tuple[Contact | Address, ...]:
 
     Raises:
       NobodyListed: it is not there, or lists nobody, or its only line is cut off: somebody may be about to write it.
-      ValueError: it is no such file; the message names the file and the line.
+      PeersFileError: it is no such file.
     """
     try:
         # Not a pipe, which would block, nor a device, which may have no end.
         if not file.path.is_file() and file.path.exists():
-            raise ValueError(f"{file}: expected a file of peers, a line each; it is no regular file")
+            raise PeersFileError(f"{file}: expected a file of peers, a line each; it is no regular file")
         with file.path.open("rb") as stream:
             data = stream.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise ValueError(f"{file}: expected at most {_MAX_BYTES:,} bytes, and {MAX_LISTED} peers")
+            raise PeersFileError(f"{file}: expected at most {_MAX_BYTES:,} bytes, and {MAX_LISTED} peers")
         text = data.decode()
     except OSError as error:
         if error.errno in _LATE:
             raise NobodyListed(f"there is no {file.path}") from error
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+        raise PeersFileError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected text, got {error.object[error.start : error.end]!r}") from error
+        raise PeersFileError(f"{file}: expected text, got {error.object[error.start : error.end]!r}") from error
     found = _peers_in(text, file)
     if not found:
         raise NobodyListed(f"{file.path} lists nobody")
     if len(found) > MAX_LISTED:
-        raise ValueError(f"{file}: expected at most {MAX_LISTED} peers, got {len(found)}")
+        raise PeersFileError(f"{file}: expected at most {MAX_LISTED} peers, got {len(found)}")
     return found
 
 
@@ -96,7 +100,7 @@ def _peers_in(text: str, file: PeersFile) -> tuple[Contact | Address, ...]:
                 found[parse_peer(words)] = None
         except ValueError as error:
             if line.endswith("\n"):
-                raise ValueError(f"{file}, line {number}: {error}") from error
+                raise PeersFileError(f"{file}, line {number}: {error}") from error
             # Whoever writes it line by line has not come to the end of this one.
     return tuple(found)
 
@@ -105,7 +109,7 @@ def peers_now(named: Sequence[Named]) -> tuple[Contact | Address, ...]:
     """The peers that are named, those of files as these are now.
 
     Raises:
-      NobodyListed: there is none, and a file may list some later. ValueError: of a file, as `read_peers`.
+      NobodyListed: there is none, and a file may list some later. PeersFileError: as `read_peers`.
     """
     found: dict[Contact | Address, None] = {}
     late: list[NobodyListed] = []
@@ -139,7 +143,7 @@ async def _keep_following(named: Sequence[Named], dht: DhtNode) -> None:
             dht.rejoin_through(await trio.to_thread.run_sync(peers_now, named, abandon_on_cancel=True))
         except NobodyListed:
             pass  # the last ones are tried further on
-        except ValueError as error:
+        except PeersFileError as error:
             if str(error) != told:
                 told = str(error)
                 _log.warning("%s; going on with those whom it listed before", error)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dmoe_net.identity import PeerId
-from dmoe_net.keys import MIN_SECRET_BYTES, Identity, IdentityError
+from dmoe_net.keys import MIN_SECRET_BYTES, Identity, IdentityError, IdentityInUse
 
 if sys.platform != "win32":
     import fcntl
@@ -76,7 +76,7 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
     are one peer would take each other's connections. (Windows: nobody is kept out.)
 
     Raises:
-      IdentityError: as `load_or_create_identity`, or another process holds it.
+      IdentityError: as `load_or_create_identity`. IdentityInUse: another process holds it.
     """
     _create_if_missing(path)
     with _opened(path) as (descriptor, content):
@@ -84,7 +84,7 @@ def hold_identity(path: str | Path) -> Iterator[Identity]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
-                raise IdentityError(f"the identity {path} is in use by another process") from exc
+                raise IdentityInUse(f"the identity {path} is in use by another process") from exc
             except OSError as exc:
                 raise IdentityError(f"cannot lock the identity {path}: {exc.strerror}") from exc
         yield _identity(path, content)

@@ -53,6 +53,10 @@ class IdentityError(ValueError):
     """A key, or a file of keys, secrets or names, cannot be used; one line says why and what was expected."""
 
 
+class IdentityInUse(IdentityError):
+    """Another process is this peer just now."""
+
+
 class Identity:
     """A peer's private key. Neither printed nor compared by content."""
 

@@ -21,7 +21,7 @@ from dmoe_jax.cli.assist import AssistCommand
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions, join_line, join_swarm
 from dmoe_jax.cli.status import read_members
 from dmoe_jax.machine.environment import SECRET_VARIABLE
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError
 from dmoe_net.averaging.config import AveragerConfig
 from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 from dmoe_net.averaging.opening import open_averager
@@ -93,14 +93,14 @@ def test_a_secret_keeps_strangers_out(tmp_path: Path, capsys: Any, monkeypatch: 
         assert nodes_of(capsys, *member) == []
         # A peer that is down, or was asked for under another address, does not matter beside one that answers.
         assert nodes_of(capsys, f"{STRANGER}@127.0.0.1:1", *member) == []
-        for join, line in [
-            ([contact], f"over TLS without a secret: {address} is not of our swarm"),
-            ([address, "--swarm-secret-file", other], f"over TLS with the secret in {other}: {address} is not of our"),
-            ([contact, "--insecure-loopback"], f"over plain TCP: cannot connect to .*{address}: "),
-            ([f"{STRANGER}@{address}", *member], f"{address} is peer .*, expected {STRANGER} "),
-            ([*member, "--identity", key], f"the identity {key} is in use by another process"),
+        for join, status, line in [
+            ([contact], 1, f"over TLS without a secret: {address} is not of our swarm"),
+            ([address, "--swarm-secret-file", other], 1, f"over TLS with the secret in {other}: {address} is not of"),
+            ([contact, "--insecure-loopback"], EXIT_AGAIN, f"over plain TCP: cannot connect to .*{address}: "),
+            ([f"{STRANGER}@{address}", *member], 1, f"{address} is peer .*, expected {STRANGER} "),
+            ([*member, "--identity", key], EXIT_AGAIN, f"the identity {key} is in use by another process"),
         ]:
-            check_one_line(["status", "--join", *join], 1, f".*{line}", capsys)
+            check_one_line(["status", "--join", *join], status, f".*{line}", capsys)
         monkeypatch.setenv(SECRET_VARIABLE, secret)
         assert nodes_of(capsys, contact) == []
         line = f".*--insecure-loopback proves nothing: {SECRET_VARIABLE}={secret} would have no effect"
@@ -220,7 +220,7 @@ def test_a_node_without_room_goes_on_and_ends_with_a_sentence(tmp_path: Path) ->
     try:
         contact = next(found[1] for line in process.stdout if (found := re.search(r"--join (\S+)", line)))
         second = subprocess.run([sys.executable, "-m", "dmoe_jax.cli", *flags], capture_output=True, text=True)
-        assert second.returncode == 1
+        assert second.returncode == EXIT_AGAIN
         assert f"is under way: process {process.pid} on " in second.stderr
         assert "Traceback" not in second.stderr
         trio.run(learn, contact)

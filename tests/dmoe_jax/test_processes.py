@@ -11,12 +11,16 @@ import pytest
 import trio
 
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.network import ListenOptions, MetricsOptions, NetworkOptions, join_swarm
 from dmoe_jax.directory.grid import all_uids, expand_grid_pattern
+from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.peers.joining import NotAdmitted
+from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
-from dmoe_net.errors import DialFailed
+from dmoe_net.errors import CallRefused, DialFailed, ListenFailed, NoQuorum, PeerTimeout, VersionMismatch
 from dmoe_net.identity import Contact
+from dmoe_net.keys import IdentityInUse
 
 NUM_LAYERS, GRID = 2, (4, 4)
 
@@ -40,24 +44,58 @@ def test_columns_are_shared_out_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("error", "status"),
     [
-        (ExceptionGroup("", [ProcessFailed("node1 ended"), KeyError("its pipe")]), "node1 ended"),
-        (ProcessFailed("node1 ended"), "node1 ended"),
-        (ExceptionGroup("", [ExceptionGroup("", [UsageError("no such preset\nadvice")])]), "no such preset"),
-        (DialFailed("nobody there"), "nobody there"),
+        (ExceptionGroup("", [ProcessFailed("why"), KeyError("its pipe")]), 75),
+        (ProcessFailed("why", ended=-9), 75),
+        (ProcessFailed("why", ended=1), 1),
+        (ProcessFailed("why", ended=2), 2),
+        (ExceptionGroup("", [ExceptionGroup("", [UsageError("why\nadvice")])]), 2),
+        (CommandFailed("why"), 1),
+        (TryAgain("why"), 75),
+        (DialFailed("why"), 75),
+        (PeerTimeout("why"), 75),
+        (NoQuorum("why"), 75),
+        (FolderInUse("why"), 75),
+        (IdentityInUse("why"), 75),
+        (ListenFailed("why"), 1),
+        (NotAdmitted("why"), 1),
+        (VersionMismatch("why"), 1),
+        (CallRefused("why"), 1),
+        (CheckpointError("why"), 1),
     ],
 )
-def test_what_failed_ends_in_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever else the nursery put into the group beside the reason."""
+def test_what_failed_ends_in_one_line(error: Exception, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever else the nursery put into the group beside the reason; 75 stands for what time may heal."""
 
     async def fail(stop: Stop) -> int:
         raise error
 
     with pytest.raises(SystemExit) as exit_:
         run_until_done(fail)
-    assert exit_.value.code == (2 if line == "no such preset" else 1)
-    assert capsys.readouterr().err == f"dmoe: error: {line}\n"
+    assert exit_.value.code == status
+    assert capsys.readouterr().err == "dmoe: error: why\n"
+
+
+async def test_a_port_that_is_taken_may_be_free_later() -> None:
+    """An address that is not this machine's will not be."""
+    async with join_swarm(NetworkOptions(), join=[], listen=ListenOptions()) as peer:
+        taken = ListenOptions(listen=str(peer.rpc.address))
+        for listen, is_taken in ((taken, True), (ListenOptions(listen="192.0.2.1:0"), False)):
+            with pytest.raises(ListenFailed) as raised:
+                await join_swarm(NetworkOptions(), join=[], listen=listen).__aenter__()
+            assert raised.value.is_taken is is_taken
+        metrics = MetricsOptions(metrics_port=peer.rpc.address.port)
+        with pytest.raises(TryAgain, match="--metrics-port: cannot listen"):
+            await metrics.opened("dht").__aenter__()
+
+
+def test_a_folder_in_use_may_be_free_later() -> None:
+    """Another error of the disk stays until somebody does something about it."""
+    for error, kind in ((FolderInUse("why"), TryAgain), (OSError("why"), CommandFailed)):
+        with pytest.raises(CommandFailed, match="why") as raised, mistakes_in_one_line():
+            raise error
+        assert type(raised.value) is kind
 
 
 def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:

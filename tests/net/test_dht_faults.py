@@ -100,6 +100,24 @@ async def test_a_swarm_survives_its_first_node(autojump_clock: MockClock) -> Non
             assert await value_at(nodes[3], "key") == 1
 
 
+async def test_swarms_of_two_seeds_become_one_through_a_seed_that_is_named_later(autojump_clock: MockClock) -> None:
+    """The first seed was started again as another peer, at another address, and knows nobody of its old swarm."""
+    async with (
+        swarm_of(4) as (network, nodes),
+        open_node(network, 20, []) as seed,
+        open_node(network, 21, [address_of(20)]) as late,
+    ):
+        network.take_down(address_of(0))
+        await trio.sleep(120)
+        assert {contact.address for contact in late.contacts()} == {address_of(20)}
+        for node in nodes[1:]:
+            node.rejoin_through([address_of(20)])
+        await trio.sleep(120)
+        assert await seed.store("key", 1, life_s=60)
+        assert {contact.address for contact in late.contacts()} == {address_of(index) for index in (1, 2, 3, 20)}
+        assert await value_at(nodes[3], "key") == 1
+
+
 async def test_a_cut_off_node_comes_back(autojump_clock: MockClock) -> None:
     """A node that lost everybody tries its remembered peers every few seconds until one answers."""
     async with swarm_of(6) as (network, nodes):
