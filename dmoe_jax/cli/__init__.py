@@ -31,7 +31,7 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.cli.watch import WatchCommand
 from dmoe_jax.machine.environment import HELP, JOIN_VARIABLE
 from dmoe_jax.runs.command_line import commands_of, parse_command_line
-from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, fail, mistakes_in_one_line
+from dmoe_jax.runs.endings import EXIT_HELP, EXIT_INTERRUPTED, UsageError, fail, mistakes_in_one_line
 from dmoe_jax.runs.speech import say, standard_streams
 from dmoe_net.keys import IdentityError
 
@@ -58,7 +58,8 @@ Command = (
 
 @standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 2 on a mistake of the user's, 130 after Ctrl-C."""
+    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 75 on one that time may heal, 2 on a mistake of the user's,
+    130 after Ctrl-C."""
     words = _named(list(sys.argv[1:] if args is None else args))
     if words == ["--version"]:
         try:
@@ -71,7 +72,7 @@ def main(args: Sequence[str] | None = None) -> None:
         words = ["--tyro-print-completion", *words[1:]]
     description = (
         "Decentralised mixture-of-experts training in JAX. dmoe --version tells the version; dmoe completion bash (or "
-        f"zsh, tcsh) prints what completes its flags.\n\n{HELP}"
+        f"zsh, tcsh) prints what completes its flags.\n\n{HELP}\n{EXIT_HELP}"
     )
     try:
         given = _given(words)

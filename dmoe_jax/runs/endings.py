@@ -16,6 +16,12 @@ EXIT_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: nothing is wrong with the command, and time may heal what failed it. Schedulers start it
 again, and need not take a bug, whose traceback gives 1, for the same."""
 
+EXIT_HELP = f"""\
+Exit status:
+  0 done; 1 failed; 2 a mistake; {EXIT_INTERRUPTED} stopped; {EXIT_AGAIN} failed for now, start it again
+"""
+"""Text about them in `dmoe --help`."""
+
 
 class UsageError(Exception):
     """A mistake of the user's; the message is the one line that is printed."""

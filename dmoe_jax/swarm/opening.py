@@ -38,7 +38,8 @@ async def open_swarm(
     """Take part in a swarm until the block ends.
 
     Args:
-      join: peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there. None starts a new swarm.
+      join: peers to join through, as HOST:PORT, or PEERID@HOST:PORT to make sure who is there, or file:PATH, a file that
+        lists such peers, a line each, for which this waits. None starts a new swarm.
       listen: HOST:PORT to be called at, port 0 for one that the system chooses; None: this peer only calls, and can
         serve nothing. "auto": on loopback if there is nobody to join or only on this machine, else None; in a
         simulation, at `host`.
@@ -57,7 +58,8 @@ async def open_swarm(
 
     Raises:
       ValueError: an address or file cannot be used, or the budget is none; the message names it.
-      DialFailed: nobody answers among the peers to join through, or another peer than the one that was named.
+      DialFailed: nobody answers among the peers to join through, or another peer than the one that was named; with a
+        file, for five minutes.
       ListenFailed: the port is taken.
     """
     config = PeerConfig(

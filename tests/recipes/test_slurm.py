@@ -83,12 +83,12 @@ def test_cluster_runs_jobs_and_steps(slurm_cluster: dict[str, str], tmp_path: Pa
     assert sorted((tmp_path / "out").read_text().split()) == ["n1", "n2"]
 
 
-# Stands for `dmoe`: waits to be told to end, and has the status that the file of its command says.
+# Stands for `dmoe`: waits to be told to end, or for the status that the file of its job says.
 STAND_IN = """\
 echo "begins: $*"
 trap 'echo ends in order; exit 130' TERM
-while [ ! -s "$SWARM/status.$1" ]; do sleep 0.1; done
-exit "$(cat "$SWARM/status.$1")"
+while [ ! -s "$SWARM/$SLURM_JOB_NAME" ]; do sleep 0.1; done
+exit "$(cat "$SWARM/$SLURM_JOB_NAME")"
 """
 
 
@@ -97,7 +97,7 @@ def test_jobs_begin_again_unless_that_would_help_nobody(slurm_cluster: dict[str,
     An element of an array begins again by itself."""
     environment = environment_with(slurm_cluster, tmp_path, STAND_IN)
     seed, cancelled, warned = (
-        submit(environment, tmp_path, f"--output={name}.log", *flags, str(RECIPE / "seed.sbatch"))
+        submit(environment, tmp_path, f"--job-name={name}", *flags, str(RECIPE / "seed.sbatch"))
         for name, flags in (("seed", ()), ("cancelled", ()), ("warned", ("--time=1", "--signal=TERM@50")))
     )
     nodes = submit(environment, tmp_path, "--array=0-1", "--cpus-per-task=1", str(RECIPE / "nodes.sbatch"))
@@ -108,10 +108,10 @@ def test_jobs_begin_again_unless_that_would_help_nobody(slurm_cluster: dict[str,
 
     asked(environment, "scancel", cancelled)
     asked(environment, "scancel", "--signal=KILL", f"{nodes}_1.0")
-    (Path(environment["SWARM"]) / "status.train").write_text("2")
-    (Path(environment["SWARM"]) / "status.dht").write_text("75")
+    (Path(environment["SWARM"]) / "dmoe-train").write_text("2")
+    (Path(environment["SWARM"]) / "seed").write_text("75")
     wait_until(lambda: restarts_of(environment, seed) > 0, "the seed begins again after 75", tmp_path, within_s=60)
-    (Path(environment["SWARM"]) / "status.dht").unlink()
+    (Path(environment["SWARM"]) / "seed").unlink()
     wait_until(
         lambda: restarts_of(environment, f"{nodes}_1") > 0, "the killed node begins again", tmp_path, within_s=60
     )
