@@ -58,8 +58,7 @@ Command = (
 
 @standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `dmoe`. Exits 0 when done, 1 on an error, 75 on one that time may heal, 2 on a mistake of the user's,
-    130 after Ctrl-C."""
+    """Entry point of `dmoe`. Exits as `EXIT_HELP` says."""
     words = _named(list(sys.argv[1:] if args is None else args))
     if words == ["--version"]:
         try:

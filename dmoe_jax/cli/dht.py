@@ -29,7 +29,7 @@ class DhtCommand:
     """Run a DHT peer: the meeting point of a swarm. Nodes and trainers join through it or through each other."""
 
     join: JoinTexts = ()
-    """Peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some.
+    """Peers to join through: HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some.
     None starts a new swarm."""
     listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     network: Annotated[NetworkOptions, tyro.conf.arg(name="")] = field(default_factory=NetworkOptions)

@@ -64,7 +64,7 @@ class StatusCommand:
     """
 
     join: JoinTexts
-    """Peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
+    """Peers to join through: HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     interval_s: float = 2.0
     """Seconds between refreshes."""

@@ -214,7 +214,7 @@ class TrainOptions:
     """All flags of `dmoe train`."""
 
     join: JoinTexts
-    """Peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
+    """Peers to join through: HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     folder: Annotated[FolderOptions, tyro.conf.arg(name="")] = field(default_factory=FolderOptions)
     model: str | None = None

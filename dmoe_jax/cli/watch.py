@@ -39,7 +39,7 @@ class WatchCommand:
     run_folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(name="run", metavar="RUN")] = None
     """Folder of a run, also of one that is still running, or of a recording."""
     join: JoinTexts = ()
-    """Peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
+    """Peers to join through: HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     port: int = 0
     """Port of the page; 0 lets the system choose one."""
