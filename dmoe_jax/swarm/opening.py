@@ -38,8 +38,8 @@ async def open_swarm(
     """Take part in a swarm until the block ends.
 
     Args:
-      join: peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some, a
-        line each, and is waited for. None starts a new swarm.
+      join: peers to join through, as HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists
+        some, a line each, and is waited for. None starts a new swarm.
       listen: HOST:PORT to be called at, port 0 for one that the system chooses; None: this peer only calls, and can
         serve nothing. "auto": on loopback if there is nobody to join or only on this machine, else None; in a
         simulation, at `host`.
