@@ -196,7 +196,7 @@ async def test_whoever_has_joined_follows_the_file(tmp_path: Path, caplog: pytes
 
 async def test_a_contact_that_cannot_be_written_ends_the_command(tmp_path: Path) -> None:
     """Nobody could join."""
-    for path, why in ((tmp_path, "Is a directory"), (file_of(tmp_path, "").path / "contact", "Not a directory")):
+    for path, why in ((tmp_path, "Is a directory"), (file_of(tmp_path, "").path / "contact", "File exists")):
         with pytest.raises(CommandFailed, match=f"--write-contact {path}: {why}"):
             await join_swarm(NetworkOptions(), join=[], listen=ListenOptions(write_contact=path)).__aenter__()
 

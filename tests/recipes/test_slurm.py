@@ -152,9 +152,9 @@ def test_recipe_trains_and_outlives_a_node_and_a_trainer(slurm_cluster: dict[str
     requeued, all experts are served again, the trainer goes on from its checkpoint, and the end comes in order."""
     dmoe = f'exec {sys.executable} -m dmoe_jax.cli "$@"'
     of = "layer0.[0:2].[0:2] layer1.[0:2].[0:2]"
-    sizes = {"DMOE_OF": of, "DMOE_CLAIM": "5", "DMOE_GRID_SIZE": "2 2", "DMOE_STEPS": "400", "DMOE_NUM_TRAINERS": "2"}
+    sizes = {"DMOE_OF": of, "DMOE_CLAIM": "5", "DMOE_GRID_SIZE": "2 2", "DMOE_STEPS": "120", "DMOE_NUM_TRAINERS": "2"}
     sizes |= {"DMOE_ROUTE": "token", "DMOE_ROUTER": "balanced", "DMOE_WARM_UP_ROWS": "64", "DMOE_EVAL_TOKENS": "1024"}
-    sizes |= {"DMOE_FINAL_EVAL_TOKENS": "2048", "DMOE_EVAL_EVERY": "100", "DMOE_CHECKPOINT_PERIOD_S": "5"}
+    sizes |= {"DMOE_FINAL_EVAL_TOKENS": "2048", "DMOE_EVAL_EVERY": "60", "DMOE_CHECKPOINT_PERIOD_S": "5"}
     environment = environment_with(slurm_cluster, tmp_path, dmoe, **sizes)
     secret = Path(environment["SWARM"]) / "secret"
     secret.touch(0o600)
@@ -196,10 +196,11 @@ def test_recipe_trains_and_outlives_a_node_and_a_trainer(slurm_cluster: dict[str
     assert "continuing from step" in (tmp_path / "dmoe-train-1.log").read_text()
     for folder in folders:
         assert (folder / "report.md").exists()
-        losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
-        assert sum(losses[-20:]) < sum(losses[:20]) - 20  # a nat less
+        losses = [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "eval"]
+        assert losses[-1] < losses[0] - 0.2  # of some 7 nats at the beginning
 
-    asked(environment, "scancel", "--name=dmoe-node,dmoe-seed")
+    for name in ("dmoe-node", "dmoe-seed"):
+        asked(environment, "scancel", f"--name={name}")
     wait_until(lambda: not asked(environment, "squeue", "-h"), "all jobs end", tmp_path, within_s=30)
     assert experts <= {path.name for path in (Path(environment["SWARM"]) / "experts").iterdir()}
     assert "Traceback" not in "".join(each.read_text() for each in tmp_path.glob("*.log"))
