@@ -53,7 +53,7 @@ class NobodyListed(Exception):
 
 
 class PeersFileError(ValueError):
-    """What should be a file of peers is none, or has a line that names no peer; the message names both."""
+    """A file of peers is none, or has a line that names no peer; the message names both."""
 
 
 def parse_peer(text: str) -> Contact | Address:

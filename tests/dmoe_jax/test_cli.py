@@ -13,6 +13,7 @@ import pytest
 from dmoe_jax.cli import main
 from dmoe_jax.machine.environment import JOIN_VARIABLE
 from dmoe_jax.routing.registry import ROUTERS
+from dmoe_jax.runs.endings import EXIT_AGAIN
 from tests.dmoe_jax.training_rig import outcome
 
 STRANGER = "ab" * 32
@@ -78,7 +79,7 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
         ("train --join 127.0.0.1:1 --compute-dtype int8", 2, "--compute-dtype must be .*, got 'int8'"),
         ("train --join 127.0.0.1:1 --router best", 2, "unknown router 'best'; expected .*product_key"),
         ("train --join 127.0.0.1:1 --router /nowhere/r.py:mine", 2, "router '/nowhere/r.py:mine': .* no"),
-        ("train --join 127.0.0.1:1", 1, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
+        ("train --join 127.0.0.1:1", EXIT_AGAIN, "cannot join the swarm: cannot connect to 127.0.0.1:1: .*refused"),
         ("node --experts layer0.[4:2]", 2, r"expected \[START:STOP\] with START < STOP"),
         ("node --experts a.1 a.[0:2]", 2, "--experts must name no expert twice, got a.1"),
         ("node --weight-decay -0.1", 2, "--weight-decay must not be negative, got -0.1"),
@@ -97,9 +98,9 @@ def check_one_line(args: list[str], status: int, line: str, capsys: pytest.Captu
         ("status --join nowhere", 2, "expected an address as HOST:PORT, got 'nowhere'"),
         ("node --faults late", 2, "--faults: expected FAULT=RATE or late=RATE:MEAN_S, .* got 'late'"),
         ("node --faults late=0.6 die=0.6", 2, "--faults: .*together at most 1"),
-        (f"status --join {STRANGER}@127.0.0.1:1", 1, "cannot join the swarm: cannot connect to .*refused"),
+        (f"status --join {STRANGER}@127.0.0.1:1", EXIT_AGAIN, "cannot join the swarm: cannot connect to .*refused"),
         ("status --join ab@127.0.0.1:1", 2, "expected a peer as PEERID@HOST:PORT, got 'ab@127.0.0.1:1'"),
-        ("status --join 127.0.0.1:1 --insecure-loopback", 1, "cannot join the swarm over plain TCP: "),
+        ("status --join 127.0.0.1:1 --insecure-loopback", EXIT_AGAIN, "cannot join the swarm over plain TCP: "),
         ("status --join a:1 --insecure-loopback --identity f --allow-list f", 2, "nothing: --identity and --allow-l"),
         ("dht --listen 203.0.113.1:0", 1, "cannot listen at 203.0.113.1:0: "),
         ("dht --listen 203.0.113.1:0 --insecure-loopback", 1, ".*loopback only"),

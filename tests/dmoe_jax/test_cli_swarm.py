@@ -67,7 +67,7 @@ def test_a_peer_can_be_joined_and_its_port_is_taken(capsys: pytest.CaptureFixtur
     """The printed line joins; listening on the same port fails in one line; SIGTERM ends the peer."""
     with running("dht", "--insecure-loopback") as (process, contact):
         address = str(Contact.parse(contact).address)
-        check_one_line(["dht", "--listen", address], 1, f"cannot listen at {address}", capsys)
+        check_one_line(["dht", "--listen", address], EXIT_AGAIN, f"cannot listen at {address}", capsys)
         assert nodes_of(capsys, contact, "--insecure-loopback") == []
         line = f"cannot join the swarm over TLS without a secret: {address} does not speak our TLS"
         check_one_line(["status", "--join", contact], 1, line, capsys)

@@ -276,6 +276,6 @@ def test_one_swarm_at_a_time_runs_in_a_folder(tmp_path: Path, capsys: pytest.Cap
     """The second is told who runs the first, and starts nothing."""
     with hold_folder(tmp_path / "up.logs", "swarm"), pytest.raises(SystemExit) as exit_:
         main(["up", "--out", str(tmp_path / "up"), "--trainers", "1"])
-    assert exit_.value.code == 1
+    assert exit_.value.code == EXIT_AGAIN
     assert f"the swarm in {tmp_path / 'up.logs'} is under way: process {os.getpid()} on" in capsys.readouterr().err
     assert not (tmp_path / "up.logs" / "up.json").exists()
