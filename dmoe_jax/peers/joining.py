@@ -57,7 +57,7 @@ def parse_targets(targets: Target | Sequence[Target]) -> tuple[Named, ...]:
             return parse_peer(text)
         if not path:
             raise ValueError(f"expected a file of peers as {PREFIX}PATH, got {text!r}")
-        return PeersFile(Path(path))
+        return PeersFile(Path(path).expanduser())  # no shell does it behind a colon
 
     several = [targets] if isinstance(targets, str | Contact | Address) else targets
     return tuple(parse(target) if isinstance(target, str) else target for target in several)

@@ -24,7 +24,7 @@ from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.machine.disk import hold_folder
 from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.runs.command_line import parse_command_line
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError
 from dmoe_jax.runs.processes import open_local_swarm
 from dmoe_jax.runs.run_folder import append_metric
 from tests.dmoe_jax.training_rig import parsed

@@ -53,6 +53,13 @@ def test_peers_are_listed_a_line_each(tmp_path: Path, text: str, expected: list[
     assert read_peers(file_of(tmp_path, text)) == tuple(expected)
 
 
+def test_a_file_is_told_from_an_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its beginning; the home folder is meant as in a shell, which leaves it alone behind a colon."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parsed = parse_targets(["file:~/a b", " file:c ", "file.org:4000", KNOWN.full])
+    assert parsed == (PeersFile(tmp_path / "a b"), PeersFile(Path("c")), Address("file.org", 4000), KNOWN)
+
+
 @pytest.mark.parametrize("text", [None, "", "# nobody yet\n\n", "host"])
 def test_a_file_may_list_nobody_yet(tmp_path: Path, text: str | None) -> None:
     """It is told apart from a file that never will."""
