@@ -49,6 +49,7 @@ async def run_training(
                 run.check_meaning(training.task.meaning)
             await training.wait_for_experts(options.calls.wait_s, progress)
             watch.found_experts()
+            headline: dict[str, Any] = {}
             try:
                 async with opened_engine(options, run, swarm, training, progress, watch) as engine:
                     watch.begins(engine, training.task.unit)
@@ -71,8 +72,9 @@ async def run_training(
                 leaf = first_leaf(error)
                 if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
                     raise
-                # Experts may come back; numbers that are not finite, or a router's mistake, would come again.
-                failure = TryAgain if isinstance(leaf, TooFewExperts) else CommandFailed
+                # Experts may come back; numbers that are not finite, or a router's mistake, would come again. A run that
+                # has come to its end would end at once, and look like a good one.
+                failure = TryAgain if isinstance(leaf, TooFewExperts) and not headline else CommandFailed
                 raise failure(f"{one_line(leaf)}; stopped at step {watch.step}") from error
 
 

@@ -327,8 +327,11 @@ async def test_scores_that_become_nan_end_the_run(text: str, tmp_path: Path) -> 
     (tmp_path / "routers.py").write_text(DIVERGING_ROUTER)
     out, spec = tmp_path / "run", f"{tmp_path / 'routers.py'}:diverging"
     async with served_swarm() as (_, swarm):
-        with pytest.raises(UsageError, match=r"'diverging': .* scores in layer0 are NaN.*; stopped at step 3$"):
+        with pytest.raises(
+            UsageError, match=r"'diverging': .* scores in layer0 are NaN.*; stopped at step 3$"
+        ) as failed:
             await run(command(out, text, router=spec, num_trainers=1), swarm)
+    assert failed.value.status == 1  # it would again
     assert json.loads((out / "config.json").read_text())["settings"]["language"]["router"] == spec
     metrics = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in metrics if record["kind"] == "train"] == [1, 2, 3]

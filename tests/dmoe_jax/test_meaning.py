@@ -21,7 +21,7 @@ from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import moshpit_average
 from dmoe_jax.optim.collaborative import collaborative
 from dmoe_jax.routing.registry import make_router
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError
 from dmoe_jax.trained.saved_model import open_corpus
 from dmoe_jax.trained.saved_run import find_run
 from dmoe_net.meaning import check_meaning, differing
@@ -179,12 +179,15 @@ async def test_a_run_whose_samples_had_no_expert_ends_with_an_error(
             settings = command(tmp_path / name, str(text), **short | changes)
             return await run_training(settings, settings.prepared(), swarm)
 
-        with pytest.raises(UsageError, match=r"no expert answered for (\d+) of \1 samples of the run.* allows 50%"):
+        with pytest.raises(
+            CommandFailed, match=r"no expert answered for (\d+) of \1 samples of the run.* allows 50%"
+        ) as failed:
             await run("short")
+        assert failed.value.status == 1
         assert (tmp_path / "short" / "report.md").exists()
         assert (await run("never", max_skipped=1.0))["complete"]
         monkeypatch.setattr(statistics, "HOLD_S", 0.1)
-        with pytest.raises(UsageError, match=r"of the last 32 calls; .* stopped at step \d+$"):
+        with pytest.raises(TryAgain, match=r"of the last 32 calls; .* stopped at step \d+$"):
             await run("long", steps=100, eval_every=100)
     with pytest.raises(ValueError, match=r"max_skipped is a share from 0 to 1, got 1.5"):
         command(tmp_path / "none", str(text), max_skipped=1.5)
