@@ -72,8 +72,8 @@ async def run_training(
                 leaf = first_leaf(error)
                 if not isinstance(leaf, RouterError | FloatingPointError | TooFewExperts):
                     raise
-                # Experts may come back; numbers that are not finite, or a router's mistake, would come again. A run that
-                # has come to its end would end at once, and look like a good one.
+                # Experts may come back; numbers that are not finite, or a router's mistake, would come again. Started
+                # again, a run that has come to its end would end at once and look like a good one.
                 failure = TryAgain if isinstance(leaf, TooFewExperts) and not headline else CommandFailed
                 raise failure(f"{one_line(leaf)}; stopped at step {watch.step}") from error
 
