@@ -259,7 +259,7 @@ def _of_task(
         volumes={"/home/sky": f"home-{name}", **dict.fromkeys(mounts, f"bucket-{role}")},
         secrets=("/home/sky/swarm.secret",),
         ready=Probe(path="/readyz", port=9100),
-        grace_s=30.0,  # what Google's spot machines have
+        grace_s=90.0,  # systemd's, when a machine is shut down: the file does not say
     )
 
 

@@ -117,7 +117,8 @@ class Engine:
         env |= {"ENGINE_HOSTS": str(self._hosts), "PYTHONUNBUFFERED": "1"}
         env["PATH"] = f"{self._folder / 'bin'}:{env['PATH']}"
         env["PYTHONPATH"] = f"{self._folder / 'bin'}:{env.get('PYTHONPATH', '')}"
-        return env | {name: self.seen_outside(container, value) for name, value in container.env.items()} | self._env
+        own = {"DMOE_METRICS_HOST": "127.0.0.1"} | dict(container.env)  # each container has a loopback of its own
+        return env | {name: self.seen_outside(container, value) for name, value in own.items()} | self._env
 
     def _made(self, container: Container) -> Path:
         """Make the container's folders and the files of its secrets; return where its process begins."""

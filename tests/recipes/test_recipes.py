@@ -5,9 +5,10 @@ Slurm's has a cluster of its own, `test_slurm.py`.
 
 import json
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,10 @@ def test_kubernetes_takes_the_job_of_the_trainers() -> None:
     """JobSet makes it of its template, as it stands."""
     validate = pytest.importorskip("kubernetes_validate", reason="pip install 'dmoe_jax[recipes]'")
     (job,) = OBJECTS["JobSet/dmoe-trainers"]["spec"]["replicatedJobs"]
-    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "trainer"}, **job["template"]}
+    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "trainer"}, **deepcopy(job["template"])}
     validate.validate(made, "1.30", strict=True)
-    made["spec"]["podFailurePolicy"]["rules"][0]["action"] = "Restart"
-    with pytest.raises(validate.ValidationError, match="Restart"):
+    made["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
+    with pytest.raises(validate.ValidationError, match="onExitCode"):
         validate.validate(made, "1.30", strict=True)
 
 
@@ -104,7 +105,7 @@ def test_skypilot_takes_the_task(file: Path) -> None:
 # What the files say
 
 
-@pytest.mark.parametrize("pod", pods())
+@pytest.mark.parametrize("pod", [*pods()])
 def test_a_pod_may_do_nothing_that_it_need_not(pod: Mapping[str, Any]) -> None:
     """It is nobody of importance, writes into volumes alone, and no Service sets variables that stand for flags."""
     (container,) = pod["containers"]
@@ -143,12 +144,11 @@ def test_the_image_is_made_of_what_is_there() -> None:
 
 # Its command lines, read
 
+Called = Callable[[str], list[tuple[Container, list[Any]]]]
+
 _NOTED = """\
-"$ENGINE_PYTHON" - "$@" <<'END'
-import json, os, sys
-with open(f"{os.environ['ENGINE_NOTES']}/{os.getpid()}.json", "w") as file:
-    json.dump([sys.argv[1:], dict(os.environ)], file)
-END
+printf '%s\\0' "$@" > "$ENGINE_NOTES/$$.words"
+env -0 > "$ENGINE_NOTES/$$.env"
 """
 
 
@@ -156,31 +156,39 @@ def commands(engine: Engine, container: Container) -> list[Any]:
     """The `dmoe` commands that a container starts, as they are read; they are not run."""
     notes = engine.volumes / "notes" / f"{container.name}-{sum(1 for _ in engine.volumes.glob('notes/*'))}"
     notes.mkdir(parents=True)
-    script = f"exec env ENGINE_NOTES={notes} " + '"$@"'
+    script = f'export ENGINE_NOTES={notes}; exec "$@"'
     engine.start([container], ["sh", "-c", script, "sh", *container.argv])
     assert engine.processes[container.name].wait(20) == 0, engine.log_of(container).read_text()
     found = []
-    for file in sorted(notes.iterdir()):
-        words, environ = json.loads(file.read_text())
-        given = gather(commands_of(Command)[words[0]], words[1:], environ, name=words[0])
-        found.append(parse_command_line(Command, prog="dmoe", args=[words[0], *given.words], origins=given.origins))
+    for file in sorted(notes.glob("*.words")):
+        name, *typed = file.read_text().split("\0")[:-1]
+        environ = dict(line.split("=", 1) for line in file.with_suffix(".env").read_text().split("\0") if line)
+        given = gather(commands_of(Command)[name], typed, environ, name=name)
+        parsed = parse_command_line(Command, prog="dmoe", args=[name, *given.words], origins=given.origins)
+        found.append(parsed)
     return found
 
 
-@pytest.fixture
-def noting(tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def noting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose `dmoe` notes how it was called."""
-    with open_engine(tmp_path, {"ENGINE_PYTHON": sys.executable}, dmoe=_NOTED) as engine:
+    with open_engine(tmp_path_factory.mktemp("engine"), dmoe=_NOTED) as engine:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def called(noting: Engine) -> Called:
+    """The containers of a recipe with their commands; they are started once for all tests."""
+    return cache(lambda recipe: [(each, commands(noting, each)) for each in ALL[recipe]()])
+
+
 @pytest.mark.parametrize("recipe", ALL)
-def test_commands_fit_their_containers(recipe: str, noting: Engine) -> None:
+def test_commands_fit_their_containers(recipe: str, noting: Engine, called: Called) -> None:
     """Their flags are known and go together; they write into volumes alone, and may take as long to leave as the
     engine lets them."""
     seen: dict[str, int] = {}
-    for container in ALL[recipe]():
-        for command in commands(noting, container):
+    for container, its_commands in called(recipe):
+        for command in its_commands:
             seen[type(command).__name__] = seen.get(type(command).__name__, 0) + 1
             command._check() if isinstance(command, NodeCommand) else None
             command.check() if isinstance(command, TrainCommand) else None
@@ -200,8 +208,8 @@ def test_commands_fit_their_containers(recipe: str, noting: Engine) -> None:
 
 
 @pytest.mark.parametrize("recipe", ALL)
-def test_nodes_have_room_for_all_while_one_is_away(recipe: str, noting: Engine) -> None:
-    found = [command for container in ALL[recipe]() for command in commands(noting, container)]
+def test_nodes_have_room_for_all_while_one_is_away(recipe: str, called: Called) -> None:
+    found = [command for _, its_commands in called(recipe) for command in its_commands]
     nodes = [command for command in found if isinstance(command, NodeCommand)]
     trainers = [command for command in found if isinstance(command, TrainCommand)]
     uids = {str(uid) for pattern in nodes[0].hand.of for uid in expand_grid_pattern(pattern)}
