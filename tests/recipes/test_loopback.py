@@ -52,7 +52,7 @@ def test_a_swarm_trains_and_experts_outlive_their_node(recipe: str, claim: int, 
     seeds = [each for each in containers if each.role == "seed"]
     nodes = [each for each in containers if each.role in ("node", "swarm")][:2]
     trainers = [each for each in containers if each.role == "trainer"]
-    with open_engine(tmp_path, {**SMALL, "DMOE_CLAIM": str(claim)}) as engine:
+    with open_engine(tmp_path, SMALL | {"DMOE_CLAIM": str(claim)}) as engine:
         for seed in seeds:  # one after the other, as a StatefulSet has it
             engine.start([seed])
             engine.wait_ready([seed])
@@ -82,3 +82,16 @@ def test_a_swarm_trains_and_experts_outlive_their_node(recipe: str, claim: int, 
         assert status == 130, engine.log_of(trainers[0]).read_text()
         engine.start([trainers[0]])
         engine.until(lambda: "continuing from step" in engine.log_of(trainers[0]).read_text(), trainers[0])
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_with_the_status_that_is_not_started_again(tmp_path: Path) -> None:
+    """A swarm that is not there is no mistake."""
+    trainer = ALL["kubernetes"]()[-1]
+    for number, (env, is_mistake) in enumerate([({"DMOE_STEPS": "0"}, True), ({}, False)]):
+        (folder := tmp_path / str(number)).mkdir()
+        with open_engine(folder, SMALL | env) as engine:
+            engine.start([trainer])
+            status = engine.processes[trainer.name].wait(60)
+            assert status != 0
+            assert (status == 2) == is_mistake, engine.log_of(trainer).read_text()

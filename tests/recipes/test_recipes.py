@@ -90,6 +90,7 @@ def test_compose_takes_the_file() -> None:
         jsonschema.validate({"services": {"seed": {"restarts": "always"}}}, schema)
 
 
+@pytest.mark.slow  # the import takes seconds
 @pytest.mark.parametrize("file", TASKS, ids=lambda file: file.stem)
 def test_skypilot_takes_the_task(file: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
