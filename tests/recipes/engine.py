@@ -91,8 +91,11 @@ class Engine:
             time.sleep(0.2)
 
     def metrics(self, container: Container, name: str) -> dict[str, float]:
-        """Values of a family of metrics, by what stands in braces behind its name."""
-        with urllib.request.urlopen(f"http://{container.ip}:9100/metrics", timeout=10) as answer:
+        """Values of a family of metrics, by what stands in braces behind its name.
+
+        A trainer does not answer while it compiles.
+        """
+        with urllib.request.urlopen(f"http://{container.ip}:9100/metrics", timeout=60) as answer:
             text = answer.read().decode()
         found = re.findall(rf"^{name}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
         return {labels: float(value) for labels, value in found}

@@ -82,6 +82,8 @@ def test_a_swarm_trains_and_experts_outlive_their_node(recipe: str, claim: int, 
         assert status == 130, engine.log_of(trainers[0]).read_text()
         engine.start([trainers[0]])
         engine.until(lambda: "continuing from step" in engine.log_of(trainers[0]).read_text(), trainers[0])
+        for other in trainers[1:]:  # which has gone on meanwhile: its state is taken
+            engine.until(lambda other=other: 0 < steps_of(engine, other) - steps_of(engine, trainers[0]) < 50, other)
 
 
 @pytest.mark.slow
