@@ -1,5 +1,6 @@
 """The containers of the recipes, run on loopback as their engines run them."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def steps_of(engine: Engine, trainer: Container) -> float:
     return engine.metrics(trainer, "dmoe_train_steps_total").get("", 0.0)
 
 
+def going_on_from(engine: Engine, trainer: Container) -> int:
+    """Step that a resumed trainer says it goes on from; 0 before it does."""
+    found = re.search(r"continuing from step (\d+)", engine.log_of(trainer).read_text())
+    return int(found[1]) if found else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "claim"),
@@ -77,13 +84,17 @@ def test_a_swarm_trains_and_experts_outlive_their_node(recipe: str, claim: int, 
         now = updates_of(engine, nodes)
         assert all(now[uid] >= served[uid] for uid in served), f"{served} before, {now} after"
 
-        engine.until(lambda: steps_of(engine, trainers[0]) >= 100, trainers[0])
-        status, _ = engine.stop(trainers[0])
-        assert status == 130, engine.log_of(trainers[0]).read_text()
-        engine.start([trainers[0]])
-        engine.until(lambda: "continuing from step" in engine.log_of(trainers[0]).read_text(), trainers[0])
-        for other in trainers[1:]:  # which has gone on meanwhile: its state is taken
-            engine.until(lambda other=other: 0 < steps_of(engine, other) - steps_of(engine, trainers[0]) < 50, other)
+        first, *others = trainers
+        engine.until(lambda: steps_of(engine, first) >= 100, first)
+        ahead = steps_of(engine, first)
+        status, _ = engine.stop(first)
+        assert status == 130, engine.log_of(first).read_text()
+        for other in others:  # it goes on with the state of whoever is further
+            engine.until(lambda other=other, least=ahead + 100: steps_of(engine, other) >= least, other)
+            ahead = steps_of(engine, other)
+        engine.start([first])
+        engine.until(lambda: going_on_from(engine, first) > 0, first)
+        assert going_on_from(engine, first) >= ahead
 
 
 @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_commands_fit_their_containers(recipe: str, noting: Engine, called: Call
             assert Path(noting.environment(container)["HOME"]).is_relative_to(noting.volumes)
     expected = {
         "kubernetes": {"DhtCommand": 2, "NodeCommand": 3, "TrainCommand": 2},
-        "compose": {"DhtCommand": 1, "NodeCommand": 2, "TrainCommand": 1},
+        "compose": {"DhtCommand": 1, "NodeCommand": 3, "TrainCommand": 1},
         "skypilot": {"DhtCommand": 1, "NodeCommand": 3, "TrainCommand": 2},
     }
     assert seen == expected[recipe]
