@@ -62,7 +62,12 @@ class SharedTrunk:
         return {}
 
     def restore(self, step: int, state: dict[str, PyTree], facts: Mapping[str, Any] | None = None) -> None:
-        """Continue from a saved state. Only while no trainer runs."""
+        """Continue from a saved state. Only while no trainer runs.
+
+        While the trunk is averaged an older state is passed over: that of a process that was ahead has been taken.
+        """
+        if self.averager is not None and step < self.step:
+            return
         self.step = step
         own = self.params, self.opt_state
         self.params, self.opt_state = jax.tree.map(kept_like, own, (state["params"], state["opt_state"]))

@@ -19,6 +19,7 @@ PAGES = [
     *sorted(page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).parts[0] not in MADE),
     *sorted(ROOT.glob("experiments/**/*.md")),
     *sorted(ROOT.glob("net/**/*.md")),
+    *sorted(ROOT.glob("recipes/**/*.md")),
 ]
 NOTEBOOKS = sorted((DOCS / "tutorials").glob("*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

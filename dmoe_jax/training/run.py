@@ -247,7 +247,7 @@ class _Ledger:
         except KeyError as error:
             raise CheckpointError(f"checkpoint {step} in {run.path} is of another kind of run: no {error}") from error
         totals = self.engine.totals()
-        self._step, self._items, self._staleness = step, totals.items, totals.staleness
+        self._step, self._items, self._staleness = self.engine.step, totals.items, totals.staleness
         self._lost_before = totals.steps_lost
         return size
 

@@ -1,7 +1,8 @@
 """Identities, swarm secrets and allow-lists as files.
 
-What is secret is accepted only from a file that nobody else can read or write, and is written only so. All trouble
-with a file is an `IdentityError` of one line that names it.
+What is secret is accepted only from a file that nobody else can read or write, and is written only so. A file of
+root's may also be open to its group for reading: so Kubernetes mounts a Secret for a process that is not root.
+All trouble with a file is an `IdentityError` of one line that names it.
 """
 
 import codecs
@@ -159,10 +160,11 @@ def _opened(path: str | Path) -> Iterator[tuple[int, bytes]]:
     except OSError as exc:
         raise IdentityError(f"cannot read {path}: {exc.strerror}") from exc
     try:
-        mode = os.fstat(descriptor).st_mode
+        status = os.fstat(descriptor)
+        mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise IdentityError(f"{path} is no ordinary file")
-        if os.name == "posix" and mode & 0o077:
+        if os.name == "posix" and not _is_private(mode, owner=status.st_uid, user=os.geteuid()):
             raise IdentityError(
                 f"{path} is open to others (mode {stat.S_IMODE(mode):03o}), expected it to be private: chmod 600 {path}"
             )
@@ -175,6 +177,15 @@ def _opened(path: str | Path) -> Iterator[tuple[int, bytes]]:
         yield descriptor, content
     finally:
         os.close(descriptor)
+
+
+def _is_private(mode: int, *, owner: int, user: int) -> bool:
+    """True if nobody but the owner can open a file; or if it is root's, and others of its group can only read it.
+
+    Whatever `defaultMode` a Secret volume names, the kubelet lets the pod's fsGroup read it (kubernetes issue 57923):
+    it is of root and has mode 440. Which group may read, root has decided; PostgreSQL takes such keys, too.
+    """
+    return not mode & (0o037 if owner == 0 != user else 0o077)
 
 
 def _identity(path: str | Path, content: bytes) -> Identity:

@@ -180,7 +180,8 @@ BAD = {
 @pytest.mark.parametrize(("numbers", "step"), BAD.values(), ids=BAD)
 @swarm_test
 async def test_a_newcomer_passes_over_states_of_no_use(swarm: Swarm, numbers: np.ndarray, step: int) -> None:
-    """The donor that is furthest has one; the state of the next is taken, if it is far enough ahead."""
+    """The donor that is furthest has one; the state of the next is taken, if it is far enough ahead, and a checkpoint
+    that is behind it does not undo that."""
     bad = SharedTrunk({"w": jnp.asarray(numbers)}, ADAM, InlineDevice())
     honest, new, done = trunk_of(1.0), trunk_of(7.0), trio.Event()
     bad.step, honest.step = step, 40
@@ -189,6 +190,7 @@ async def test_a_newcomer_passes_over_states_of_no_use(swarm: Swarm, numbers: np
         await trio.sleep_until(5.0)
         assert not await trunk.catch_up(min_lead=41, max_step=1000)
         assert await trunk.catch_up(min_lead=40, max_step=1000)
+        trunk.restore(20, trunk_of(3.0).state)  # of an older checkpoint
         done.set()
 
     start(swarm, "bad", bad)

@@ -129,6 +129,33 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
         load_swarm_secret(secret)
 
 
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_taken"),
+    [
+        *((0, mode, True) for mode in (0o400, 0o440, 0o640)),
+        *((0, mode, False) for mode in (0o444, 0o460, 0o450, 0o660)),
+        *((1000, mode, mode == 0o400) for mode in (0o400, 0o440, 0o640)),
+    ],
+)
+def test_a_secret_as_kubernetes_mounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, is_taken: bool
+) -> None:
+    """A file of root's may be open to its group for reading, behind the two links of a Secret volume; ours may not."""
+    (tmp_path / "..2026_11_30").mkdir()
+    file = private(tmp_path / "..2026_11_30" / "secret", SECRET, mode)
+    (tmp_path / "..data").symlink_to("..2026_11_30")
+    (tmp_path / "secret").symlink_to(Path("..data") / "secret")
+    status = list(file.stat())
+    status[stat.ST_UID] = owner
+    monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result(status))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if is_taken:
+        assert load_swarm_secret(tmp_path / "secret") == SECRET
+    else:
+        with pytest.raises(IdentityError, match=f"mode {mode:o}.*chmod 600"):
+            load_swarm_secret(tmp_path / "secret")
+
+
 PKCS8 = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
 PLAIN, ENCRYPTED = serialization.NoEncryption(), serialization.BestAvailableEncryption(b"password")
 PUBLIC = (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
