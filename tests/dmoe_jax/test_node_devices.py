@@ -11,13 +11,14 @@ import trio
 from jax.sharding import PartitionSpec
 
 from dmoe_jax.machine.device import AllDevices, CostModel, DeviceTime, InlineDevice
+from dmoe_jax.mesh import MeshShape, parse_devices, shard_largest_dimension
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node import sharding
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import bucket_of, buckets_up_to
 from dmoe_jax.node.runner import BatchRunner
-from dmoe_jax.node.sharding import MeshShape, Place, node_devices, parse_devices, placed
+from dmoe_jax.node.sharding import Place, node_devices, placed
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 from tests.dmoe_jax.test_mixture_grouped import on_eight_devices
 from tests.dmoe_jax.training_rig import outcome
@@ -93,7 +94,7 @@ def test_the_largest_dimension_is_split() -> None:
     mesh = MeshShape(data=2, model=4)
 
     def split(*shape: int) -> PartitionSpec:
-        return sharding.shard_largest_dimension("w", jax.ShapeDtypeStruct(shape, np.float32), mesh)
+        return shard_largest_dimension("w", jax.ShapeDtypeStruct(shape, np.float32), mesh)
 
     assert split(16, 64) == PartitionSpec(None, "model")
     assert split(8, 8) == PartitionSpec("model")
