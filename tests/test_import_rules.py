@@ -216,6 +216,7 @@ INNER_MODULES_OF_EXPERIMENTS = modules(
 
 # Private parts of JAX and trio, each with the test that says what broke.
 PRIVATE_PARTS = {
+    "dmoe_jax.machine.cluster": "dmoe_jax/test_node_distributed.py::test_jax_tells_where_process_0_is",
     "dmoe_jax.machine.xla_threads": "dmoe_jax/test_xla_threads.py::test_jax_says_whether_it_has_computed",
     "dmoe_net.transport.sim.simulation": "net/test_sim_runs.py::test_run_leaves_the_process_as_it_was",
 }

@@ -13,7 +13,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop
-from dmoe_jax.machine.cluster import coordinator_address
+from dmoe_jax.machine.cluster import coordinator_host
 from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.runs.endings import UsageError, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
@@ -150,7 +150,7 @@ class NodeDevices(DeviceOptions):
     @property
     def _host(self) -> str:
         """Host of process 0."""
-        return Address.parse(coordinator_address() if self.distributed == AUTO else self.distributed or "").host
+        return coordinator_host() if self.distributed == AUTO else Address.parse(self.distributed or "").host
 
     def check_there(self) -> None:
         """Raise ValueError if there are not so many devices. JAX is initialized by then."""

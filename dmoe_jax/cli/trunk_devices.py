@@ -28,9 +28,9 @@ class TrunkDevices(DeviceOptions):
 
     def check(self) -> None:
         """Raise `UsageError` for a flag out of range, or if they do not belong together."""
-        super().check()
         if self.distributed is not None:
-            raise UsageError("--distributed: trainers of several processes are not there yet")
+            raise UsageError("--distributed: trainers of several processes are not there yet, give --mesh alone")
+        super().check()
 
     def mesh_of_trunk(self) -> "Mesh | None":
         """The mesh of the trunk; None: JAX's default device. JAX is set up by then.

@@ -30,6 +30,7 @@ UIDS = tuple(f"ffn.{index}" for index in range(4))
 def test_eight_devices() -> None:
     """See `eight_devices`: one process, since JAX counts its devices once."""
     fits = "which does not fit the mesh data=2,model=4"
+    hint = "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of a CPU)"
     assert on_eight_devices("-m", "tests.dmoe_jax.eight_devices") == [
         "sixteen experts on eight devices",
         "stacked on two devices",
@@ -38,9 +39,9 @@ def test_eight_devices() -> None:
         "a rule of one's own",
         "held once",
         "saved and restored",
-        "devices '0-8' name number 8, but the last of 8 is 7",
-        "9 devices, but there are 8",
-        "a mesh data=4,model=4 takes 16 devices, but there are 8",
+        f"devices '0-8' name number 8, but the last of 8 is 7 {hint}",
+        f"9 devices, but there are 8 {hint}",
+        f"a mesh data=4,model=4 takes 16 devices, but there are 8 {hint}",
         "a mesh data=1,model=4 takes 4 devices, or a multiple for several side by side, but 6 were given",
         f"the sharding rule gives P('rows',) for params/Dense_0/bias of shape (6,), {fits}",
         f"the sharding rule gives P(None, None, 'model') for params/Dense_0/kernel of shape (6, 6), {fits}",
