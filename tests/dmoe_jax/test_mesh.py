@@ -40,8 +40,8 @@ def test_a_trunk_on_eight_devices() -> None:
         "the command",
         f"a mesh data=4,model=4 takes 16 devices, but there are 8 {HINT}",
         "expected a mesh such as data=2,model=4, of the axes data and model, got 'rows=2'",
-        "a mesh to lay parameters out on has the axes data and model, got 'expert'; with other axes give parameters that "
-        "lie on it already",
+        "a mesh to lay parameters out on has the axes data and model, got 'expert'; with other axes give parameters "
+        "that lie on it already",
         "the sharding rule gives P('rows',) for deep/bias of shape (32,), which does not fit the mesh data=2,model=4",
     ]
 
