@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.mesh import sharding_of
@@ -231,9 +231,11 @@ def _input_gradients(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[
 
 def _kept_sharding(array: Any) -> NamedSharding | None:
     """The sharding that the gradient of an array on several devices shall have, too: XLA might choose to have it whole
-    on each of them."""
+    on each of them. None: there is only one device, or an array's type says where it lies, and so its gradient's."""
     sharding = sharding_of(array)
-    return sharding if isinstance(sharding, NamedSharding) else None
+    if not isinstance(sharding, NamedSharding) or any(kind is not AxisType.Auto for kind in sharding.mesh.axis_types):
+        return None
+    return sharding
 
 
 def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:

@@ -29,6 +29,7 @@ def test_a_trunk_on_eight_devices() -> None:
     assert on_eight_devices("-m", "tests.dmoe_jax.trunk_on_eight_devices") == [
         "parameters by the rule",
         "parameters of one's own",
+        "axes that are part of a type",
         "batches by rows",
         "optimizers stay",
         "moments stay where they are",
