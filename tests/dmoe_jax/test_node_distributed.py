@@ -159,10 +159,6 @@ def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
         ("--distributed a:1 --num-processes 2 --process-id 0 --replicas 2", "--distributed does not go together with"),
         ("--distributed auto --num-processes 2", "--num-processes and --process-id would have no effect beside"),
         ("--distributed auto --devices all", "--devices would have no effect beside --distributed"),
-        (
-            "--distributed auto",
-            "--distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; .*should be",
-        ),
     ],
 )
 def test_wrong_flags(flags: str, line: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +167,21 @@ def test_wrong_flags(flags: str, line: str, capsys: Any, monkeypatch: pytest.Mon
     assert status == 2
     assert re.match(f"dmoe: error: {line}", error), error
     assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_cluster(tmp_path: Path) -> None:
+    """JAX finds none; one line says so, and what to do."""
+    command = [sys.executable, "-m", "dmoe_jax.cli", "node", "--distributed", "auto", "--experts", "ffn.0"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    line = (
+        "dmoe: error: --distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; outside of them give"
+    )
+    assert done.stderr.startswith(line), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_orders_come_back_as_they_were() -> None:
