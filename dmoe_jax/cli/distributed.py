@@ -96,13 +96,14 @@ class DeviceOptions:
         # It would take SIGTERM for itself, which asks a node to leave in order.
         jax.config.update("jax_enable_preemption_service", False)
 
-        place: tuple[Any, ...] = ()
+        told: dict[str, Any] = {"shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT_S}
         who = "waits for the other processes of its cluster"
         if self.distributed != AUTO:
-            place = (self.distributed, self.num_processes, self.process_id)
+            told |= {"coordinator_address": self.distributed, "num_processes": self.num_processes}
+            told |= {"process_id": self.process_id}
             who = f"process {self.process_id} of {self.num_processes} waits for the others"
         say(who)
-        initialize = partial(jax.distributed.initialize, *place, shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S)
+        initialize = partial(jax.distributed.initialize, **told)
         try:
             await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
         except RuntimeError as error:

@@ -24,26 +24,33 @@ HINT = "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of a
 
 
 @pytest.mark.slow
-def test_a_trunk_on_eight_devices() -> None:
-    """See `trunk_on_eight_devices`: one process, since JAX counts its devices once."""
-    assert on_eight_devices("-m", "tests.dmoe_jax.trunk_on_eight_devices") == [
+def test_updates_on_eight_devices() -> None:
+    """See `trunk_on_eight_devices`: processes of their own, since JAX counts its devices once."""
+    assert on_eight_devices("-m", "tests.dmoe_jax.trunk_on_eight_devices", "updates") == [
         "parameters by the rule",
         "parameters of one's own",
         "axes that are part of a type",
         "batches by rows",
         "optimizers stay",
         "moments stay where they are",
+        f"a mesh data=4,model=4 takes 16 devices, but there are 8 {HINT}",
+        "expected a mesh such as data=2,model=4, of the axes data and model, got 'rows=2'",
+        "a mesh to lay parameters out on has the axes data and model, got 'expert'; with other axes give parameters "
+        "that lie on it already",
+        "the sharding rule gives P('rows',) for deep/bias of shape (32,), which does not fit the mesh data=2,model=4",
+    ]
+
+
+@pytest.mark.slow
+def test_trainers_on_eight_devices() -> None:
+    """See `trunk_on_eight_devices`."""
+    assert on_eight_devices("-m", "tests.dmoe_jax.trunk_on_eight_devices", "training") == [
         "gradients lie as parameters",
         "trainers learn the same",
         "several trainers at once",
         "a collaboration",
         "a run goes on elsewhere",
         "the command",
-        f"a mesh data=4,model=4 takes 16 devices, but there are 8 {HINT}",
-        "expected a mesh such as data=2,model=4, of the axes data and model, got 'rows=2'",
-        "a mesh to lay parameters out on has the axes data and model, got 'expert'; with other axes give parameters "
-        "that lie on it already",
-        "the sharding rule gives P('rows',) for deep/bias of shape (32,), which does not fit the mesh data=2,model=4",
     ]
 
 

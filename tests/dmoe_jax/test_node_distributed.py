@@ -60,7 +60,9 @@ def two_processes(tmp_path: Path, *more: str, slurm: bool = False) -> Iterator[t
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in processes[0].stdout)), None)
+        lines = processes[0].stdout
+        assert lines is not None
+        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in lines)), None)
         assert found is not None, (tmp_path / "0.log").read_text()
         yield processes, found[1]
 

@@ -1,6 +1,7 @@
 """Work of a process of eight devices for `test_mesh`; it prints a line for each thing that holds."""
 
 import itertools
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,13 +19,13 @@ from dmoe_jax.autodiff import Recording, value_and_grad
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.cli.training import run_training
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
-from dmoe_jax.layer_config import LayerConfig
+from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mesh import MeshShape, laid_out, layout_of, mesh_of, rows_like, shardings_like
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, scale_by_stale_adam, streaming_diloco
-from dmoe_jax.optim.recipe import Recipe, make_optimizer
+from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
@@ -37,7 +38,7 @@ from tests.dmoe_jax.eight_devices import count_compilations
 from tests.dmoe_jax.training_rig import command, served_swarm, text_of_few_words
 
 MESH = "data=2,model=4"
-PARAMS = {
+PARAMS: dict[str, Any] = {
     "table": np.linspace(-1, 1, 16 * 8, dtype=np.float32).reshape(16, 8),
     "deep": {"kernel": np.linspace(0, 1, 8 * 32, dtype=np.float32).reshape(8, 32), "bias": np.ones(32, np.float32)},
     "odd": np.ones(3, np.float32),
@@ -105,7 +106,7 @@ def parameters_by_the_rule() -> None:
 def own_shardings() -> Any:
     """Parameters as their owner laid them out: one over two axes of other names, others on no device yet."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("rows", "columns"))
-    table = jax.device_put(PARAMS["table"], NamedSharding(mesh, PartitionSpec("columns", "rows")))
+    table: Any = jax.device_put(PARAMS["table"], NamedSharding(mesh, PartitionSpec("columns", "rows")))
     return laid_out(PARAMS | {"table": table}, None)
 
 
@@ -132,7 +133,7 @@ async def axes_that_are_part_of_a_type() -> None:
     async def forward(run: Recording, params: Any, x: Any) -> Any:
         return run(mean, params, x)
 
-    found = []
+    found: list[Any] = []
     for params in ({"table": PARAMS["table"]}, {"table": table}):
         trunk = SharedTrunk(laid_out(params | {"bias": np.ones(8, np.float32)}, None), ADAM, InlineDevice())
         first = trunk.params
@@ -151,9 +152,11 @@ def batches_by_rows() -> None:
     """Rows over `data` where they are a multiple of its devices; what lies on several devices already stays."""
     placed = rows_like(laid_out(PARAMS, MESH))
     text = np.array(["a", "b"])
-    batch = placed((np.ones((6, 2)), np.ones(5), np.float32(1), [1, 2], text, laid_out(PARAMS, "model=8")["table"]))
+    kept: list[Any] = [np.float32(1), [1, 2], text]
+    batch: Any = placed((np.ones((6, 2)), np.ones(5), *kept, laid_out(PARAMS, "model=8")["table"]))
     assert [batch[i].sharding.shard_shape(batch[i].shape) for i in (0, 1, 5)] == [(3, 2), (5,), (2, 8)]
-    assert batch[2:5] == (np.float32(1), [1, 2], text)
+    assert [each is own for each, own in zip(batch[2:5], kept, strict=True)] == [True, False, True]
+    assert batch[3] == kept[1]
     assert rows_like(PARAMS)(batch) is batch
     print("batches by rows")
 
@@ -369,13 +372,19 @@ def refused() -> None:
             print(error)
 
 
-async def main() -> None:
+async def updates() -> None:
+    """Work on parameters and states alone."""
     parameters_by_the_rule()
     parameters_of_ones_own()
     await axes_that_are_part_of_a_type()
     batches_by_rows()
     await optimizers_stay()
     await moments_stay_where_they_are()
+    refused()
+
+
+async def training() -> None:
+    """Work of trainers over a swarm."""
     await gradients_lie_as_parameters()
     await trainers_learn_the_same()
     await several_trainers_at_once()
@@ -383,8 +392,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         await a_run_goes_on_elsewhere(Path(folder) / "checkpoints")
         await the_command(Path(folder))
-    refused()
 
 
 if __name__ == "__main__":
-    trio.run(main)
+    trio.run({"updates": updates, "training": training}[sys.argv[1]])
