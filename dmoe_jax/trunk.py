@@ -14,12 +14,13 @@ import jax
 import numpy as np
 import optax
 import trio
+from jax.sharding import Sharding
 
 from dmoe_jax.arrays import PyTree, as_params, host_copy, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import init_like, mesh_of, shardings_like
+from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like
 from dmoe_jax.optim.host_state import averaging_due
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
@@ -222,14 +223,19 @@ def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple
 def spread_update(optimizer: optax.GradientTransformation, params: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
     """`trunk_update` for parameters on several devices: all stays as these lie, where XLA might move it."""
     update, own = _update_of(optimizer), jax.tree.map(lambda leaf: leaf.sharding, params)
-    programs: dict[Any, Callable[..., tuple[PyTree, PyTree]]] = {}  # by the structure of the state
+    programs: dict[Any, tuple[PyTree, Callable[..., tuple[PyTree, PyTree]]]] = {}  # by the structure of the state
+
+    def placed(leaf: Any, sharding: Sharding) -> Any:
+        # An average that came over the network may be on one device.
+        return put(leaf, sharding) if sharding_of(leaf) is None else leaf
 
     def in_order(params: PyTree, opt_state: PyTree, *args: Any) -> tuple[PyTree, PyTree]:
         structure = jax.tree.structure(opt_state)
         if structure not in programs:
-            shardings = (shardings_like(opt_state, params), own)
-            programs[structure] = jax.jit(update, donate_argnums=1, out_shardings=shardings)
-        opt_state, params = programs[structure](params, opt_state, *args)
+            found = shardings_like(opt_state, params)
+            programs[structure] = found, jax.jit(update, donate_argnums=1, out_shardings=(found, own))
+        shardings, program = programs[structure]
+        opt_state, params = program(params, jax.tree.map(placed, opt_state, shardings), *args)
         return params, opt_state
 
     return in_order

@@ -24,7 +24,17 @@ from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mesh import MeshShape, laid_out, layout_of, mesh_of, rows_like, shardings_like
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
-from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, scale_by_stale_adam, streaming_diloco
+from dmoe_jax.optim import (
+    ErrorFeedback,
+    HostState,
+    averaging_due,
+    moshpit_average,
+    noloco,
+    scale_by_stale_adam,
+    streaming_diloco,
+    what_to_send,
+    with_average,
+)
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.routing.product_key import product_key
@@ -116,7 +126,7 @@ def parameters_of_ones_own() -> None:
     assert placed["table"].sharding.spec == PartitionSpec("columns", "rows")
     assert placed["odd"].sharding.is_fully_replicated
     assert placed["odd"].sharding.device_set == {*jax.devices()}
-    batch = rows_like(placed)({"x": np.ones((4, 2)), "name": "a text"})
+    batch: Any = rows_like(placed)({"x": np.ones((4, 2)), "name": "a text"})
     assert batch["x"].sharding.is_fully_replicated
     assert batch["name"] == "a text"
     print("parameters of one's own")
@@ -161,6 +171,20 @@ def batches_by_rows() -> None:
     print("batches by rows")
 
 
+def averaged_with_nobody(trunk: SharedTrunk) -> None:
+    """Do what a host does that averages: what comes from the network lies on no mesh."""
+    states = [leaf for leaf in jax.tree.leaves(trunk.opt_state, is_leaf=is_averaged) if is_averaged(leaf)]
+    for fragment in range(len(states[0].due.reshape(-1)) if states else 0):
+        if averaging_due(trunk.opt_state, fragment):
+            sent = what_to_send(trunk.opt_state, trunk.params, fragment=fragment)
+            averaged = jax.tree.map(lambda leaf: 0.5 * np.asarray(leaf), sent.tree)
+            trunk.opt_state = with_average(trunk.opt_state, sent, averaged, fragment=fragment)
+
+
+def is_averaged(state: Any) -> bool:
+    return isinstance(state, HostState)
+
+
 async def updates_stay(name: str, optimizer: optax.GradientTransformation, params: Any) -> None:
     """Five updates are those of one device; every array stays where it began, an optimiser's with its parameter."""
     trunk, alone = SharedTrunk(params, optimizer, InlineDevice()), SharedTrunk(PARAMS, optimizer, InlineDevice())
@@ -168,11 +192,13 @@ async def updates_stay(name: str, optimizer: optax.GradientTransformation, param
     assert before == (shardings(params), shardings_like(trunk.opt_state, params))
     assert {len(each.device_set) for each in jax.tree.leaves(before)} == {8}, name
     for step in range(5):
-        donated = jax.tree.leaves(trunk.opt_state)
+        donated = [leaf for leaf in jax.tree.leaves(trunk.opt_state) if len(leaf.devices()) == 8]
         for each in (trunk, alone):
             await each.apply(gradient(step, PARAMS), samples=4, read_at=max(0, step - 1), read_params=each.params)
         assert all(leaf.is_deleted() for leaf in donated if leaf.size > 3), name
         assert shardings((trunk.params, trunk.opt_state)) == before, name
+        for each in (trunk, alone) if step < 4 else ():
+            averaged_with_nobody(each)
     agree((trunk.params, trunk.opt_state), (alone.params, alone.opt_state))
     # What was saved on a mesh goes on without one, and the other way round.
     step, state = await trunk.snapshot()
