@@ -42,6 +42,7 @@ def test_updates_on_eight_devices() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_trainers_on_eight_devices() -> None:
     """See `trunk_on_eight_devices`."""
     assert on_eight_devices("-m", "tests.dmoe_jax.trunk_on_eight_devices", "training") == [
