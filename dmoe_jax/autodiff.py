@@ -29,8 +29,10 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.mesh import sharding_of
 
 T = TypeVar("T")
 
@@ -212,7 +214,7 @@ def _is_inexact(array: Any) -> bool:
 
 
 def _gradient_or_zero(grads: dict[Value, Any], leaf: Value) -> Any:
-    return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype)
+    return grads[leaf] if leaf in grads else jnp.zeros(leaf.shape, leaf.dtype, device=sharding_of(leaf.value))
 
 
 def _input_gradients(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[Value, Any]]:
@@ -222,8 +224,18 @@ def _input_gradients(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
     leaves, places = jax.tree.leaves(note.args), set(note.kept.places)
     needed = [leaf if number in places else None for number, leaf in enumerate(_concrete(leaves))]
-    input_grads = note.programs.pull_back(note.kept, needed, output_grads)
-    return zip(itertools.compress(leaves, _wanted(note.args)), input_grads, strict=True)
+    wanted = [*itertools.compress(leaves, _wanted(note.args))]
+    shardings = tuple(_kept_sharding(leaf.value) for leaf in wanted)
+    return zip(wanted, note.programs.pull_back(shardings, note.kept, needed, output_grads), strict=True)
+
+
+def _kept_sharding(array: Any) -> NamedSharding | None:
+    """The sharding that the gradient of an array on several devices shall have, too: XLA might choose to have it whole
+    on each of them. None: there is only one device, or an array's type says where it lies, and so its gradient's."""
+    sharding = sharding_of(array)
+    if not isinstance(sharding, NamedSharding) or any(kind is not AxisType.Auto for kind in sharding.mesh.axis_types):
+        return None
+    return sharding
 
 
 def _wanted(args: tuple[PyTree, ...]) -> tuple[bool, ...]:
@@ -240,7 +252,7 @@ class _Programs:
 
         self.run = jax.jit(lambda *args: function(*args))
         self.run_and_keep = jax.jit(functools.partial(_with_kept, function), static_argnums=0)
-        self.pull_back = jax.jit(pull_back)
+        self.pull_back = jax.jit(pull_back, static_argnums=0)
 
 
 _of_functions: weakref.WeakKeyDictionary[Callable[..., PyTree], _Programs] = weakref.WeakKeyDictionary()
@@ -282,12 +294,18 @@ def _with_kept(
     return result, _Kept([array for array, place in zip(needed, places, strict=True) if place < 0], structure, places)
 
 
-def _pulled_back(kept: _Kept, args: list[Any], output_grads: tuple[Any, ...]) -> list[Any]:
-    """The gradients of the wanted leaves of the arguments, of which only those in `kept.places` are looked at."""
+def _pulled_back(
+    shardings: tuple[NamedSharding | None, ...], kept: _Kept, args: list[Any], output_grads: tuple[Any, ...]
+) -> list[Any]:
+    """The gradients of the wanted leaves of the arguments, of which only those in `kept.places` are looked at, with
+    these shardings."""
     computed = iter(kept.arrays)
     needed = [next(computed) if place < 0 else args[place] for place in kept.places]
     (grads,) = jax.tree.unflatten(kept.structure, needed)(output_grads)
-    return list(grads)
+    return [
+        grad if sharding is None else jax.lax.with_sharding_constraint(grad, sharding)
+        for grad, sharding in zip(grads, shardings, strict=True)
+    ]
 
 
 _add = jax.jit(operator.add)

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.mesh import rows_like
 
 Batch = TypeVar("Batch")
 State = TypeVar("State")
@@ -103,9 +104,9 @@ class Model(abc.ABC, Generic[Batch, State]):
 
         `on_batch` is called after each. Raises NetError if the swarm cannot carry it, ValueError without a batch.
         """
-        total, items, metrics = 0.0, 0, dict[str, float]()
+        total, items, metrics, placed = 0.0, 0, dict[str, float](), rows_like(params)
         state: State | None = None
-        for batch in batches:
+        for batch in map(placed, batches):
             before = self.initial_state(batch) if state is None else state
             run = Recording(differentiate=False)
             outcome = await self.forward(run, jax.tree.map(Value, params), batch, before, None)

@@ -7,6 +7,9 @@ staleness is the price for never waiting for each other (Learning@home section 3
 (`scale_by_staleness`). The experts learn in the backward pass, at their own nodes, in the same way.
 
 A step that fails (no quorum, the swarm unreachable) is dropped and counted, and leaves the trainer's state as it was.
+
+The trunk may lie on several devices (`dmoe_jax.mesh`). A trainer then puts the rows of its batches where the trunk is,
+and its segments compute on all of them; rows for remote experts come to the host, and their answers from it.
 """
 
 import math
@@ -16,12 +19,15 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
+import optax
 import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.positions import Position, positioned
+from dmoe_jax.machine.device import Device
+from dmoe_jax.mesh import MeshLike, laid_out, rows_like
 from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import NetError
@@ -112,6 +118,7 @@ class Trainer(Generic[Batch, State]):
         self._seed = seed
         self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
+        self._placed = rows_like(trunk.params)
         self.state: State | None = None
         """State that the next batch begins with; None before the first step."""
         self.on_span: Callable[[StepSpan], None] = lambda span: None
@@ -143,7 +150,7 @@ class Trainer(Generic[Batch, State]):
           EndOfData: there is no further batch.
         """
         number = self._batches.number
-        batch, began = self._next_batch(), trio.current_time()
+        batch, began = self._placed(self._next_batch()), trio.current_time()
         try:
             record = await self._step(number, batch)
         except (NetError, FloatingPointError) as error:
@@ -155,15 +162,17 @@ class Trainer(Generic[Batch, State]):
     async def _step(self, number: int, batch: Batch) -> StepRecord:
         """The step for the batch of this number."""
         keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=number)
-        state = self._model.initial_state(batch) if self.state is None else self.state
+        # What a step leaves behind lies somewhere already: a first state elsewhere would be compiled for once more.
+        state = self._placed(self._model.initial_state(batch)) if self.state is None else self.state
         read_at, params = self._trunk.step, self._trunk.params
         (_, outcome), grads = await self._loss_and_grads(params, batch, state, keys)
-        loss, items = math.nan, int(outcome.items)
+        # Begun here, as all programs of a step: see `SharedTrunk.apply`.
+        loss, items, are_finite = math.nan, int(outcome.items), _all_finite(grads)
 
         def check() -> None:  # waits for XLA: on the device, and not on the event loop
             nonlocal loss
             loss = float(cast(Any, outcome.loss if outcome.reported is None else outcome.reported))
-            if not all_finite(outcome.loss, grads):
+            if not (np.isfinite(float(cast(Any, outcome.loss))) and are_finite):
                 raise FloatingPointError(f"trainer {self._index}: {_not_finite(outcome.loss, grads)}")
 
         step = await self._trunk.apply(grads, samples=items, read_at=read_at, read_params=params, check=check)
@@ -238,11 +247,6 @@ def loss_and_grads(model: Model[Batch, State]) -> Callable[..., Any]:
     return value_and_grad(forward, has_aux=True)
 
 
-def all_finite(loss: Any, grads: PyTree) -> bool:
-    """True if a loss and all its gradients are finite, each number for itself."""
-    return bool(np.isfinite(float(loss)) and _all_finite(grads))
-
-
 _all_finite = jax.jit(every_number_finite)
 
 
@@ -251,7 +255,8 @@ def _not_finite(loss: Any, grads: PyTree) -> str:
     if not np.isfinite(float(loss)):
         return f"the loss is {float(loss)}"
     named = jax.tree_util.tree_leaves_with_path(grads)
-    names = [jax.tree_util.keystr(path) or "the parameters" for path, leaf in named if not _all_finite(leaf)]
+    # From the host: what is begun here on several devices might be begun on some of them after a program of a step.
+    names = [jax.tree_util.keystr(at) or "the parameters" for at, leaf in named if not _all_finite(np.asarray(leaf))]
     more = f" and of {len(names) - 1} more" if names[1:] else ""
     return f"the loss is {float(loss):g}, but the gradient of {names[0]}{more} is not finite"
 
@@ -358,3 +363,26 @@ class Trainers(Generic[Batch, State, AnyTrunk]):
 
 AnyTrainers = Trainers[Any, Any, Any]
 """The trainers of some model over some trunk."""
+SharingTrainers = Trainers[Batch, State, SharedTrunk]
+"""Trainers that share their trunk with nobody else, or average it."""
+
+
+def first_params(model: Model[Any, Any], params: PyTree | None, mesh: MeshLike | None, *, seed: int) -> PyTree:
+    """Parameters to begin with, on the mesh: those that are given, or else the model's own. Raises as `laid_out`."""
+    return laid_out(model.init(jax.random.key(seed)) if params is None else params, mesh)
+
+
+def make_trainers(
+    model: Model[Batch, State],
+    optimizer: optax.GradientTransformation,
+    batches: Iterator[Batch] | Sequence[Iterator[Batch]],
+    *,
+    params: PyTree | None,
+    mesh: MeshLike | None,
+    seed: int,
+    device: Device,
+) -> SharingTrainers[Batch, State]:
+    """See `Swarm.trainer`; the device runs the updates."""
+    several = iterators_of(batches)
+    params = first_params(model, params, mesh, seed=seed)
+    return Trainers(model, SharedTrunk(params, optimizer, device), several, seed=seed)

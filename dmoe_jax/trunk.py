@@ -14,11 +14,13 @@ import jax
 import numpy as np
 import optax
 import trio
+from jax.sharding import Sharding
 
-from dmoe_jax.arrays import PyTree, as_params, copied, host_copy, kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, as_params, host_copy, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
+from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like
 from dmoe_jax.optim.host_state import averaging_due
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
@@ -27,6 +29,8 @@ from dmoe_net.nursery import background_nursery
 
 class SharedTrunk:
     """Trunk parameters, initially copies of `params`, and optimiser state that the trainers of one process share.
+
+    Parameters that lie on several devices stay there as they lie, for good, and the optimiser's state with them.
 
     Args:
       optimizer: an Optax optimiser; its schedule counts trunk updates, not steps of one trainer, and inside a
@@ -37,8 +41,8 @@ class SharedTrunk:
     def __init__(self, params: PyTree, optimizer: optax.GradientTransformation, device: Device) -> None:
         self.params = as_params(params)
         self.optimizer = optimizer
-        # Copied, since it is donated: some optimisers keep the very parameters in it, or one array twice.
-        self.opt_state = copied(optimizer.init(self.params))
+        # Copies, since it is donated: some optimisers keep the very parameters in it, or one array twice.
+        self.opt_state = init_like(optimizer.init, self.params)
         self.step = 0
         """Gradients applied, whatever the optimiser makes of them: while gradients are averaged, updates are zero."""
         self.averager: TreeAverager | None = None
@@ -46,7 +50,8 @@ class SharedTrunk:
         self.device = device
         self._claimed = 0
         self._turn = trio.Lock()
-        self._update = trunk_update(optimizer)
+        self._is_spread = mesh_of(self.params) is not None
+        self._update = spread_update(optimizer, self.params) if self._is_spread else trunk_update(optimizer)
 
     @property
     def state(self) -> dict[str, PyTree]:
@@ -102,23 +107,32 @@ class SharedTrunk:
           check: called on the device before the update; if it raises, the trunk stays as it was.
         """
         counted = None if samples is None else np.float32(samples)
-
-        def update(*args: Any) -> tuple[PyTree, PyTree]:
-            check()
-            return self._update(*args)
-
         async with self._turn:
             # Shielded: a cancelled update would leave donated, dead optimiser state behind.
             with trio.CancelScope(shield=True):
                 staleness = np.float32(0 if read_at is None else max(0, self.step - read_at))
-                self.params, self.opt_state = await self.device.run(
-                    update, self.params, self.opt_state, grads, counted, staleness, read_params
-                )
+                told = (grads, counted, staleness, read_params)
+                self.params, self.opt_state = await self._updated(check, self.params, self.opt_state, *told)
             self.step = number = self.step + 1
             averager = self.averager
             if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
                 self.opt_state = await averager.step(self.opt_state, self.params)
             return number
+
+    async def _updated(self, check: Callable[[], None], *args: Any) -> tuple[PyTree, PyTree]:
+        """Check, and update with arguments of `trunk_update`."""
+
+        def update(*args: Any) -> tuple[PyTree, PyTree]:
+            check()
+            return self._update(*args)
+
+        if not self._is_spread:
+            return await self.device.run(update, *args)
+        await self.device.run(check)
+        # Begun by the thread that begins the model's segments. Each device does what it is given in order: two threads
+        # might give it in one order here and in another there, and programs would wait for each other for ever.
+        updated = self._update(*args)
+        return await self.device.run(lambda: updated)
 
     async def catch_up(self, *, min_lead: int, max_step: int = MAX_VERSION) -> bool:
         """Take up the state of a process that is at least `min_lead` updates ahead, and return True if one was taken.
@@ -202,6 +216,38 @@ def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple
 
     The optimiser is told `samples` and `read_params` unless they are None.
     """
+    compiled = jax.jit(_update_of(optimizer), donate_argnums=1)
+
+    def in_order(*args: Any) -> tuple[PyTree, PyTree]:
+        opt_state, params = compiled(*args)
+        return params, opt_state
+
+    return in_order
+
+
+def spread_update(optimizer: optax.GradientTransformation, params: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
+    """`trunk_update` for parameters on several devices: all stays as these lie, where XLA might move it."""
+    update, own = _update_of(optimizer), jax.tree.map(lambda leaf: leaf.sharding, params)
+    programs: dict[Any, tuple[PyTree, Callable[..., tuple[PyTree, PyTree]]]] = {}  # by the structure of the state
+
+    def placed(leaf: Any, sharding: Sharding) -> Any:
+        # An average that came over the network may be on one device.
+        return put(leaf, sharding) if sharding_of(leaf) is None else leaf
+
+    def in_order(params: PyTree, opt_state: PyTree, *args: Any) -> tuple[PyTree, PyTree]:
+        structure = jax.tree.structure(opt_state)
+        if structure not in programs:
+            found = shardings_like(opt_state, params)
+            programs[structure] = found, jax.jit(update, donate_argnums=1, out_shardings=(found, own))
+        shardings, program = programs[structure]
+        opt_state, params = program(params, jax.tree.map(placed, opt_state, shardings), *args)
+        return params, opt_state
+
+    return in_order
+
+
+def _update_of(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Function for `jax.jit`, with the arguments of `trunk_update`, that returns (opt_state, params)."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.
@@ -215,10 +261,4 @@ def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple
         # parameters first they would take the place of Adam's first moment, and both moments would be copied.
         return opt_state, optax.apply_updates(params, updates)
 
-    compiled = jax.jit(update, donate_argnums=1)
-
-    def in_order(*args: Any) -> tuple[PyTree, PyTree]:
-        opt_state, params = compiled(*args)
-        return params, opt_state
-
-    return in_order
+    return update

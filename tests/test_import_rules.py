@@ -150,7 +150,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 41_151, "dmoe_net": 17_508, "experiments": 13_500}
+LINE_BUDGETS = {"dmoe_jax": 41_502, "dmoe_net": 17_508, "experiments": 13_500}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
@@ -174,7 +174,7 @@ WIDE_FUNCTIONS: dict[str, int] = {
     "dmoe_jax.node.server.open_expert_node": 10,
     "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
     "dmoe_jax.swarm.opening.open_swarm": 13,
-    "dmoe_jax.swarm.swarm.collaborate": 11,
+    "dmoe_jax.swarm.swarm.collaborate": 12,
     "dmoe_jax.swarm.swarm.collaboration": 9,
     "dmoe_jax.swarm.swarm.serve": 12,
     "dmoe_net.averaging.grouping.matchmaking.__init__": 10,
@@ -216,6 +216,7 @@ INNER_MODULES_OF_EXPERIMENTS = modules(
 
 # Private parts of JAX and trio, each with the test that says what broke.
 PRIVATE_PARTS = {
+    "dmoe_jax.machine.cluster": "dmoe_jax/test_node_distributed.py::test_jax_tells_where_process_0_is",
     "dmoe_jax.machine.xla_threads": "dmoe_jax/test_xla_threads.py::test_jax_says_whether_it_has_computed",
     "dmoe_net.transport.sim.simulation": "net/test_sim_runs.py::test_run_leaves_the_process_as_it_was",
 }

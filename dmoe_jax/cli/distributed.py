@@ -1,4 +1,4 @@
-"""The devices of `dmoe node`: of this process, or with --distributed of several processes that are one node."""
+"""The devices of a command that computes: of its process, or with --distributed of several that compute as one."""
 
 import os
 import sys
@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import trio
 import tyro
 
 from dmoe_jax.cli.lifecycle import Stop
+from dmoe_jax.machine.cluster import coordinator_host
 from dmoe_jax.machine.xla_threads import set_xla_threads
 from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
@@ -35,24 +36,20 @@ _MOST_XLA_THREADS = 256
 """More than a machine has cores only cost memory: XLA makes them all."""
 
 
+AUTO = "auto"
+"""Value of --distributed with which JAX finds the other processes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """Devices that experts live on, of this process or of several on one host or more that make up one node."""
+    """Devices of a process, or of several on one host or more that compute as one."""
 
     devices: str | None = None
-    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
-    the first one."""
     mesh: str | None = None
-    """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
-    optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
-    make two. Default: an expert lives on one device."""
     xla_threads: int | None = None
-    """Threads that XLA computes with on a CPU. Default: as many as there are cores, or as NPROC says. Nodes that share
-    a machine do better with their share of its cores. Experts that call the host need two, or stop for ever."""
-    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT")] = None
-    """Make one node of several processes, which hold each expert together on a mesh of all their devices (--mesh;
-    default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
-    COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed."""
+    """Threads that XLA computes with on a CPU. Default: as many as there are cores, or as NPROC says. Processes that
+    share a machine do better with their share of its cores. Experts that call the host need two, or stop for ever."""
+    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT|auto")] = None
     num_processes: int | None = None
     """Number of these processes."""
     process_id: int | None = None
@@ -62,31 +59,99 @@ class DeviceOptions:
         """Raise `UsageError` for a flag out of range, or if they do not belong together."""
         if self.xla_threads is not None and not 1 <= self.xla_threads <= _MOST_XLA_THREADS:
             raise UsageError(f"--xla-threads must be from 1 to {_MOST_XLA_THREADS}, got {self.xla_threads}")
-        if self.distributed is None:
-            if self.num_processes is not None or self.process_id is not None:
-                raise UsageError("--num-processes and --process-id would have no effect without --distributed")
-            return
+        numbered = self.num_processes is not None or self.process_id is not None
+        if self.distributed in (None, AUTO):
+            if numbered:
+                why = "without --distributed" if self.distributed is None else "beside --distributed auto"
+                raise UsageError(f"--num-processes and --process-id would have no effect {why}")
+        else:
+            self._check_numbers(self.distributed or "")
+        if self.distributed is not None and self.devices is not None:
+            raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
+
+    def _check_numbers(self, coordinator: str) -> None:
         if self.num_processes is None or self.process_id is None:
-            raise UsageError("--distributed needs --num-processes and --process-id")
+            raise UsageError("--distributed needs --num-processes and --process-id, unless it is auto")
         if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
             numbers = f"{self.process_id} of {self.num_processes}"
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
-        if self.devices is not None:
-            raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
         try:
-            Address.parse(self.distributed)
+            Address.parse(coordinator)
         except ValueError as error:
             raise UsageError(f"--distributed: {error}") from error
 
+    async def set_up(self) -> None:
+        """Set JAX up before it computes anything; with --distributed it sees the devices of all processes.
+
+        Raises:
+          UsageError: the others do not come, the coordinator cannot be reached, or JAX finds no cluster.
+        """
+        if self.xla_threads is not None:
+            set_xla_threads(self.xla_threads)
+        set_up_jax()
+        if self.distributed is None:
+            return
+        import jax
+
+        # It would take SIGTERM for itself, which asks a node to leave in order.
+        jax.config.update("jax_enable_preemption_service", False)
+
+        told: dict[str, Any] = {"shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT_S}
+        who = "waits for the other processes of its cluster"
+        if self.distributed != AUTO:
+            told |= {"coordinator_address": self.distributed, "num_processes": self.num_processes}
+            told |= {"process_id": self.process_id}
+            who = f"process {self.process_id} of {self.num_processes} waits for the others"
+        say(who)
+        initialize = partial(jax.distributed.initialize, **told)
+        try:
+            await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
+        except RuntimeError as error:
+            raise UsageError(f"--distributed {self.distributed}: {one_line(error)}") from error
+        except Exception as error:  # each cluster has its own
+            if self.distributed != AUTO:
+                raise
+            raise UsageError(f"{_NO_CLUSTER} ({one_line(error)})") from error
+
+
+_NO_CLUSTER = (
+    "--distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; outside of them give "
+    "--distributed COORDINATOR:PORT, --num-processes and --process-id"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDevices(DeviceOptions):
+    """Devices that experts live on, of this process or of several on one host or more that make up one node."""
+
+    devices: str | None = None
+    """JAX devices of this machine over which the experts are spread, each expert on one: 0-7, 0,2,5 or all. Default:
+    the first one."""
+    mesh: str | None = None
+    """Spread each expert over several devices, such as data=2,model=4: rows of a batch over data, parameters and
+    optimiser state over model. With --devices as many meshes as these make up share the experts: 8 devices and model=4
+    make two. Default: an expert lives on one device."""
+    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT|auto")] = None
+    """Make one node of several processes, which hold each expert together on a mesh of all their devices (--mesh;
+    default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
+    COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed. auto: under
+    Slurm, Open MPI and Kubernetes JAX finds out all of this, and the next two."""
+
     @property
     def follows(self) -> bool:
-        """True if this process does as process 0 does."""
-        return self.distributed is not None and self.process_id != 0
+        """True if this process does as process 0 does. JAX is set up by then."""
+        return self.distributed is not None and self._number != 0
+
+    @property
+    def _number(self) -> int:
+        import jax
+
+        return jax.process_index() if self.process_id is None else self.process_id
 
     @property
     def _host(self) -> str:
         """Host of process 0."""
-        return Address.parse(self.distributed or "").host
+        return coordinator_host() if self.distributed == AUTO else Address.parse(self.distributed or "").host
 
     def check_there(self) -> None:
         """Raise ValueError if there are not so many devices. JAX is initialized by then."""
@@ -99,30 +164,6 @@ class DeviceOptions:
         else:
             mesh_of_all(self.mesh)
 
-    async def set_up(self) -> None:
-        """Set JAX up before it computes anything; with --distributed it sees the devices of all processes.
-
-        Raises:
-          UsageError: the others do not come, or the coordinator cannot be reached.
-        """
-        if self.xla_threads is not None:
-            set_xla_threads(self.xla_threads)
-        set_up_jax()
-        if self.distributed is None:
-            return
-        import jax
-
-        # It would take SIGTERM for itself, which asks a node to leave in order.
-        jax.config.update("jax_enable_preemption_service", False)
-
-        place = (self.distributed, self.num_processes, self.process_id)
-        initialize = partial(jax.distributed.initialize, *place, shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S)
-        say(f"process {self.process_id} of {self.num_processes} waits for the others")
-        try:
-            await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
-        except RuntimeError as error:
-            raise UsageError(f"--distributed {self.distributed}: {one_line(error)}") from error
-
     @asynccontextmanager
     async def opened_lead(self, stop: Stop) -> "AsyncIterator[tuple[PlacedDevice, ...] | None]":
         """Lead the other processes while the block lasts, and yield the devices of all; None without the flag."""
@@ -132,9 +173,9 @@ class DeviceOptions:
             yield None
             return
         ask = stop.request_for_another
-        async with open_lead(
-            host=self._host, mesh=mesh_of_all(self.mesh), on_lost=_end_soon, on_leave_asked=ask
-        ) as placed:
+        # Of a host that JAX found only the name is known by which others reach it, and that may be loopback's here.
+        host = None if self.distributed == AUTO else self._host
+        async with open_lead(host=host, mesh=mesh_of_all(self.mesh), on_lost=_end_soon, on_leave_asked=ask) as placed:
             yield placed
 
     async def follow(
@@ -154,7 +195,7 @@ class DeviceOptions:
                 await trio.sleep_forever()
             say("asks process 0 to leave")
 
-        say(f"process {self.process_id} does as process 0 does")
+        say(f"process {self._number} does as process 0 does")
         await follow(
             experts,
             optimizer,

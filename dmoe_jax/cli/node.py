@@ -12,7 +12,7 @@ import tyro
 
 from dmoe_jax.cli.checks import check_seed
 from dmoe_jax.cli.dht import DhtCommand
-from dmoe_jax.cli.distributed import DeviceOptions
+from dmoe_jax.cli.distributed import NodeDevices
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import MemberOptions, join_line, join_swarm
 from dmoe_jax.cli.node_options import (
@@ -51,7 +51,7 @@ class NodeCommand(DhtCommand):
     saving: Annotated[SavingOptions, tyro.conf.arg(name="")] = field(default_factory=SavingOptions)
     copies: Annotated[CopyOptions, tyro.conf.arg(name="")] = field(default_factory=CopyOptions)
     serving: Annotated[ServingOptions, tyro.conf.arg(name="")] = field(default_factory=ServingOptions)
-    devices: Annotated[DeviceOptions, tyro.conf.arg(name="")] = field(default_factory=DeviceOptions)
+    devices: Annotated[NodeDevices, tyro.conf.arg(name="")] = field(default_factory=NodeDevices)
     seed: int = 0
     """Seed of the experts' initial parameters; with the uid it decides them, on whichever node they live. And of
     --faults."""

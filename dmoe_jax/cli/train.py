@@ -12,7 +12,6 @@ from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.runs.run_folder import CONFIG, flat
-from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.training.prepared_run import PreparedRun, prepare_run, saved_settings
 
 
@@ -55,8 +54,10 @@ class TrainCommand(TrainOptions):
 
     async def _train(self, stop: Stop) -> int:
         del stop  # a cancelled run writes its report by itself
-        prepared = self.prepared()
-        set_up_jax()
+        prepared, devices = self.prepared(), self.trunk.devices
+        await devices.set_up()
+        with mistakes_in_one_line():
+            devices.mesh_of_trunk()
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
         from dmoe_jax.swarm.opening import swarm_of

@@ -11,6 +11,7 @@ from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run
+from dmoe_jax.cli.trunk_devices import TrunkDevices
 from dmoe_jax.data.corpora import check_source
 from dmoe_jax.data.tokenizers import check_tokenizer
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
@@ -133,14 +134,15 @@ class TrunkRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """Training of the trunk."""
+class TrunkOptions:
+    """The trunk: its training, and its devices."""
 
     optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """Optimiser of the trunk: my_file.py:my_optimizer, an Optax transformation or a function without arguments that
     returns one, whose schedules count the updates of all trainers together. Default: Adam, with the step size and so on
     given here. (Experts learn with the --optimizer of their nodes.)"""
     recipe: Annotated[TrunkRecipe, tyro.conf.arg(name="")] = field(default_factory=TrunkRecipe)
+    devices: Annotated[TrunkDevices, tyro.conf.arg(name="")] = field(default_factory=TrunkDevices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,10 @@ _CONSTANT = (
 _ON_OR_OFF = ("average_every", "target_batch_size", "weight_decay", "grad_clip")
 """Settings that a resumed run may change, but not switch on or off: the optimiser has a state for each that is on."""
 
-_NO_SETTINGS = ("--resume", "--trust-run", "--out", "--config", "--metrics-port", "--metrics-host", "--trace")
+_NO_SETTINGS = (
+    *("--resume", "--trust-run", "--out", "--config", "--metrics-port", "--metrics-host", "--trace"),
+    *("--distributed", "--num-processes", "--process-id"),
+)
 """Flags that say nothing of what a run trains, and much of where it runs."""
 
 
@@ -224,7 +229,7 @@ class TrainOptions:
     language: Annotated[LanguageModelOptions, tyro.conf.arg(name="")] = field(default_factory=LanguageModelOptions)
     data: Annotated[DataOptions, tyro.conf.arg(name="")] = field(default_factory=DataOptions)
     calls: Annotated[CallOptions, tyro.conf.arg(name="")] = field(default_factory=CallOptions)
-    optimizer: Annotated[OptimizerOptions, tyro.conf.arg(name="")] = field(default_factory=OptimizerOptions)
+    trunk: Annotated[TrunkOptions, tyro.conf.arg(name="")] = field(default_factory=TrunkOptions)
     run_length: Annotated[RunOptions, tyro.conf.arg(name="")] = field(default_factory=RunOptions)
     averaging: Annotated[AveragingOptions, tyro.conf.arg(name="")] = field(default_factory=AveragingOptions)
     listening: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
@@ -237,8 +242,9 @@ class TrainOptions:
     def check(self) -> None:
         """Raise `UsageError` naming a flag that nothing else checks before it would be too late."""
         self.data.check()
-        if self.optimizer.optimizer is not None:
-            check_no_effect(f"--optimizer {self.optimizer.optimizer}", flags_of(self.optimizer.recipe))
+        if self.trunk.optimizer is not None:
+            check_no_effect(f"--optimizer {self.trunk.optimizer}", flags_of(self.trunk.recipe))
+        self.trunk.devices.check()
         self.language.check()
         self.run_length.check()
         check_at_least(0, self.calls, "wait_s")

@@ -77,7 +77,7 @@ def _flags_to_mend(error: ExpertMismatch) -> str:
 
 def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
     """The optimiser of the trunk; raises ValueError if a rate is out of range, or the user's file has none."""
-    spec = options.optimizer.optimizer
+    spec = options.trunk.optimizer
     if spec is None:
         return make_optimizer(trunk_recipe(options))
     try:
@@ -89,7 +89,7 @@ def trunk_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 
 def trunk_recipe(options: TrainOptions) -> TrunkRecipe:
     """The recipe that trains the trunk, unless the user gives an optimiser."""
-    return replace(options.optimizer.recipe, total_steps=options.run_length.steps)
+    return replace(options.trunk.recipe, total_steps=options.run_length.steps)
 
 
 async def own_training(options: TrainOptions, swarm: Swarm) -> Training:

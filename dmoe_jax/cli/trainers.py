@@ -45,6 +45,7 @@ async def opened_engine(
     averaging, seed, max_step = options.averaging, options.data.chance_seed, options.run_length.steps
     model, batches = training.model, training.batches
     figures: Callable[[], Mapping[str, float | int | None]] = dict
+    mesh = options.trunk.devices.mesh_of_trunk()
     with mistakes_in_one_line():
         optimizer = averaging.wrap(trunk_optimizer(options))
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
@@ -67,6 +68,7 @@ async def opened_engine(
                 outer=averaging.outer_optimizer(),
                 name=averaging.meeting.name,
                 params=params,
+                mesh=mesh,
                 seed=seed,
                 config=averaging.collaboration(),
                 on_step=watch.averaged,
@@ -78,7 +80,7 @@ async def opened_engine(
             watch.collaboration(together.peer)
             figures = together.peer.totals.headline
         else:
-            trainers = alone = swarm.trainer(model, optimizer, batches, params=params, seed=seed)
+            trainers = alone = swarm.trainer(model, optimizer, batches, params=params, mesh=mesh, seed=seed)
             if averaging.average_every:
                 opened = open_trunk_averaging(
                     swarm.peer,

@@ -32,9 +32,10 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import ThreadDevice
+from dmoe_jax.mesh import Layout, MeshShape
 from dmoe_jax.node.backend import make_backend
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
-from dmoe_jax.node.sharding import Layout, MeshShape, Place, PlacedDevice
+from dmoe_jax.node.sharding import Place, PlacedDevice
 from dmoe_jax.runs.processes import ProcessFailed
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.nursery import background_nursery
@@ -165,7 +166,7 @@ def mesh_of_all(mesh: MeshShape | str | None) -> MeshShape:
 @asynccontextmanager
 async def open_lead(
     *,
-    host: str,
+    host: str | None,
     mesh: MeshShape | None = None,
     on_lost: Callable[[str], None] = lambda text: None,
     on_leave_asked: Callable[[], None] = lambda: None,
@@ -174,7 +175,7 @@ async def open_lead(
     leaving they are told to leave.
 
     Args:
-      host: where the others reach this process; a name or address of this host.
+      host: where the others reach this process; a name or address of this host, or None: all of its addresses.
       mesh: all devices of all processes; None: each expert is shared by all.
       on_lost: told that a process is gone, in a sentence, before the block is cancelled.
       on_leave_asked: called when one of the others has been told to stop. The block is to be left soon.

@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree, all_finite, as_params, copied, typed_like, wide
+from dmoe_jax.mesh import init_like
 from dmoe_jax.optim.moshpit import diloco_outer
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
@@ -107,13 +108,13 @@ class Collaborative:
         # Copies: a donated state cannot hold an array twice, and optimisers may keep the parameters in theirs.
         return CollaborativeState(
             params=params,
-            inner=copied(self.inner.init(params)),
+            inner=init_like(self.inner.init, params),
             steps=jnp.zeros((), jnp.int32),
             samples=jnp.zeros(()),
             overflows=jnp.zeros(()),
             total=jax.tree.map(lambda leaf: jnp.zeros_like(wide(leaf)), params) if self.shared == "gradients" else None,
             anchor=None if self.outer is None else copied(params),
-            outer=None if self.outer is None else copied(self.outer.init(params)),
+            outer=None if self.outer is None else init_like(self.outer.init, params),
             scale=None if scale is None else jnp.asarray(scale.initial),
             good_steps=None if scale is None else jnp.zeros((), jnp.int32),
         )

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 import trio
 
@@ -36,19 +35,19 @@ from dmoe_jax.collaboration import (
 from dmoe_jax.directory.members import Facts, Member, list_members, listed_member, node_statuses, traffic
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device
+from dmoe_jax.mesh import MeshLike, MeshShape
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller, OnCall
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.model import Batch, Model, State, Trained
 from dmoe_jax.node.config import NodeConfig
-from dmoe_jax.node.sharding import MeshShape, PlacedDevice, node_devices
+from dmoe_jax.node.sharding import PlacedDevice, node_devices
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.routing.base import Router
 from dmoe_jax.swarm.serving import Served, ServedExpert, Serving, told_when_slow
-from dmoe_jax.trainer import Trainers, iterators_of
-from dmoe_jax.trunk import SharedTrunk
+from dmoe_jax.trainer import SharingTrainers, first_params, iterators_of, make_trainers
 
 
 class Swarm:
@@ -219,23 +218,29 @@ class Swarm:
         batches: Iterator[Batch] | Sequence[Iterator[Batch]],
         *,
         params: PyTree | None = None,
+        mesh: MeshLike | None = None,
         seed: int | None = None,
-    ) -> Trainers[Batch, State, SharedTrunk]:
+    ) -> SharingTrainers[Batch, State]:
         """Asynchronous trainers of one model: they share its parameters and do not wait for each other.
 
         Args:
           model: what they train.
           optimizer: optimiser of the model's own parameters; its schedules count the updates of all trainers together.
           batches: one iterator of batches for each trainer; a single iterator makes one trainer.
-          params: parameters to begin with; None: `model.init`, from the seed.
+          params: parameters to begin with; None: `model.init`, from the seed. Those that lie on several devices, each
+            with a `NamedSharding` of its own, stay there: then leave `mesh` out.
+          mesh: such as "data=2,model=4": the parameters and the optimiser's state are split over the axis `model` of
+            this process's first devices, rows of a batch over `data`. A `dmoe_jax.mesh.MeshShape` may bring a rule of
+            its own by which arrays lie on it, a `jax.sharding.Mesh` of these axes brings its devices. None: the
+            parameters stay where they are, on JAX's default device if they are on none.
           seed: seed of initial parameters and of all chance in training; None: the swarm's.
 
         Raises:
-          ValueError: there are no batches, they are no iterators, or a parameter is no number.
+          ValueError: there are no batches, they are no iterators, a parameter is no number, there are not so many
+            devices, or the rule does not fit a parameter.
         """
-        several, seed = iterators_of(batches), self.seed if seed is None else seed
-        params = model.init(jax.random.key(seed)) if params is None else params
-        return Trainers(model, SharedTrunk(params, optimizer, self.device), several, seed=seed)
+        seed = self.seed if seed is None else seed
+        return make_trainers(model, optimizer, batches, params=params, mesh=mesh, seed=seed, device=self.device)
 
     @asynccontextmanager
     async def averager(
@@ -311,6 +316,7 @@ class Swarm:
         outer: optax.GradientTransformation | None = None,
         name: str = "collaboration",
         params: PyTree | None = None,
+        mesh: MeshLike | None = None,
         seed: int | None = None,
         config: CollaborationConfig = CollaborationConfig(),  # noqa: B008 (frozen)
         on_step: Callable[[GlobalStep], None] = lambda done: None,
@@ -318,12 +324,13 @@ class Swarm:
         """Train one model with all who give the same name, as one machine with a large batch (DeDLOC).
 
         Args:
-          model, optimizer, batches, seed: as of `trainer`; the optimiser is the same for all, and counts global steps.
+          model, optimizer, batches, mesh, seed: as of `trainer`; the optimiser is the same for all, and counts global
+            steps.
           params: parameters to begin with, if nobody else has begun; None: `model.init`, from the seed.
           target_batch_size, average, outer, name, config, on_step: as of `collaboration`; `model.meaning` stands.
         """
         several, seed = iterators_of(batches), self.seed if seed is None else seed
-        params = model.init(jax.random.key(seed)) if params is None else params
+        params = first_params(model, params, mesh, seed=seed)
         async with self.collaboration(
             params,
             optimizer,

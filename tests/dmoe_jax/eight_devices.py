@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec
 from dmoe_jax.experts import feedforward
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.machine.device import ThreadDevice
+from dmoe_jax.mesh import MeshShape, ShardingRule
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
-from dmoe_jax.node.sharding import MeshShape, PlacedDevice, ShardingRule, node_devices
+from dmoe_jax.node.sharding import PlacedDevice, node_devices
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.swarm.opening import open_swarm
 from dmoe_jax.swarm.swarm import Swarm

@@ -94,7 +94,7 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     up = resumed("--trust-run", "--steps", "80")
     assert (up.swarm.nodes, up.run_length.steps, up.adam.learning_rate, up.folder.resume) == (3, 80, 0.1, True)
     trainer = parse_command_line(TrainCommand, prog="train", args=["--join", "a:1", *up.flags_of_trainer(0)])
-    assert (trainer.run_length.steps, trainer.optimizer.recipe.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
+    assert (trainer.run_length.steps, trainer.trunk.recipe.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
     # What is as by default now may have been otherwise in the run's folder, and is said.
     assert "--batch-size" in up.flags_of_trainer(0)
     assert "--batch-size" not in begun.flags_of_trainer(0)
@@ -176,7 +176,7 @@ def test_a_runs_own_config_is_such_a_file(tmp_path: Path) -> None:
     given = gather(TrainCommand, [*JOIN, "--config", str(tmp_path / "config.json")], {}, name="train")
     command = train(given)
     assert (command.join, command.report.json) == (("127.0.0.1:1",), False)
-    assert (command.language, command.optimizer) == (options.language, options.optimizer)
+    assert (command.language, command.trunk) == (options.language, options.trunk)
     command.check()
 
 

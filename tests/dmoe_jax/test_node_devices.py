@@ -11,13 +11,14 @@ import trio
 from jax.sharding import PartitionSpec
 
 from dmoe_jax.machine.device import AllDevices, CostModel, DeviceTime, InlineDevice
+from dmoe_jax.mesh import MeshShape, parse_devices, shard_largest_dimension
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node import sharding
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.programs import bucket_of, buckets_up_to
 from dmoe_jax.node.runner import BatchRunner
-from dmoe_jax.node.sharding import MeshShape, Place, node_devices, parse_devices, placed
+from dmoe_jax.node.sharding import Place, node_devices, placed
 from tests.dmoe_jax.node_rig import EXPERT, SGD, Rig, open_rig, rows
 from tests.dmoe_jax.test_mixture_grouped import on_eight_devices
 from tests.dmoe_jax.training_rig import outcome
@@ -29,6 +30,7 @@ UIDS = tuple(f"ffn.{index}" for index in range(4))
 def test_eight_devices() -> None:
     """See `eight_devices`: one process, since JAX counts its devices once."""
     fits = "which does not fit the mesh data=2,model=4"
+    hint = "(XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices of a CPU)"
     assert on_eight_devices("-m", "tests.dmoe_jax.eight_devices") == [
         "sixteen experts on eight devices",
         "stacked on two devices",
@@ -37,9 +39,9 @@ def test_eight_devices() -> None:
         "a rule of one's own",
         "held once",
         "saved and restored",
-        "devices '0-8' name number 8, but the last of 8 is 7",
-        "9 devices, but there are 8",
-        "a mesh data=4,model=4 takes 16 devices, but there are 8",
+        f"devices '0-8' name number 8, but the last of 8 is 7 {hint}",
+        f"9 devices, but there are 8 {hint}",
+        f"a mesh data=4,model=4 takes 16 devices, but there are 8 {hint}",
         "a mesh data=1,model=4 takes 4 devices, or a multiple for several side by side, but 6 were given",
         f"the sharding rule gives P('rows',) for params/Dense_0/bias of shape (6,), {fits}",
         f"the sharding rule gives P(None, None, 'model') for params/Dense_0/kernel of shape (6, 6), {fits}",
@@ -93,7 +95,7 @@ def test_the_largest_dimension_is_split() -> None:
     mesh = MeshShape(data=2, model=4)
 
     def split(*shape: int) -> PartitionSpec:
-        return sharding.shard_largest_dimension("w", jax.ShapeDtypeStruct(shape, np.float32), mesh)
+        return shard_largest_dimension("w", jax.ShapeDtypeStruct(shape, np.float32), mesh)
 
     assert split(16, 64) == PartitionSpec(None, "model")
     assert split(8, 8) == PartitionSpec("model")

@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src.distributed import global_state
 
 from dmoe_jax.cli.network import NetworkOptions, join_swarm
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.experts import feedforward
+from dmoe_jax.machine.cluster import coordinator_host
 from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD
 from dmoe_jax.node import lockstep
 from dmoe_jax.node.backend import make_backends
@@ -32,24 +34,35 @@ from tests.dmoe_jax.training_rig import outcome
 FLAGS = "--insecure-loopback --expert feedforward --d-model 16 --experts ffn.[0:2] --warm-up-rows 4"
 
 
+def in_slurm(number: int, port: int) -> dict[str, str]:
+    """The environment that Slurm gives to one of two processes."""
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    return step | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number), "JAX_COORDINATOR_PORT": str(port)}
+
+
 @contextlib.contextmanager
-def two_processes(tmp_path: Path, *more: str) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
+def two_processes(tmp_path: Path, *more: str, slurm: bool = False) -> Iterator[tuple[list[subprocess.Popen[str]], str]]:
     """A node of two processes with two devices each, and its contact."""
     # Below the ports that the system gives away, and another one for each process of tests.
-    coordinator = f"127.0.0.1:{20000 + os.getpid() % 10000}"
-    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", "--distributed", coordinator, "--num-processes", "2", *more]
+    port = 20000 + os.getpid() % 10000
+    flags = [*FLAGS.split(), "--mesh", "data=2,model=2", *more, "--distributed"]
+    flags += ["auto"] if slurm else [f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
     xla = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    options = {"env": os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}, "cwd": Path(__file__).parents[2]}
+    env = os.environ | {"XLA_FLAGS": xla, "JAX_PLATFORMS": "cpu"}
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(2):
             log = stack.enter_context((tmp_path / f"{number}.log").open("w"))
-            command = [sys.executable, "-m", "dmoe_jax.cli", "node", *flags, "--process-id", str(number)]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, **options)
+            options: dict[str, Any] = {"env": env | (in_slurm(number, port) if slurm else {}), "stderr": log}
+            command = [sys.executable, "-m", "dmoe_jax.cli", "node", *flags, *([] if slurm else [str(number)])]
+            options |= {"cwd": Path(__file__).parents[2], "stdout": subprocess.PIPE, "text": True}
+            process = subprocess.Popen(command, **options)
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in processes[0].stdout)), None)
+        lines = processes[0].stdout
+        assert lines is not None
+        found = next(filter(None, (re.search(r"--join (\S+)", line) for line in lines)), None)
         assert found is not None, (tmp_path / "0.log").read_text()
         yield processes, found[1]
 
@@ -81,6 +94,28 @@ async def test_two_processes_answer_as_one(tmp_path: Path) -> None:
     with two_processes(tmp_path, *saving) as (_, contact):
         found = await ask(contact, FORWARD, "ffn.1", x)
         np.testing.assert_allclose(found, alone.forward([x]), atol=1e-4)
+
+
+@pytest.mark.slow
+async def test_two_processes_that_jax_finds(tmp_path: Path) -> None:
+    """Under Slurm no process is told where the others are; they answer as one, and all leave in order."""
+    (alone,) = make_backends({"ffn.1": feedforward(d_model=16)}, None, seed=0).values()
+    with two_processes(tmp_path, slurm=True) as (processes, contact):
+        found = await ask(contact, FORWARD, "ffn.1", rows(3, 16))
+        np.testing.assert_allclose(found, alone.forward([rows(3, 16)]), atol=1e-4)
+        processes[1].send_signal(signal.SIGTERM)
+        logs = [(tmp_path / f"{number}.log").read_text() for number in range(2)]
+        assert [process.wait(timeout=60) for process in processes] == [130, 0], logs
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("node001:61440", "node001"), ("10.0.0.1:5000", "10.0.0.1"), ("[fe80::1]:5000", "fe80::1")]
+)
+def test_jax_tells_where_process_0_is(address: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state that `jax.distributed.initialize` leaves behind has its address."""
+    assert global_state.coordinator_address is None
+    monkeypatch.setattr(global_state, "coordinator_address", address)
+    assert coordinator_host() == host
 
 
 @pytest.mark.slow
@@ -124,6 +159,8 @@ def test_neither_outlives_the_other(tmp_path: Path, killed: int) -> None:
         ("--distributed a --num-processes 2 --process-id 0", "--distributed: expected .*HOST:PORT, got 'a'"),
         ("--distributed a:1 --num-processes 2 --process-id 0 --devices all", "--devices would have no effect beside"),
         ("--distributed a:1 --num-processes 2 --process-id 0 --replicas 2", "--distributed does not go together with"),
+        ("--distributed auto --num-processes 2", "--num-processes and --process-id would have no effect beside"),
+        ("--distributed auto --devices all", "--devices would have no effect beside --distributed"),
     ],
 )
 def test_wrong_flags(flags: str, line: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +169,21 @@ def test_wrong_flags(flags: str, line: str, capsys: Any, monkeypatch: pytest.Mon
     assert status == 2
     assert re.match(f"dmoe: error: {line}", error), error
     assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_cluster(tmp_path: Path) -> None:
+    """JAX finds none; one line says so, and what to do."""
+    command = [sys.executable, "-m", "dmoe_jax.cli", "node", "--distributed", "auto", "--experts", "ffn.0"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    line = (
+        "dmoe: error: --distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; outside of them give"
+    )
+    assert done.stderr.startswith(line), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_orders_come_back_as_they_were() -> None:

@@ -1,0 +1,50 @@
+"""The devices of `dmoe train`, over which the trunk is spread."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from dmoe_jax.cli.distributed import DeviceOptions
+from dmoe_jax.runs.endings import UsageError
+
+if TYPE_CHECKING:  # it needs JAX, which `dmoe --help` does not wait for
+    from jax.sharding import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkDevices(DeviceOptions):
+    """Devices that the trunk lies on, of this process."""
+
+    devices: str | None = None
+    """JAX devices of this machine for the trunk: 0-7, 0,2,5 or all. Default: as many as --mesh takes, from the first;
+    without it, the first."""
+    mesh: str | None = None
+    """Spread the trunk over several devices, such as data=2,model=4: rows of a batch over data, parameters and
+    optimiser state over model. Default: all of --devices along data. A run may go on with another mesh, or on one
+    device: data=1."""
+    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT|auto")] = None
+    """As for dmoe node. Not yet for trainers."""
+
+    def check(self) -> None:
+        """Raise `UsageError` for a flag out of range, or if they do not belong together."""
+        if self.distributed is not None:
+            raise UsageError("--distributed: trainers of several processes are not there yet, give --mesh alone")
+        super().check()
+
+    def mesh_of_trunk(self) -> "Mesh | None":
+        """The mesh of the trunk; None: JAX's default device. JAX is set up by then.
+
+        Raises:
+          ValueError: the mesh is written otherwise, takes another number of devices than are named, or more than there
+            are.
+        """
+        import jax
+
+        from dmoe_jax.mesh import Layout, MeshShape, chosen_devices
+
+        if self.mesh is None and self.devices is None:
+            return None
+        shape = None if self.mesh is None else MeshShape.parse(self.mesh)
+        devices = chosen_devices(self.devices, shape, jax.local_devices())
+        return Layout(devices=devices, mesh_shape=shape or MeshShape(data=len(devices))).mesh
