@@ -12,6 +12,7 @@ from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.replica import Leading
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
@@ -31,6 +32,8 @@ class Following:
     training: PeerState
     forming: StepForming
     """Knows the others, and where this peer is."""
+    leading: Leading | None = None
+    """The other processes of this peer's replica, which take states and not single steps; None: there are none."""
 
     def __post_init__(self) -> None:
         forming = self.forming
@@ -52,8 +55,9 @@ class Following:
         sharing = StateSharing(forming.peer.rpc, forming.peer.dht, prefix=forming.name, source=source, config=_CONFIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sharing.run)
-            nursery.start_soon(self.log.run)
-            nursery.start_soon(self._follow_along)
+            if self.leading is None:
+                nursery.start_soon(self.log.run)
+                nursery.start_soon(self._follow_along)
 
     def in_step(self) -> None:
         """Fetch no more: this peer has made a step with the others."""
@@ -70,6 +74,8 @@ class Following:
         leader = board.view.leader
         if leader is None or state.coming is not None or state.where is None:
             return False
+        if self.leading is not None:
+            return await self._take_state(leader, await self._download(leader))
         self._follows.set()
         await self._follower.ask()
         if await self._follow():
@@ -84,15 +90,24 @@ class Following:
                 taken = await self._download(leader)
         if taken is None and await self._follow():
             return True
+        return await self._take_state(leader, taken)
+
+    async def _take_state(self, leader: Report, taken: SharedState | None) -> bool:
+        """Go on from a state that was fetched; return True if it is further than this peer's."""
+        state, board = self.state, self.forming.board
         if taken is None or (taken.version, taken.facts["trained"]) <= (state.step, state.trained):
             board.refresh()
             await board.wait_for_news()
             return False
-        await self.training.take(taken.tensors)
+        if self.leading is None:
+            await self.training.take(taken.tensors)
+        elif not await self.leading.take(taken):
+            return False
         state.moved(taken.version, taken.facts["chain"], taken.facts["trained"], trio.current_time())
         state.totals.states_taken += 1
-        await self._follower.ask()
-        await self._follow()
+        if self.leading is None:
+            await self._follower.ask()
+            await self._follow()
         self.forming.arrived()
         return True
 
@@ -158,13 +173,24 @@ class Following:
             return None
 
     async def _shared_state(self) -> SharedState:
+        if self.leading is not None:
+            return await self.leading.next_copy()
         step, tree = await self.snapshot()
         facts = {"chain": self.state.chain, "trained": float(self.state.trained)}
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(tree))), facts=facts)
 
     async def snapshot(self) -> tuple[int, PyTree]:
-        """Return the step, and a copy of the state after it on the host."""
+        """Return the step, and a copy of the state after it on the host.
+
+        Raises:
+          ValueError: other processes hold a part of it.
+        """
         state = self.state
+        if self.training.layout.spans:
+            raise ValueError(
+                "no process holds the whole state of a model over several processes: save `state`, whose arrays Orbax "
+                "writes from all of them"
+            )
         while True:
             before, under_way = state.step, state.under_way
             while under_way is not None and not under_way.is_over:
