@@ -41,6 +41,7 @@ from dmoe_net.errors import NetError
 from dmoe_net.nursery import background_nursery
 from dmoe_net.types import Array
 from dmoe_net.wire.fields import MAPPING
+from dmoe_net.wire.sparse import SparseVector
 
 _log = logging.getLogger(__name__)
 
@@ -370,6 +371,8 @@ class TreeAverager:
             self._left_behind.set()
             return None, self._missed(held_back, reason="held back")
         vector, is_finite = await self.device.run(fragment.form.vector_of, under_way.sent)
+        if not isinstance(vector, SparseVector):
+            self.totals.piece_bytes = max(self.totals.piece_bytes, vector.nbytes)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self.device.run(float, samples)
         name = self.what.replace("_", "-")
