@@ -195,7 +195,14 @@ class Collaboration:
             own = await self._training.contribution()
             mark = "" if self._leading is None else self._leading.next_mark()
             begun = UnderWay(own.weight, stopped_at, mark)
-            await self._order("average", mark=mark, alone=coming.group is None, beside=state.config.delayed)
+            await self._order(
+                "average",
+                mark=mark,
+                alone=coming.group is None,
+                beside=state.config.delayed,
+                number=state.step + 1,
+                chain=state.chain,
+            )
             if state.config.delayed:
                 return await self._step_with_the_last(begun, coming.group, own)
             averaged = await self._forming.average(coming.group, own, mark)
@@ -239,8 +246,7 @@ class Collaboration:
     def _settled(self, begun: UnderWay, averaged: Averaged) -> None:
         """All members of the group have the average, and know it."""
         state = self.standing
-        # What travels has too few digits for some steps, and of a replica of several processes whole states are taken.
-        if self._leading is None and not self._training.is_exact(averaged.mean):
+        if not self._training.is_exact(averaged.mean):  # else who follows with what travels would come to other numbers
             self._following.log.keep(state.step, state.chain, averaged)
         done = state.settled(begun, averaged, trio.current_time())
         self.board.advanced(averaged.members, state.step, state.chain)
@@ -370,8 +376,8 @@ async def open_collaboration(
                 if replica.leads:
                     leading = Leading(**parts)
                 else:
-                    led = Led(**parts, rounds=forming.rounds, nursery=nursery)
-                    nursery.start_soon(_serve_copies, copies)
+                    led = Led(**parts, rounds=forming.rounds, nursery=nursery, caller=peer.rpc, prefix=within)
+                    nursery.start_soon(led.serve)
             following = Following(training=training, forming=forming, leading=leading)
             collaboration = Collaboration(training, forming, following, led=led, on_step=on_step)
             if led is None:
@@ -383,8 +389,3 @@ async def open_collaboration(
                 nursery.start_soon(forming.run)
                 nursery.start_soon(following.serve)
             yield collaboration
-
-
-async def _serve_copies(copies: CopyTogether) -> None:
-    with copies.serving():
-        await trio.sleep_forever()

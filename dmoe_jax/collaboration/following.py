@@ -19,6 +19,7 @@ from dmoe_net.averaging.collaboration.step_log import POLL_S, StepFollower, Step
 from dmoe_net.averaging.state.download import download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from dmoe_net.errors import NetError
+from dmoe_net.identity import Contact
 from dmoe_net.nursery import background_nursery
 
 _TIMEOUT_S = 600.0
@@ -33,7 +34,7 @@ class Following:
     forming: StepForming
     """Knows the others, and where this peer is."""
     leading: Leading | None = None
-    """The other processes of this peer's replica, which take states and not single steps; None: there are none."""
+    """The other processes of this peer's replica; None: there are none."""
 
     def __post_init__(self) -> None:
         forming = self.forming
@@ -44,10 +45,13 @@ class Following:
             caller=forming.peer.rpc,
             prefix=forming.name,
             size=self.training.layout.size,
-            # Whoever is further, and then those who may be soon.
-            donors=lambda: list(dict.fromkeys((*forming.board.ahead, *forming.board.contacts))),
+            donors=self._donors,
         )
         self._follows = trio.Event()
+
+    def _donors(self) -> list[Contact]:
+        """Whoever is further, and then those who may be soon."""
+        return list(dict.fromkeys((*self.forming.board.ahead, *self.forming.board.contacts)))
 
     async def serve(self) -> None:
         """Give state and steps to newcomers, until cancelled."""
@@ -55,14 +59,15 @@ class Following:
         sharing = StateSharing(forming.peer.rpc, forming.peer.dht, prefix=forming.name, source=source, config=_CONFIG)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sharing.run)
-            if self.leading is None:
-                nursery.start_soon(self.log.run)
-                nursery.start_soon(self._follow_along)
+            nursery.start_soon(self.log.run)
+            nursery.start_soon(self._follow_along)
 
     def in_step(self) -> None:
         """Fetch no more: this peer has made a step with the others."""
         if self._follows.is_set():
             self._follows = trio.Event()
+            if self.leading is not None:
+                self.leading.follows = False
 
     async def catch_up(self) -> bool:
         """Go where whoever is further is, if somebody is; return True if that was done.
@@ -74,9 +79,9 @@ class Following:
         leader = board.view.leader
         if leader is None or state.coming is not None or state.where is None:
             return False
-        if self.leading is not None:
-            return await self._take_state(leader, await self._download(leader))
         self._follows.set()
+        if self.leading is not None:
+            await self.leading.watch(self._donors())
         await self._follower.ask()
         if await self._follow():
             return True
@@ -105,9 +110,8 @@ class Following:
             return False
         state.moved(taken.version, taken.facts["chain"], taken.facts["trained"], trio.current_time())
         state.totals.states_taken += 1
-        if self.leading is None:
-            await self._follower.ask()
-            await self._follow()
+        await self._follower.ask()
+        await self._follow()
         self.forming.arrived()
         return True
 
@@ -115,11 +119,17 @@ class Following:
         """Make the steps that were fetched and go on where this peer stands; return True if there were any."""
         state, has_moved = self.state, False
         while (brought := self._next) is not None:
+            if self.leading is not None and not await self.leading.all_have(state.step, state.chain):
+                break
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way
             if last is not None and last.averaged is not None:
+                if self.leading is not None:
+                    await self.leading.order("step", mark=last.mark)
                 await self.training.step(last.averaged)
             state.under_way = None
+            if self.leading is not None:
+                await self.leading.order("follow")
             await self.training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
             state.moved(state.step + 1, chain, state.trained + brought.weight, trio.current_time())

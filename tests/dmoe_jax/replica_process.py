@@ -3,6 +3,7 @@
 It prints a line of JSON for each thing that the test wants to know.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -120,10 +121,10 @@ async def collaborate(swarm: Any, settings: dict[str, Any]) -> None:
     """Gather one large batch, as `Swarm.collaboration` does."""
     from dmoe_jax.collaboration import CollaborationConfig
 
-    replica, made = Replica(), list[Any]()
+    replica, made, done = Replica(), list[Any](), list[Any]()
     config = CollaborationConfig(lead_s=1.0, late_s=60.0)
     async with swarm.collaboration(
-        replica.params, optax.adam(1e-2), target_batch_size=2 * BATCH, name="batch", config=config
+        replica.params, optax.adam(1e-2), target_batch_size=2 * BATCH, name="batch", config=config, on_step=done.append
     ) as peer:
         say(mode="opened", step=peer.step)
         if settings["index"] == 0 and settings["company"]:
@@ -136,12 +137,14 @@ async def collaborate(swarm: Any, settings: dict[str, Any]) -> None:
             made.append([at, number, float(loss)])
             number += 1
             await trio.sleep(settings["pause_s"])
+            done.clear()
             await peer.add(grads, samples=BATCH)
-            say(step=peer.step)
+            digest = hashlib.sha256(repr(pieces_of(peer.params)).encode()).hexdigest()
+            say(step=peer.step, peers=done[-1].peers if done else 0, digest=digest, taken=peer.totals.states_taken)
         inner = peer.state["inner"][0]
         totals = {"states_taken": peer.totals.states_taken, "alone": peer.totals.alone}
         pieces = pieces_of({"params": peer.params, "mu": inner.mu, "nu": inner.nu})
-        say(mode="collaborate", made=made, at=peer.step, pieces=pieces, **totals)
+        say(mode="collaborate", made=made, at=peer.step, chain=peer.standing.chain.hex(), pieces=pieces, **totals)
 
 
 async def overlap(swarm: Any, settings: dict[str, Any]) -> None:
