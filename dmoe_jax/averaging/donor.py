@@ -3,15 +3,18 @@
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax.arrays import PyTree, kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, sent, stored
+from dmoe_jax.averaging.replica import CopyTogether, copied_pieces
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.optim.host_state import host_state, without_taken
+from dmoe_jax.shards import held_pieces, with_pieces
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.sharing import SharedState, StateSource
 from dmoe_net.errors import CallRefused, PeerBusy
@@ -35,7 +38,7 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
     async def snapshot() -> SharedState:
         for _ in range(_SNAPSHOT_ATTEMPTS):
             version, tree = state()
-            leaves = jax.tree.leaves(tree)
+            leaves = [piece for leaf in jax.tree.leaves(tree) for piece in held_pieces(leaf)]
             try:  # in the event loop: a training loop that runs in it cannot donate them meanwhile
                 copies = [jnp.array(stored(leaf)) if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
             except RuntimeError:
@@ -49,15 +52,16 @@ def donor_source(state: Callable[[], tuple[int, PyTree]], device: Device) -> Sta
 
 
 def table_of(tree: PyTree) -> Table:
-    """Type and shape of each array of a state, as donors announce them. Python numbers travel as NumPy's."""
-    arrays = map(sent, jax.tree.leaves(tree))
+    """Type and shape of each piece of a state, as donors announce them. Python numbers travel as NumPy's."""
+    arrays = (sent(piece) for leaf in jax.tree.leaves(tree) for piece in held_pieces(leaf))
     return [[np.dtype(array.dtype).name, list(array.shape)] for array in arrays]
 
 
 def tree_like(own: PyTree, tensors: Sequence[Array]) -> PyTree:
-    """A received state, one tensor a leaf, in the structure and with the kinds of arrays and numbers of one's own."""
+    """A received state, a tensor for each piece, in the structure and with the kinds of arrays of one's own."""
     leaves, structure = jax.tree.flatten(own)
-    return jax.tree.unflatten(structure, list(map(kept_like, leaves, tensors)))
+    pieces = iter(tensors)
+    return jax.tree.unflatten(structure, [with_pieces(leaf, pieces) for leaf in leaves])
 
 
 def is_finite_state(state: SharedState) -> bool:
@@ -71,18 +75,24 @@ class LoopState:
 
     Args:
       device: brings copies to the host.
+      together: copies the state with the other processes of a replica; None: this process has all of it.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, together: CopyTogether | None = None) -> None:
         self._device = device
+        self.together = together
         self._held: PyTree = None
         self._is_held = trio.Event()
         self._num_waiting = 0
         self._left_at: float | None = None
         self._patience_s = _PATIENCE_S
+        self._coming: _Coming | None = None
+        self.wanted = trio.Event()
+        """Set while a newcomer waits for a copy that all processes make."""
         self.version = 0
         """Averagings behind it, with lost ones, as of the last step."""
-        self.source = StateSource(lambda: self.version, self._snapshot)
+        snapshot = self._snapshot if together is None else self._snapshot_together
+        self.source = StateSource(lambda: self.version, snapshot)
         """Gives the state to newcomers."""
 
     @asynccontextmanager
@@ -101,6 +111,21 @@ class LoopState:
                     await trio.lowlevel.checkpoint()
             self._held, self._is_held, self._left_at = None, trio.Event(), trio.current_time()
 
+    @property
+    def is_wanted(self) -> bool:
+        """True if a newcomer waits for a copy that all processes make."""
+        return self.wanted.is_set()
+
+    async def copy_together(self) -> None:
+        """Copy what is at hand, as all processes of the replica do now."""
+        assert self.together is not None
+        tensors = await self._device.run(copied_pieces, self._held)
+        facts = self.together.took(tensors)
+        if self._coming is not None:
+            self._coming.state = SharedState(version=self.version, tensors=tensors, facts=facts)
+            self._coming.is_there.set()
+            self._coming, self.wanted = None, trio.Event()
+
     async def _snapshot(self) -> SharedState:
         """Copy it while it is at hand: at once, or at the next step.
 
@@ -109,11 +134,36 @@ class LoopState:
         """
         self._num_waiting += 1
         try:
-            with trio.move_on_at(math.inf if self._left_at is None else self._left_at + self._patience_s):
+            with trio.move_on_at(self._patient_until):
                 await self._is_held.wait()
         finally:
             self._num_waiting -= 1
         if not self._is_held.is_set():
-            raise CallRefused(f"the training loop of this peer has made no step for {self._patience_s:g} s")
+            raise self._stands_still()
         held, version = self._held, self.version  # nothing else runs until they are copied
         return await donor_source(lambda: (version, held), self._device).snapshot()
+
+    async def _snapshot_together(self) -> SharedState:
+        """Wait for the copy that all processes make at the next step. Raises as `_snapshot`."""
+        coming = self._coming = self._coming or _Coming()
+        self.wanted.set()
+        with trio.move_on_at(self._patient_until):
+            await coming.is_there.wait()
+        if coming.state is None:
+            raise self._stands_still()
+        return coming.state
+
+    @property
+    def _patient_until(self) -> float:
+        return math.inf if self._left_at is None else self._left_at + self._patience_s
+
+    def _stands_still(self) -> CallRefused:
+        return CallRefused(f"the training loop of this peer has made no step for {self._patience_s:g} s")
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A copy that newcomers wait for."""
+
+    is_there: trio.Event = field(default_factory=trio.Event)
+    state: SharedState | None = None

@@ -125,6 +125,9 @@ class AveragingTotals:
     """Other members of the groups of all rounds that were done, added up."""
     moved_bytes: float = 0.0
     """Sent in the rounds that were done; see `Round.moved_bytes`."""
+    piece_bytes: int = 0
+    """Bytes of the largest vector that this process took part with: of a model over several processes, those of its own
+    piece."""
     peers_lost: Counter[str] = field(default_factory=Counter)
     """Members of these groups that an average went without, by reason."""
     states_taken: int = 0

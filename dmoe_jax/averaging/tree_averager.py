@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import optax
@@ -13,6 +14,7 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.donor import LoopState, donor_source, is_finite_state, table_of, tree_like
+from dmoe_jax.averaging.replica import CopyTogether, replica_of
 from dmoe_jax.averaging.settings import AveragingTotals, Round, TreeAveragerConfig, mark_of
 from dmoe_jax.averaging.wire_form import WireForm, wire_forms
 from dmoe_jax.machine.device import Device, ThreadDevice
@@ -31,11 +33,15 @@ from dmoe_net.averaging.averager import Averager, AveragingStep
 from dmoe_net.averaging.grouping.group import WEIGHTS
 from dmoe_net.averaging.opening import open_averager
 from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.replica import Replica
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import StateRefused
-from dmoe_net.averaging.state.sharing import MAX_VERSION, StateSource
+from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from dmoe_net.errors import NetError
 from dmoe_net.nursery import background_nursery
+from dmoe_net.types import Array
+from dmoe_net.wire.fields import MAPPING
+from dmoe_net.wire.sparse import SparseVector
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +50,8 @@ MISSED_BEFORE_CATCHING_UP = 3
 
 _ASK_AGAIN_S = 5.0
 """Seconds until those who are ahead are asked again, if their loops stood still."""
+_STEP = "step"
+"""Mark under which the processes of a replica agree on what a step does."""
 _CATCH_UP_TIMEOUT_S = 120.0
 _CATCH_UP_ATTEMPTS = 3
 """A connection may break; that nobody is ahead is no reason to wait."""
@@ -54,9 +62,28 @@ class _UnderWay:
     """A round, and its average once that has come."""
 
     sent: Sent
+    mark: str
+    """Mark of the round, the same in all processes of a replica."""
     averaged: PyTree | None = None
+    """Of a model over several processes, this process's vector: they make a tree of it together."""
     done: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+@dataclass(frozen=True, slots=True)
+class _AllDone:
+    """The event that all of these rounds are over."""
+
+    rounds: Sequence[_UnderWay]
+
+    async def wait(self) -> None:
+        for each in self.rounds:
+            await each.done.wait()
+
+
+async def _cancel_after(event: trio.Event | _AllDone, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -69,6 +96,8 @@ class Fragment:
     turn: trio.Lock = field(default_factory=trio.Lock)
     """A dropped round has to end before the next."""
     under_way: _UnderWay | None = None
+    begun: int = 0
+    """Rounds that were begun."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,6 +112,8 @@ class TreeAverager:
     device: Device
     nursery: trio.Nursery
     on_round: Callable[[Round], None]
+    replica: Replica | None = None
+    """The processes of which this one is part, all of which step alike; None: this one alone."""
     totals: AveragingTotals = field(default_factory=AveragingTotals)
     """Counts of the rounds so far."""
     why_not: str = ""
@@ -132,46 +163,118 @@ class TreeAverager:
         if self.loop is None:
             return await self._step(opt_state, params, wait=wait)
         async with self.loop.at_hand(params, opt_state) as own:
-            if (taken := await self._late_state(self.loop, own)) is not None:
+            ready: list[int] | None = None
+            if self.replica is None:
+                taken = await self._late_state(self.loop, own)
+            else:
+                taken, ready = await self._alike(self.replica, self.loop, own)
+            if taken is not None:
                 return taken_over(**taken)
             if await self.device.run(is_going_over, opt_state):
                 return opt_state
-            return await self._step(own["opt_state"], params, wait=wait)
+            return await self._step(own["opt_state"], params, wait=wait, ready=ready)
+
+    async def _alike(self, replica: Replica, loop: LoopState, own: PyTree) -> tuple[PyTree | None, list[int] | None]:
+        """Do what all processes of a replica do now: return the state that they take, if there is one, and the
+        fragments whose rounds are over for all."""
+        orders: dict[str, Any] | None = None
+        late: SharedState | None = None
+        if replica.leads:
+            if self._is_late:
+                late = await self._late_download(loop, own)
+            over = [
+                each.number for each in self.fragments if each.under_way is not None and each.under_way.done.is_set()
+            ]
+            facts = None if late is None else dict(late.facts)
+            orders = {"copy": loop.is_wanted, "take": facts, "ready": over}
+        told = MAPPING.read_untrusted(await replica.decided(_STEP, orders), "the leader's orders")
+        if told.get("copy"):
+            await loop.copy_together()
+        facts = told.get("take")
+        if facts is None:
+            return None, list(told.get("ready") or [])
+        assert loop.together is not None
+        tensors: Sequence[Array] | None = None if late is None else late.tensors
+        if not replica.leads:
+            tensors = await loop.together.fetch_untrusted(facts, table_of(own))
+        if not all(await replica.agree(_STEP, tensors is not None)) or tensors is None:
+            return None, []
+        taken = without_gathered(await self.device.run(tree_like, own, tensors))
+        self.state_was_taken()
+        return taken, None
+
+    @property
+    def _is_late(self) -> bool:
+        return self.is_left_behind or trio.current_time() >= self._ask_at
 
     async def _late_state(self, loop: LoopState, own: PyTree) -> PyTree | None:
-        if not self.is_left_behind and trio.current_time() < self._ask_at:
+        state = await self._late_download(loop, own) if self._is_late else None
+        if state is None:
             return None
+        taken = without_gathered(await self.device.run(tree_like, own, state.tensors))
+        self.state_was_taken()
+        return taken
+
+    async def _late_download(self, loop: LoopState, own: PyTree) -> SharedState | None:
         self._is_of_others, self._is_refused, self._ask_at = False, False, math.inf
-        taken = await self.catch_up(loop.version, own)
+        state = await self._download(loop.version, own, min_lead=1, max_version=MAX_VERSION)
         if self._is_refused:
             self._ask_at = trio.current_time() + _ASK_AGAIN_S
-        if taken is None and self._is_of_others:  # the others share a `state` of their callers': not for this peer
+        if state is None and self._is_of_others:  # the others share a `state` of their callers': not for this peer
             self.why_not = self._held_back = ""
-        return None if taken is None else taken[1]
+        return state
 
-    async def _step(self, opt_state: PyTree, params: PyTree, *, wait: bool) -> PyTree:
+    async def _step(self, opt_state: PyTree, params: PyTree, *, wait: bool, ready: list[int] | None = None) -> PyTree:
+        """Begin what is due, and put in what has come: of all that is over, or of these fragments."""
         for fragment in self.fragments:
             if fragment.under_way is None and await self.device.run(averaging_due, opt_state, fragment.number):
                 await self._begin(fragment, opt_state, params)
+        if wait and self.replica is not None:
+            await self._wait_alike(self.replica)
         for fragment in self.fragments:
             this = fragment.under_way
             if this is None:
                 continue
-            if wait:
+            if wait or (ready is not None and fragment.number in ready):
                 await this.done.wait()
-            if this.done.is_set() and this is fragment.under_way:
+            if this.done.is_set() and (wait or ready is None or fragment.number in ready):
+                averaged = this.averaged
+                if fragment.form.mean.spans and averaged is not None:
+                    averaged = await self.device.run(fragment.form.mean.to_tree, averaged)
                 receive = partial(with_average, fragment=fragment.number)
-                opt_state = await self.device.run(receive, opt_state, this.sent, this.averaged)
+                opt_state = await self.device.run(receive, opt_state, this.sent, averaged)
                 fragment.under_way = None
         return opt_state
+
+    async def _wait_alike(self, replica: Replica) -> None:
+        """Wait until the rounds are over for all processes, which copy their state meanwhile for who wants it."""
+        assert self.loop is not None
+        under_way = [each.under_way for each in self.fragments if each.under_way is not None]
+        is_over = not under_way
+        while not is_over:
+            orders: dict[str, Any] | None = None
+            if replica.leads:
+                async with trio.open_nursery() as nursery:
+                    for event in (self.loop.wanted, _AllDone(under_way)):
+                        nursery.start_soon(_cancel_after, event, nursery.cancel_scope)
+                orders = {"copy": self.loop.is_wanted, "over": all(this.done.is_set() for this in under_way)}
+            told = MAPPING.read_untrusted(await replica.decided(_STEP, orders), "the leader's orders")
+            if told.get("copy"):
+                await self.loop.copy_together()
+            is_over = bool(told.get("over"))
 
     async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
         if (kind := host_state(opt_state).kind) != self.what:
             raise ValueError(f"the averager is for {self.what}, the optimiser averages {kind}")
-        offer = partial(what_to_send, fragment=fragment.number)
-        sent = await self.device.run(offer, opt_state, params)
-        fragment.form.layout.check(sent.tree)
-        fragment.under_way = _UnderWay(sent)
+
+        def offer() -> Sent:
+            sent = what_to_send(opt_state, params, fragment=fragment.number)
+            fragment.form.layout.check(sent.tree)
+            return sent._replace(tree=fragment.form.layout.laid_out(sent.tree))
+
+        fragment.begun += 1
+        mark = f"round {fragment.number}.{fragment.begun}"
+        fragment.under_way = _UnderWay(await self.device.run(offer), mark)
         self.nursery.start_soon(self._carry, fragment, fragment.under_way)
 
     async def catch_up(
@@ -199,6 +302,13 @@ class TreeAverager:
         self, version: int, tree: PyTree, *, min_lead: int, max_version: int
     ) -> tuple[int, PyTree] | None:
         """Do as `catch_up` does, but leave it to the caller to take the state and then to call `state_was_taken`."""
+        state = await self._download(version, tree, min_lead=min_lead, max_version=max_version)
+        if state is None:
+            return None
+        return state.version, without_gathered(await self.device.run(tree_like, tree, state.tensors))
+
+    async def _download(self, version: int, tree: PyTree, *, min_lead: int, max_version: int) -> SharedState | None:
+        """The state of the peer that is furthest ahead, or this process's pieces of it."""
         if self.is_left_behind:  # else somebody may wait for this very event
             self._left_behind = trio.Event()
         self._missed_in_a_row = 0
@@ -223,9 +333,7 @@ class TreeAverager:
             return None
         if self._held_back:  # else it says why rounds were lost
             self.why_not = self._held_back = ""
-        if state is None:
-            return None
-        return state.version, without_gathered(await self.device.run(tree_like, tree, state.tensors))
+        return state
 
     def state_was_taken(self) -> None:
         """Drop the rounds that are under way, for their difference belongs to a state that is no more."""
@@ -241,6 +349,8 @@ class TreeAverager:
         with under_way.scope:
             async with fragment.turn:
                 done, why_lost = await self._attempt(fragment, under_way)
+        if self.replica is not None:
+            self.replica.forget(under_way.mark)
         if under_way.scope.cancelled_caught:
             return
         self.why_not = why_lost
@@ -256,36 +366,47 @@ class TreeAverager:
 
     async def _attempt(self, fragment: Fragment, under_way: _UnderWay) -> tuple[AveragingStep | None, str]:
         """Carry a round out, and leave its average in `under_way`; return what it came to and why it is lost."""
-        if self._held_back:
+        held_back = (await self._agree(under_way, self._held_back))[0]
+        if held_back:
             self._left_behind.set()
-            return None, self._missed(self._held_back, reason="held back")
+            return None, self._missed(held_back, reason="held back")
         vector, is_finite = await self.device.run(fragment.form.vector_of, under_way.sent)
+        if not isinstance(vector, SparseVector):
+            self.totals.piece_bytes = max(self.totals.piece_bytes, vector.nbytes)
         samples = under_way.sent.samples
         weight = 1.0 if samples is None else await self.device.run(float, samples)
         name = self.what.replace("_", "-")
-        if not is_finite:
+        if not all(await self._agree(under_way, is_finite)):
             if self.what != "gradients":  # they are gone with their round, parameters stay
                 self._left_behind.set()
             return None, self._rejected(f"this peer's {name} are not finite")
         if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
             return None, self._rejected(f"a weight of {weight:g} samples is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
         try:
-            done = await fragment.averager.step(vector, weight=weight)
+            done = await fragment.averager.step(vector, weight=weight, mark=f"{under_way.mark} groups")
         except NetError as error:
             return None, self._missed(f"the network failed: {error}", reason=f"network: {type(error).__name__}")
         if done.received == 0:
-            others = await fragment.averager.why_apart()
+            leads = self.replica is None or self.replica.leads
+            others = (await self._agree(under_way, await fragment.averager.why_apart() if leads else ""))[0]
             reason = "nobody was met, others average something else" if others else "nobody was met"
             return done, self._missed(f"nobody was met: {others}" if others else reason, reason=reason)
         self._missed_in_a_row = 0
-        if not np.isfinite(done.average).all():
+        if not all(await self._agree(under_way, bool(np.isfinite(done.average).all()))):
             return done, self._rejected(f"the average of {name} is not finite")
-        under_way.averaged = await self.device.run(fragment.form.mean.to_tree, done.average)
+        mean = fragment.form.mean
+        under_way.averaged = (
+            done.average if mean.spans else await self.device.run(mean.to_tree, done.average, under_way.sent.tree)
+        )
         self.totals.done += 1
         self.totals.peers_met += len(done.peers) - 1
         self.totals.moved_bytes += done.moved_bytes
         self.totals.peers_lost.update(done.lost.values())
         return done, ""
+
+    async def _agree(self, under_way: _UnderWay, value: Any) -> list[Any]:
+        """The values of all processes of the replica; this one's alone if there is none."""
+        return [value] if self.replica is None else await self.replica.agree(under_way.mark, value)
 
     def _missed(self, why: str, *, reason: str) -> str:
         self.totals.missed += 1
@@ -331,35 +452,41 @@ async def open_tree_averager(
     Raises:
       ValueError: an argument is out of range, or as of `wire_forms`.
     """
-    what, forms = wire_forms(optimizer, params, config)
     device = device or ThreadDevice()
-    loop: LoopState | None = None
-    if state is None:
-        loop = LoopState(device)
-        source = loop.source
-    else:
-        source = state if isinstance(state, StateSource) else donor_source(state, device)
-    settings, fragments = replace(config.averager(), compute=device.run), list[Fragment]()
-    if loop is not None:  # its versions are rounds, of which each counts
-        settings = replace(settings, state=replace(settings.state, max_lag=0))
     async with AsyncExitStack() as stack:
-        for number, form in enumerate(forms):
-            layout, is_first = form.layout, number == 0
-            if layout.rounding:
-                _log.warning("averages of %r: %s", name, layout.rounding)
-            plan = AveragingPlan.of(
-                size=layout.size,
-                grid=config.grid(),
-                schema=f"{what}\n{layout.schema}",
-                meaning=config.meaning,
-                sparse=form.sparse,
-                share=config.share,
-            )
+        replica = await stack.enter_async_context(replica_of(peer, params, name=name, settings=repr(config)))
+        if replica is not None and state is not None:
+            raise ValueError("state= is for a model on one process; of several, `step` is given the whole state")
+        if replica is None:
+            what, forms = wire_forms(optimizer, params, config)
+        else:  # makes arrays, as the other processes do now
+            what, forms = await device.run(wire_forms, optimizer, params, config)
+        plans = [_plan(what, form, config) for form in forms]
+        prefixes = [name] if len(forms) == 1 else [f"{name}-{number}" for number in range(len(forms))]
+        loop, settings = None, replace(config.averager(), compute=device.run)
+        if state is None:
+            together = None
+            if replica is not None:
+                within = plans[0].within(prefixes[0])
+                together = CopyTogether(replica, peer, prefix=within, is_of_use=is_finite_state)
+                stack.enter_context(together.serving())
+            loop = LoopState(device, together)
+            source = loop.source
+            # Its versions are rounds, of which each counts.
+            settings = replace(settings, state=replace(settings.state, max_lag=0))
+        else:
+            source = state if isinstance(state, StateSource) else donor_source(state, device)
+        fragments = list[Fragment]()
+        for number, (form, plan, prefix) in enumerate(zip(forms, plans, prefixes, strict=True)):
+            is_first = number == 0
+            if form.layout.rounding:
+                _log.warning("averages of %r: %s", name, form.layout.rounding)
             if not is_first:  # one line: what the first averager knows of it counts for all
                 settings = replace(settings, speeds=fragments[0].averager.known_speeds)
-            prefix = name if len(forms) == 1 else f"{name}-{number}"
             shared = source if is_first else None
-            opened = open_averager(peer.rpc, peer.dht, plan, prefix=prefix, rng=peer.rng, state=shared, config=settings)
+            opened = open_averager(
+                peer.rpc, peer.dht, plan, prefix=prefix, rng=peer.rng, state=shared, replica=replica, config=settings
+            )
             averager = await stack.enter_async_context(opened)
             fragments.append(Fragment(number=number, averager=averager, form=form))
         async with background_nursery() as nursery:
@@ -370,4 +497,16 @@ async def open_tree_averager(
                 device=device,
                 nursery=nursery,
                 on_round=on_round,
+                replica=replica,
             )
+
+
+def _plan(what: str, form: WireForm, config: TreeAveragerConfig) -> AveragingPlan:
+    return AveragingPlan.of(
+        size=form.layout.size,
+        grid=config.grid(),
+        schema=f"{what}\n{form.layout.schema}",
+        meaning=config.meaning,
+        sparse=form.sparse,
+        share=config.share,
+    )

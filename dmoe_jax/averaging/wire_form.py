@@ -16,6 +16,7 @@ from dmoe_jax.averaging.settings import TreeAveragerConfig
 from dmoe_jax.optim.compression import sparse_vector
 from dmoe_jax.optim.host_state import HostState, Sent, awaiting_host
 from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.shards import tree_spans_processes
 from dmoe_net.averaging.gathering import SparseLayout
 from dmoe_net.types import Array
 from dmoe_net.wire.sparse import SparseVector
@@ -60,8 +61,15 @@ def wire_forms(
         state = awaiting_host(optimizer.init(params))
         return [(sent.uncompressed, sent.tree) for sent in (state.offer(params, number) for number in range(count))]
 
+    # Of a model over several processes the offers are made once, for they say where their arrays lie.
+    spans = tree_spans_processes(params)
+    if spans and feedback is not None:
+        raise ValueError(
+            "compress is for a model on one process: the largest numbers are chosen from blocks of whole arrays, which "
+            "no process of this model has"
+        )
     forms = []
-    for offered, sent in jax.eval_shape(offers, params):
+    for offered, sent in offers(params) if spans else jax.eval_shape(offers, params):
         layout = mean = TreeLayout(offered)
         sparse = None
         if feedback is not None:

@@ -1,5 +1,6 @@
 """A peer's part in training with one large batch; see `dmoe_jax.collaboration`."""
 
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -9,9 +10,12 @@ from typing import Any
 import trio
 
 from dmoe_jax.arrays import PyTree
+from dmoe_jax.averaging.donor import is_finite_state
+from dmoe_jax.averaging.replica import CopyTogether, replica_of
 from dmoe_jax.collaboration.following import Following
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.replica import Leading, Led, agreed_chain
 from dmoe_jax.collaboration.settings import CollaborationConfig, CollaborationTotals, GlobalStep
 from dmoe_jax.collaboration.state import CollaborationState, Move, UnderWay
 from dmoe_jax.machine.device import Device, ThreadDevice
@@ -33,7 +37,13 @@ class Collaboration:
     """This peer among those that make one large batch together. Made by `Swarm.collaboration`."""
 
     def __init__(
-        self, training: PeerState, forming: StepForming, following: Following, *, on_step: Callable[[GlobalStep], None]
+        self,
+        training: PeerState,
+        forming: StepForming,
+        following: Following,
+        *,
+        led: Led | None = None,
+        on_step: Callable[[GlobalStep], None],
     ) -> None:
         self.standing = forming.state
         """Step, chain and samples of this peer."""
@@ -51,6 +61,7 @@ class Collaboration:
         self._on_step = on_step
         self._remarks = Remarks(self.standing.config.target_batch_size, self.totals)
         self._averaged_s = 0.0
+        self._leading, self._led = following.leading, led
 
     @property
     def params(self) -> PyTree:
@@ -74,6 +85,8 @@ class Collaboration:
 
     def facts(self) -> Mapping[str, Any]:
         """Facts for `dmoe status`: the whole swarm as this peer sees it."""
+        if self._led is not None:
+            return {"step": self.step}
         view = self.board.view
         return {
             "step": view.peers[0].step,
@@ -108,6 +121,15 @@ class Collaboration:
 
         Args: took_s: as of `add`, whose result is returned.
         """
+        if self._led is not None:
+            return await self._follow()
+        changed = await self._gathered(samples, took_s)
+        await self._let_go_on(changed)
+        return changed
+
+    async def _gathered(self, samples: int, took_s: float | None) -> bool:
+        if self._leading is not None:
+            await self._leading.copy_if_wanted()
         state, board, now = self.standing, self.board, self._forming.peer.dht.clock.now
         stopped_at, changed = trio.current_time(), False
         state.took_in(samples, took_s, stopped_at)
@@ -117,16 +139,43 @@ class Collaboration:
                 await self._forming.news()
             if move is Move.COMPUTE:
                 break
-            changed |= await (self._step(stopped_at) if move is Move.STEP else self.catch_up())
+            changed |= await (self._step(stopped_at) if move is Move.STEP else self._following.catch_up())
         if changed or state.coming is None:
-            changed |= await self.catch_up()
+            changed |= await self._following.catch_up()
         self._remarks.gathered()
         state.goes_on(trio.current_time())
         return changed
 
     async def catch_up(self) -> bool:
         """Take the state of somebody that is further, if there is anybody; return True if that was done."""
-        return await self._following.catch_up()
+        if self._led is not None:
+            return await self._follow()
+        changed = await self._following.catch_up()
+        await self._let_go_on(changed)
+        return changed
+
+    async def _let_go_on(self, changed: bool) -> None:
+        if self._leading is not None:
+            await self._leading.go_on(changed)
+
+    async def _follow(self) -> bool:
+        """Do as the first process of this replica does."""
+        assert self._led is not None
+        changed = await self._led.until_told_to_go_on()
+        made, self._led.made = self._led.made, []
+        for done in made:
+            self.totals.steps += 1
+            self.totals.alone += not done.attempts
+            self.totals.samples += done.own_samples
+            self.totals.whole += done.samples
+            self._averaged_s = done.averaged_s
+            self._on_step(done)
+        return changed
+
+    async def _order(self, kind: str, **facts: Any) -> None:
+        """Have the other processes of this replica do as this one does next."""
+        if self._leading is not None:
+            await self._leading.order(kind, **facts)
 
     async def _step(self, stopped_at: float) -> bool:
         """Bring what is gathered to the step that is coming, and step with what all brought.
@@ -142,14 +191,25 @@ class Collaboration:
             if coming.group is None and (view.others or view.leader is not None):
                 state.totals.reasons["no group found"] += coming.has_company
                 return False
+            await self._order("contribution")
             own = await self._training.contribution()
-            begun = UnderWay(own.weight, stopped_at)
+            mark = "" if self._leading is None else self._leading.next_mark()
+            begun = UnderWay(own.weight, stopped_at, mark)
+            await self._order(
+                "average",
+                mark=mark,
+                alone=coming.group is None,
+                beside=state.config.delayed,
+                number=state.step + 1,
+                chain=state.chain,
+            )
             if state.config.delayed:
                 return await self._step_with_the_last(begun, coming.group, own)
-            averaged = await self._forming.average(coming.group, own)
+            averaged = await self._forming.average(coming.group, own, mark)
             if averaged is None:
                 return False
             state.gathered = 0.0
+            await self._order("step", mark=mark)
             await self._training.step(averaged)
             state.step += 1
             self._settled(begun, averaged)
@@ -164,12 +224,14 @@ class Collaboration:
         state.under_way, state.gathered = begun, 0.0
         state.step += 1
         if last is None or last.averaged is None:
+            await self._order("empty")
             await self._training.empty()
         else:
+            await self._order("step", mark=last.mark)
             await self._training.step(last.averaged)
 
         async def average_beside() -> None:
-            begun.averaged = await self._forming.average(group, own)
+            begun.averaged = await self._forming.average(group, own, begun.mark)
             if state.under_way is begun:  # else another peer's state was taken meanwhile
                 if begun.averaged is None:
                     state.totals.samples_lost += begun.own_samples
@@ -191,6 +253,8 @@ class Collaboration:
         self._averaged_s = done.averaged_s
         self._following.in_step()
         self._remarks.stepped(done, num_behind=self.board.view.num_behind)
+        if self._leading is not None:
+            self._leading.made(done)
         self._on_step(done)
 
     async def snapshot(self) -> tuple[int, PyTree]:
@@ -296,18 +360,32 @@ async def open_collaboration(
     grid = MoshpitGrid(side=config.side, dims=1)
     plan = AveragingPlan.of(size=layout.size, grid=grid, schema=told, meaning=config.meaning)
     within = plan.within(name)
-    state = CollaborationState(config=config, chain=training.digest(), since=local_s, last_step_at=local_s)
-    async with background_nursery() as nursery:
-        forming = StepForming(state=state, peer=peer, plan=plan, name=within, nursery=nursery)
-        try:
-            following = Following(training=training, forming=forming)
-            collaboration = Collaboration(training, forming, following, on_step=on_step)
-            nursery.start_soon(forming.board.run)
-            await forming.board.wait_for_news()
+    settings = f"{together.shared} {config!r}"
+    async with (
+        replica_of(peer, params, name=name, settings=settings) as replica,
+        background_nursery() as nursery,
+    ):
+        chain = training.digest() if replica is None else await agreed_chain(replica, training)
+        state = CollaborationState(config=config, chain=chain, since=local_s, last_step_at=local_s)
+        forming = StepForming(state=state, peer=peer, plan=plan, name=within, nursery=nursery, replica=replica)
+        with contextlib.closing(forming.rounds):
+            leading, led = None, None
+            if replica is not None:
+                copies = CopyTogether(replica, peer, prefix=within, is_of_use=is_finite_state)
+                parts: dict[str, Any] = {"replica": replica, "training": training, "state": state, "together": copies}
+                if replica.leads:
+                    leading = Leading(**parts)
+                else:
+                    led = Led(**parts, rounds=forming.rounds, nursery=nursery, caller=peer.rpc, prefix=within)
+                    nursery.start_soon(led.serve)
+            following = Following(training=training, forming=forming, leading=leading)
+            collaboration = Collaboration(training, forming, following, led=led, on_step=on_step)
+            if led is None:
+                nursery.start_soon(forming.board.run)
+                await forming.board.wait_for_news()
             await collaboration.catch_up()
-            nursery.start_soon(announce_plan, peer.dht, name, plan)
-            nursery.start_soon(forming.run)
-            nursery.start_soon(following.serve)
+            if led is None:
+                nursery.start_soon(announce_plan, peer.dht, name, plan)
+                nursery.start_soon(forming.run)
+                nursery.start_soon(following.serve)
             yield collaboration
-        finally:
-            forming.rounds.close()

@@ -12,12 +12,14 @@ from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.averaging.donor import is_finite_state, table_of
 from dmoe_jax.collaboration.forming import StepForming
 from dmoe_jax.collaboration.peer_state import PeerState
+from dmoe_jax.collaboration.replica import Leading
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES, Report, next_chain
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.averaging.collaboration.step_log import POLL_S, StepFollower, StepLog
 from dmoe_net.averaging.state.download import download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from dmoe_net.errors import NetError
+from dmoe_net.identity import Contact
 from dmoe_net.nursery import background_nursery
 
 _TIMEOUT_S = 600.0
@@ -31,6 +33,8 @@ class Following:
     training: PeerState
     forming: StepForming
     """Knows the others, and where this peer is."""
+    leading: Leading | None = None
+    """The other processes of this peer's replica; None: there are none."""
 
     def __post_init__(self) -> None:
         forming = self.forming
@@ -41,10 +45,13 @@ class Following:
             caller=forming.peer.rpc,
             prefix=forming.name,
             size=self.training.layout.size,
-            # Whoever is further, and then those who may be soon.
-            donors=lambda: list(dict.fromkeys((*forming.board.ahead, *forming.board.contacts))),
+            donors=self._donors,
         )
         self._follows = trio.Event()
+
+    def _donors(self) -> list[Contact]:
+        """Whoever is further, and then those who may be soon."""
+        return list(dict.fromkeys((*self.forming.board.ahead, *self.forming.board.contacts)))
 
     async def serve(self) -> None:
         """Give state and steps to newcomers, until cancelled."""
@@ -59,6 +66,8 @@ class Following:
         """Fetch no more: this peer has made a step with the others."""
         if self._follows.is_set():
             self._follows = trio.Event()
+            if self.leading is not None:
+                self.leading.follows = False
 
     async def catch_up(self) -> bool:
         """Go where whoever is further is, if somebody is; return True if that was done.
@@ -71,6 +80,8 @@ class Following:
         if leader is None or state.coming is not None or state.where is None:
             return False
         self._follows.set()
+        if self.leading is not None:
+            await self.leading.watch(self._donors())
         await self._follower.ask()
         if await self._follow():
             return True
@@ -84,11 +95,19 @@ class Following:
                 taken = await self._download(leader)
         if taken is None and await self._follow():
             return True
+        return await self._take_state(leader, taken)
+
+    async def _take_state(self, leader: Report, taken: SharedState | None) -> bool:
+        """Go on from a state that was fetched; return True if it is further than this peer's."""
+        state, board = self.state, self.forming.board
         if taken is None or (taken.version, taken.facts["trained"]) <= (state.step, state.trained):
             board.refresh()
             await board.wait_for_news()
             return False
-        await self.training.take(taken.tensors)
+        if self.leading is None:
+            await self.training.take(taken.tensors)
+        elif not await self.leading.take(taken):
+            return False
         state.moved(taken.version, taken.facts["chain"], taken.facts["trained"], trio.current_time())
         state.totals.states_taken += 1
         await self._follower.ask()
@@ -100,11 +119,17 @@ class Following:
         """Make the steps that were fetched and go on where this peer stands; return True if there were any."""
         state, has_moved = self.state, False
         while (brought := self._next) is not None:
+            if self.leading is not None and not await self.leading.all_have(state.step, state.chain):
+                break
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way
             if last is not None and last.averaged is not None:
+                if self.leading is not None:
+                    await self.leading.order("step", mark=last.mark)
                 await self.training.step(last.averaged)
             state.under_way = None
+            if self.leading is not None:
+                await self.leading.order("follow")
             await self.training.step(brought)
             chain = next_chain(state.chain, brought.group_id)
             state.moved(state.step + 1, chain, state.trained + brought.weight, trio.current_time())
@@ -158,13 +183,24 @@ class Following:
             return None
 
     async def _shared_state(self) -> SharedState:
+        if self.leading is not None:
+            return await self.leading.next_copy()
         step, tree = await self.snapshot()
         facts = {"chain": self.state.chain, "trained": float(self.state.trained)}
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(tree))), facts=facts)
 
     async def snapshot(self) -> tuple[int, PyTree]:
-        """Return the step, and a copy of the state after it on the host."""
+        """Return the step, and a copy of the state after it on the host.
+
+        Raises:
+          ValueError: other processes hold a part of it.
+        """
         state = self.state
+        if self.training.layout.spans:
+            raise ValueError(
+                "no process holds the whole state of a model over several processes: save `state`, whose arrays Orbax "
+                "writes from all of them"
+            )
         while True:
             before, under_way = state.step, state.under_way
             while under_way is not None and not under_way.is_over:

@@ -11,6 +11,7 @@ from dmoe_net.averaging.collaboration.progress import Report
 from dmoe_net.averaging.collaboration.rounds import Averaged, StepAveraging
 from dmoe_net.averaging.grouping.group import Group
 from dmoe_net.averaging.plan import AveragingPlan
+from dmoe_net.averaging.replica import Replica
 from dmoe_net.nursery import background_nursery
 
 
@@ -24,6 +25,8 @@ class StepForming:
     name: str
     """Prefix of the collaboration, within the plan."""
     nursery: trio.Nursery
+    replica: Replica | None = None
+    """The processes of which this one is part; None: this one alone."""
 
     def __post_init__(self) -> None:
         config = self.state.config
@@ -43,6 +46,7 @@ class StepForming:
             config=config.rounds(),
             nursery=self.nursery,
             rng=self.peer.rng,
+            replica=self.replica,
         )
 
     def _report(self) -> Report | None:
@@ -87,12 +91,15 @@ class StepForming:
         self.changed()
         self.nursery.start_soon(self._tell, None)
 
-    async def average(self, group: Group | None, own: Averaged) -> Averaged | None:
-        """Return the average of the group, or without one of this peer alone; None if the group did not settle."""
+    async def average(self, group: Group | None, own: Averaged, mark: str = "") -> Averaged | None:
+        """Return the average of the group, or without one of this peer alone; None if the group did not settle.
+
+        `mark` names the step for the other processes of a replica.
+        """
         if group is None:
             me = self.peer.rpc.peer_id
             return replace(own, group_id=me.raw, members=(me,))
-        averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes)
+        averaged = await self.rounds.average(group, own.mean, weight=own.weight, note=own.notes, mark=mark)
         if averaged is None:
             self.state.totals.reasons["the group did not settle"] += 1
         return averaged

@@ -11,10 +11,12 @@ import trio
 
 from dmoe_jax.arrays import PyTree, bytes_of, host_copy, kept_like, stored
 from dmoe_jax.averaging.donor import tree_like
+from dmoe_jax.averaging.replica import copied_pieces
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
+from dmoe_jax.shards import held_pieces, own_sharding
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.types import Array
@@ -37,10 +39,12 @@ class PeerState:
         self._programs = _programs_of(together)
 
     def digest(self) -> bytes:
-        """The chain, `CHAIN_BYTES` long, of all peers that begin with these parameters."""
+        """The chain, `CHAIN_BYTES` long, of all peers that begin with these parameters; of the pieces of them that this
+        process holds."""
         found = hashlib.blake2b(digest_size=CHAIN_BYTES)
         for leaf in jax.tree.leaves(self.now.params):
-            found.update(bytes_of(leaf))
+            for piece in held_pieces(leaf):
+                found.update(bytes_of(piece))
         return found.digest()
 
     async def _change(self, work: Callable[[CollaborativeState], CollaborativeState]) -> None:
@@ -59,7 +63,7 @@ class PeerState:
 
         def work(state: CollaborativeState) -> Averaged:
             own = self._programs.contribution(state)
-            vector = self.layout.to_vector(own.mean)
+            vector = self.layout.to_vector(self.layout.laid_out(own.mean))
             if self.layout.rounding:
                 self._brought.append((vector, own.mean))
             return Averaged(mean=vector, weight=float(own.samples), notes=float(own.overflows))
@@ -73,7 +77,7 @@ class PeerState:
 
     def _on_device(self, whole: Averaged) -> Contribution:
         exact = [tree for vector, tree in self._brought if vector is whole.mean]
-        tree = exact[0] if exact else self.layout.to_tree(whole.mean)
+        tree = exact[0] if exact else self.layout.to_tree(whole.mean, self.now.params)
         return Contribution(tree, np.float32(whole.weight), np.float32(whole.notes))
 
     def is_exact(self, mean: Array) -> bool:
@@ -100,8 +104,19 @@ class PeerState:
         async with self._turn:
             return await self.device.run(work, self.now)
 
+    async def pieces(self, whole: Averaged | None = None) -> tuple[Array, ...]:
+        """Do as `snapshot`, of all that this process holds, in the form that travels."""
+
+        def work(state: CollaborativeState) -> tuple[Array, ...]:
+            if whole is not None:
+                state = self._programs.step_of_copy(state, self._on_device(whole))
+            return copied_pieces(_shared(state))
+
+        async with self._turn:
+            return await self.device.run(work, self.now)
+
     async def take(self, tensors: Sequence[Array]) -> None:
-        """Take another peer's state, as the arrays of `shared` in their order."""
+        """Take another peer's state, as the pieces of `shared` in their order."""
         await self._change(lambda state: emptied(state._replace(**tree_like(_shared(state), tensors))))
 
     def restore(self, shared: PyTree) -> None:
@@ -136,10 +151,17 @@ def _keeping_params(work: Callable[..., CollaborativeState]) -> Callable[..., Co
         # array of the rest shall be written where it was.
         return state._replace(params=None), state.params
 
-    compiled = jax.jit(split, donate_argnums=1)
+    @remembered(4)
+    def compiled(shardings: tuple[Any, ...], structure: Any) -> Callable[..., tuple[CollaborativeState, PyTree]]:
+        if not any(shardings):
+            return jax.jit(split, donate_argnums=1)
+        return jax.jit(split, donate_argnums=1, out_shardings=jax.tree.unflatten(structure, shardings))
 
     def kept(state: CollaborativeState, *args: Any) -> CollaborativeState:
-        rest, params = compiled(state.params, state._replace(params=None), *args)
+        # Each array stays where it is: XLA would choose anew.
+        before = state._replace(params=None), state.params
+        leaves, structure = jax.tree.flatten(before)
+        rest, params = compiled(tuple(map(own_sharding, leaves)), structure)(state.params, before[0], *args)
         return rest._replace(params=params)
 
     return kept

@@ -68,6 +68,8 @@ class UnderWay:
     """Samples of this peer in it."""
     stopped_at: float
     """When this peer had ended its last micro-batch for it; its own time."""
+    mark: str = ""
+    """Name for the other processes of a replica."""
     averaged: Averaged | None = None
     """Its result; None if there is none."""
     is_over: bool = False

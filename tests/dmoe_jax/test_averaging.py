@@ -189,7 +189,7 @@ class BadAverager(Averager):
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.round_number = error, 0
 
-    async def step(self, vector: Any, *, weight: float = 1.0) -> AveragingStep:
+    async def step(self, vector: Any, *, weight: float = 1.0, mark: str = "") -> AveragingStep:
         if self.error is not None:
             raise self.error
         average = np.full_like(vector, np.nan)

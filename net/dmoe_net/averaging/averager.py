@@ -24,13 +24,16 @@ from dmoe_net.averaging.drawing import drawn_places, put_back
 from dmoe_net.averaging.gathering import AllGather, mean_untrusted
 from dmoe_net.averaging.grouping.group import Group, Member, Role
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
+from dmoe_net.averaging.piecewise import Outcome, Told, hear, outcome_of, tell_group, tell_over
 from dmoe_net.averaging.plan import AveragingPlan, why_apart
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.reducer import is_finite
+from dmoe_net.averaging.replica import Replica, ReplicaLost
 from dmoe_net.averaging.speeds import BANDWIDTHS_BPS, UNKNOWN, Speeds
 from dmoe_net.averaging.state.download import download_state
 from dmoe_net.averaging.state.sharing import SharedState
 from dmoe_net.dht.node import DhtNode
+from dmoe_net.errors import NetError
 from dmoe_net.identity import PeerId
 from dmoe_net.rpc.base import Caller
 from dmoe_net.types import Array
@@ -81,6 +84,8 @@ class Averager:
     rng: Random
     cell: int
     """This peer's place on the grid."""
+    replica: Replica | None = None
+    """The processes of which this one is part; None: this process is a peer by itself."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
     _seen: Speeds = field(default=UNKNOWN, init=False)
@@ -108,7 +113,7 @@ class Averager:
             self._seen = Speeds(down=min(max(nbytes / seconds, least), most))
         return state
 
-    async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0) -> AveragingStep:
+    async def step(self, vector: Array | SparseVector | None, *, weight: float = 1.0, mark: str = "") -> AveragingStep:
         """Average with this round's group.
 
         If cancelled, the group goes on without this peer's part, and the round does not count.
@@ -117,10 +122,12 @@ class Averager:
           vector: float32 [plan.vector_size], finite, not to be written to meanwhile; None for an auxiliary peer. Where
             the plan has a sparse layout, a sparse vector of that.
           weight: of the vector, such as the samples behind it; see `group.WEIGHTS` for what it may be.
+          mark: of this step, where a replica has several processes, which all take it; the same in all, and new.
 
         Raises:
           ValueError: the vector is not what was announced or not finite, or the weight is out of range.
           RuntimeError: another step is under way.
+          NetError: with several processes, whatever the leader failed with.
         """
         if self._is_stepping:
             raise RuntimeError("an averager takes one step at a time")
@@ -138,7 +145,12 @@ class Averager:
             deadline, offer = self.dht.clock.now() + self.config.step_timeout_s, vector
             if isinstance(vector, SparseVector):
                 offer = np.frombuffer(await self.config.compute(encode_sparse, vector), np.uint8)
-            done = await self._find_and_average(member, offer, deadline)
+            if self.replica is not None and not self.replica.leads:
+                done = await self._follow(self.replica, mark, member, offer)
+            elif self.replica is not None:
+                done = await self._lead(self.replica, mark, member, offer, deadline)
+            else:
+                done = await self._find_and_average(member, offer, deadline, mark)
             if done is None:
                 done = await self._alone(member, vector)
         finally:
@@ -164,7 +176,28 @@ class Averager:
         if not is_finite(vector):  # before others wait for it
             raise ValueError("some of the vector's values are not finite: others would refuse them")
 
-    async def _find_and_average(self, me: Member, offer: Any, deadline: float) -> AveragingStep | None:
+    async def _lead(self, replica: Replica, mark: str, me: Member, offer: Any, deadline: float) -> AveragingStep | None:
+        """Do as `_find_and_average`, and let the other processes know of the end."""
+        try:
+            done = await self._find_and_average(me, offer, deadline, mark)
+        except ReplicaLost:
+            raise
+        except NetError as error:
+            await tell_over(replica, mark, failure=f"{type(error).__name__}: {error}")
+            raise
+        await tell_over(replica, mark, failure=None, is_done=done is not None, cell=self.cell)
+        return done
+
+    async def _follow(self, replica: Replica, mark: str, me: Member, offer: Any) -> AveragingStep | None:
+        """Average in the groups that the leader finds; the outcome is that of the last one, if there is one."""
+        done: AveragingStep | None = None
+        while isinstance(told := await hear(replica, mark), Told):
+            done = await self._average(told, me, offer, mark)
+        if (failure := told.facts.get("failure")) is not None:
+            raise NetError(f"process 0 of this replica failed: {failure}")
+        return done if told.facts.get("is_done") else None
+
+    async def _find_and_average(self, me: Member, offer: Any, deadline: float, mark: str) -> AveragingStep | None:
         """Average what is offered, a vector or the payload of a sparse one; None if nobody was met by the deadline."""
         while self.dht.clock.now() < deadline:
             group = await self.matchmaker.find_group(
@@ -176,7 +209,12 @@ class Averager:
             self.nursery.start_soon(self.matchmaker.withdraw)
             if group.group_id in (self.gather or self.all_reduce).groups:
                 continue  # its leader makes one group of two
-            done = await self._average(group, me, offer, timeout_s=deadline - self.dht.clock.now())
+            timeout_s = deadline - self.dht.clock.now()
+            if self.replica is None:
+                told = Told(group=group, part=group, timeout_s=timeout_s)
+            else:
+                told = await tell_group(self.replica, mark, group, timeout_s)
+            done = await self._average(told, me, offer, mark)
             there = [each for each in group.members if each.peer_id not in done.lost and each.peer_id != me.peer_id]
             if done.received == 0 or not there:
                 continue  # nobody else did its part, as far as this peer can tell
@@ -184,18 +222,25 @@ class Averager:
             return done
         return None
 
-    async def _average(self, group: Group, me: Member, offer: Any, *, timeout_s: float) -> AveragingStep:
+    async def _average(self, told: Told, me: Member, offer: Any, mark: str) -> AveragingStep:
+        group = told.group
         if self.gather is not None and self.plan.sparse is not None:
-            gathered = await self.gather.run(group, offer, timeout_s=timeout_s)
+            gathered = await self.gather.run(group, offer, timeout_s=told.timeout_s)
             average, lost = await mean_untrusted(gathered, group, self.plan.sparse, self.config.compute)
             lost_senders: Collection[PeerId] = lost.keys()
             received = 1.0 if sum(member.sends for member in group.members) - len(lost) > 1 else 0.0
             moved_bytes = float(gathered.sent_bytes)
         else:
-            result, average = await self._reduce(group, offer, timeout_s=timeout_s)
-            lost_senders = result.lost_senders
-            lost = dict.fromkeys((*result.lost_reducers, *lost_senders), LOST_IN_ALL_REDUCE)
-            received, moved_bytes = result.received, result.moved_bytes
+            result, average = None, offer
+            if told.part is not None:
+                result, average = await self._reduce(told.part, offer, timeout_s=told.timeout_s)
+            moved_bytes = 0.0 if result is None else result.moved_bytes
+            outcome: AllReduceResult | Outcome | None = result
+            if self.replica is not None:
+                outcome = await outcome_of(self.replica, mark, told, result)
+            assert outcome is not None
+            lost_senders, received = outcome.lost_senders, outcome.received
+            lost = dict.fromkeys((*outcome.lost_reducers, *lost_senders), LOST_IN_ALL_REDUCE)
         weights = [each.weight for each in group.members if each.sends and each.peer_id not in lost_senders]
         return AveragingStep(
             average=average,

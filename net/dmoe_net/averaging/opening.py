@@ -12,6 +12,7 @@ from dmoe_net.averaging.grouping.group_key import check_prefix
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
 from dmoe_net.averaging.plan import AveragingPlan, announce_plan
 from dmoe_net.averaging.reduction.all_reduce import AllReduce
+from dmoe_net.averaging.replica import Replica
 from dmoe_net.averaging.state.sharing import StateSharing, StateSource
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.nursery import background_nursery
@@ -29,6 +30,7 @@ async def open_averager(
     prefix: str,
     rng: random.Random,
     state: StateSource | None = None,
+    replica: Replica | None = None,
     config: AveragerConfig = DEFAULTS,
 ) -> AsyncIterator[Averager]:
     """An averager that lives as long as the block.
@@ -40,6 +42,7 @@ async def open_averager(
       prefix: names what is averaged, 1 to 64 letters, digits, '_' or '-'; one averager for each prefix and caller.
       rng: draws the cell and the ids of groups.
       state: this peer's whole state, for newcomers; None: it is no donor.
+      replica: the processes that take part as one; `plan` is of this process's own piece. None: this one alone.
 
     Raises:
       ValueError: an argument is out of range, or a peer is to be an auxiliary for sparse vectors.
@@ -48,6 +51,11 @@ async def open_averager(
     if config.cell is not None and not 0 <= config.cell < num_cells:
         raise ValueError(f"cells go from 0 to {num_cells - 1}, got {config.cell}")
     role = _role_of(caller, config.role)
+    if replica is not None and (role is not Role.NODE or plan.sparse is not None):
+        raise ValueError(
+            "processes of one replica call each other and reduce their pieces: each must listen, and sparse vectors, "
+            "which are gathered, are for peers of one process"
+        )
     if plan.sparse is not None:
         if role is Role.AUXILIARY:
             raise ValueError(
@@ -67,9 +75,10 @@ async def open_averager(
         if plan.sparse is not None:
             gather = opened(closing(AllGather(caller, prefix=within, config=config.gather)))
         nursery = await stack.enter_async_context(background_nursery())
-        if role is not Role.AUXILIARY:
+        leads = replica is None or replica.leads
+        if role is not Role.AUXILIARY and leads:
             nursery.start_soon(announce_plan, dht, prefix, plan)
-        if state is not None:
+        if state is not None and leads:
             nursery.start_soon(StateSharing(caller, dht, prefix=within, source=state, config=config.state).run)
         yield Averager(
             caller=caller,
@@ -83,6 +92,7 @@ async def open_averager(
             gather=gather,
             nursery=nursery,
             rng=rng,
+            replica=replica,
             cell=rng.randrange(num_cells) if config.cell is None else config.cell,
         )
 

@@ -8,6 +8,8 @@ a digest of the average and of the weights behind it.
 
 Where lines are slow a sign of life waits behind vectors, and members that live take each other for dead, so that
 nothing is settled. After such a step everybody is twice as patient with the silent, and less again as steps are made.
+
+A replica of several processes is one member: its first process finds groups and votes, for the pieces of all of them.
 """
 
 import hashlib
@@ -16,18 +18,21 @@ import random
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import trio
 
 from dmoe_net.averaging.collaboration.board import ProgressBoard
 from dmoe_net.averaging.collaboration.settlement import DIGEST_BYTES, Outcome, Settlement, Vote
-from dmoe_net.averaging.grouping.group import Group, Member, Role
+from dmoe_net.averaging.grouping.group import MAX_GROUP_SIZE, Group, Member, Role
 from dmoe_net.averaging.grouping.matchmaker import Matchmaker
 from dmoe_net.averaging.grouping.matchmaking import AssemblyConfig
+from dmoe_net.averaging.piecewise import Told, hear, outcome_of, tell_group, tell_over
 from dmoe_net.averaging.plan import AveragingPlan
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
-from dmoe_net.averaging.reduction.partition import AllReduceConfig
+from dmoe_net.averaging.reduction.partition import TOTAL_WEIGHT, AllReduceConfig
+from dmoe_net.averaging.replica import Replica
 from dmoe_net.averaging.speeds import UNKNOWN, Speeds
 from dmoe_net.dht.calls import PEER_ERRORS
 from dmoe_net.errors import CallFailed, DialFailed, PeerUnavailable, RemoteProtocolError
@@ -35,6 +40,7 @@ from dmoe_net.identity import Contact, PeerId
 from dmoe_net.nursery import background_nursery
 from dmoe_net.rpc.liveness import ping
 from dmoe_net.types import Array
+from dmoe_net.wire.fields import PEER_ID, Field, integer, octets, real, row_untrusted, several
 
 _MAX_ATTEMPTS = 4
 """All-reduces of one step at most: one more for each time that members die in it."""
@@ -110,6 +116,8 @@ class StepAveraging:
     nursery: trio.Nursery
     """Runs what goes on beside the steps."""
     rng: random.Random
+    replica: Replica | None = None
+    """The processes of which this one is part; None: this process is a peer by itself."""
 
     def __post_init__(self) -> None:
         config, plan, rng = self.config, self.plan, self.rng
@@ -166,7 +174,7 @@ class StepAveraging:
         self._matchmaker.postpone(begins_at)
 
     async def average(
-        self, group: Group, vector: Array | None, *, weight: float = 0.0, note: float = 0.0
+        self, group: Group, vector: Array | None, *, weight: float = 0.0, note: float = 0.0, mark: str = ""
     ) -> Averaged | None:
         """Average exactly. Returns the same in all members, or None: then this peer does not know what became of it.
 
@@ -176,27 +184,51 @@ class StepAveraging:
             if it is cancelled. None for an auxiliary peer.
           weight: of the vector, such as its samples, 0 to `MAX_WEIGHT`; with 0 it takes no part.
           note: a number whose sum over the members all are told.
+          mark: of this step, where a replica has several processes: the others `follow` under it.
 
         Raises:
           ValueError: the weight is out of range.
         """
-        averaged = await self._average(group, vector, weight, note)
+        averaged = await self._average(group, vector, weight, note, mark)
+        if self.replica is not None:
+            await tell_over(self.replica, mark, settled=None if averaged is None else _settled_row(averaged))
         self._patience = min(max((2.0 if averaged is None else _CALMING) * self._patience, 1.0), _MOST_PATIENT)
         self._settlement.silence_s = self._patience * self.config.silence_s
         return averaged
 
-    async def _average(self, group: Group, vector: Array | None, weight: float, note: float) -> Averaged | None:
+    async def follow(self, vector: Array, *, weight: float, mark: str) -> Averaged | None:
+        """As another process of a replica than its first: take part in the averages of that one's groups with this
+        process's piece. Returns what the first one does, with this piece."""
+        assert self.replica is not None
+        mean = vector
+        while isinstance(told := await hear(self.replica, mark), Told):
+            reduced = await self._reduce(told, vector, weight, mark)
+            mean = vector if reduced.average is None else reduced.average
+        if (row := told.facts.get("settled")) is None:
+            return None
+        total, notes, group_id, members, attempts = row_untrusted(row, "a settled average", **_SETTLED)
+        if len(members) == 1:
+            mean = vector if weight > 0 else np.zeros(self.plan.size, np.float32)
+        return Averaged(mean=mean, weight=total, notes=notes, group_id=group_id, members=members, attempts=attempts)
+
+    async def _average(
+        self, group: Group, vector: Array | None, weight: float, note: float, mark: str
+    ) -> Averaged | None:
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
-                result = await self._reduce(group, vector, weight)
-                outcome = await self._settlement.settle(group, _vote_of(result, vector, note))
+                if self.replica is None:
+                    told = Told(group=group, part=group, timeout_s=math.inf)
+                else:
+                    told = await tell_group(self.replica, mark, group, self.config.all_reduce.timeout_s)
+                result = await self._reduce(told, vector, weight, mark)
+                outcome = await self._settlement.settle(group, result.vote(note))
             except BaseException:
                 self._settlement.give_up(group)
                 raise
             if outcome is None:
                 return None
             if outcome.committed:
-                if not result.complete:  # settled without us
+                if not result.complete or result.average is None:  # settled without us
                     return None
                 total = outcome.weight if result.weight is None else result.weight
                 return _averaged(result.average, total, outcome.notes, group, attempt)
@@ -219,14 +251,25 @@ class StepAveraging:
                 self.board.forget(member.peer_id)
         return following if self.board.caller.peer_id in there and has_majority(group, following) else None
 
-    async def _reduce(self, group: Group, vector: Array | None, weight: float) -> AllReduceResult:
-        # How long it takes tells nothing of the line: others may compress what they send.
-        async with background_nursery() as nursery:
-            for member in group.members:
-                if member.peer_id != self.board.caller.peer_id:
-                    nursery.start_soon(self._watch, group, member)
-            result = await self._all_reduce.run(group, vector, size=self.plan.size, weight=weight)
-        return result
+    async def _reduce(self, told: Told, vector: Array | None, weight: float, mark: str) -> "_Reduced":
+        """Average this process's piece; the result is whole if all pieces are."""
+        result: AllReduceResult | None = None
+        if (group := told.part) is not None:
+            # How long it takes tells nothing of the line: others may compress what they send.
+            async with background_nursery() as nursery:
+                for member in group.members:
+                    if member.peer_id != self.board.caller.peer_id:
+                        nursery.start_soon(self._watch, group, member)
+                result = await self._all_reduce.run(
+                    group, vector, size=self.plan.size, weight=weight, timeout_s=told.timeout_s
+                )
+        own = _reduced(result, vector)
+        if self.replica is None:
+            return own
+        outcome = await outcome_of(self.replica, mark, told, result, digest=own.digest)
+        whole = hashlib.blake2b(b"".join(outcome.digests), digest_size=DIGEST_BYTES).digest()
+        digest = whole if outcome.complete else b""
+        return _Reduced(average=own.average, complete=outcome.complete, weight=outcome.weight, digest=digest)
 
     async def _watch(self, group: Group, member: Member) -> None:
         """Go on without a member that falls silent. A client is asked over the connection that it has made."""
@@ -286,12 +329,42 @@ def has_majority(group: Group, following: Group) -> bool:
     return 2 * len(left) > len(before) or (2 * len(left) == len(before) and before[0] in left)
 
 
-def _vote_of(result: AllReduceResult, vector: Array | None, note: float) -> Vote:
-    if vector is None or not result.complete:
-        return Vote(complete=result.complete, digest=b"", note=note, weight=result.weight)
-    found = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES)
-    found.update(struct.pack("<d", result.weight))
-    return Vote(complete=True, digest=found.digest(), note=note, weight=result.weight)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reduced:
+    """What this member votes on: an average, whole or not, and its digest, empty where there is nothing to compare."""
+
+    average: Array | None
+    complete: bool
+    weight: float | None
+    digest: bytes
+
+    def vote(self, note: float) -> Vote:
+        return Vote(complete=self.complete, digest=self.digest, note=note, weight=self.weight)
+
+
+def _reduced(result: AllReduceResult | None, vector: Array | None) -> _Reduced:
+    if result is None:
+        return _Reduced(average=None, complete=False, weight=None, digest=b"")
+    digest = b""
+    if vector is not None and result.complete:
+        found = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES)
+        found.update(struct.pack("<d", result.weight))
+        digest = found.digest()
+    return _Reduced(average=result.average, complete=result.complete, weight=result.weight, digest=digest)
+
+
+_SETTLED: dict[str, Field[Any]] = {
+    "weight": TOTAL_WEIGHT,
+    "notes": real(),
+    "group_id": octets(0, 64),
+    "members": several(PEER_ID, MAX_GROUP_SIZE),
+    "attempts": integer(0, _MAX_ATTEMPTS),
+}
+
+
+def _settled_row(averaged: Averaged) -> list[Any]:
+    members = [peer_id.raw for peer_id in averaged.members]
+    return [float(averaged.weight), float(averaged.notes), averaged.group_id, members, averaged.attempts]
 
 
 def _averaged(mean: Array, weight: float, notes: float, group: Group, attempts: int) -> Averaged:

@@ -192,8 +192,8 @@ def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> 
     """The answer of `leader` to our `join`: the group, in which we stand with the facts that we gave, or a refusal."""
     if "refusal" in body:
         return _parse_refusal_untrusted(body)
-    group_id = GROUP_ID.of_untrusted(body, "group_id")
-    members = tuple(_parse_member_untrusted(item, request.side) for item in _MEMBERS.of_untrusted(body, "members"))
+    group = parse_group_untrusted(body, request.side)
+    members = group.members
     if request.member not in members:
         raise RemoteProtocolError("the group that we joined does not have us as a member, or with other facts")
     num_senders = sum(member.sends for member in members)
@@ -201,8 +201,15 @@ def parse_joined_untrusted(body: Body, request: JoinRequest, leader: PeerId) -> 
         raise RemoteProtocolError(f"a group has at most {request.side} members of either kind, got {len(members)}")
     if not any(member.peer_id == leader and member.address is not None for member in members):
         raise RemoteProtocolError(f"the group of {leader.short} does not have it as a member")
+    return group
+
+
+def parse_group_untrusted(body: Body, side: int) -> Group:
+    """Read what `group_body` made, of a group on a grid of this side."""
+    group_id = GROUP_ID.of_untrusted(body, "group_id")
+    members = tuple(_parse_member_untrusted(item, side) for item in _MEMBERS.of_untrusted(body, "members"))
     try:
-        return Group(group_id=group_id, members=members, side=request.side)
+        return Group(group_id=group_id, members=members, side=side)
     except ValueError as exc:
         raise RemoteProtocolError(f"bad group: {exc}") from exc
 
