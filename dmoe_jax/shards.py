@@ -38,11 +38,6 @@ def tree_spans_processes(tree: PyTree) -> bool:
     return any(map(spans_processes, jax.tree.leaves(tree)))
 
 
-def own_sharding(leaf: Any) -> Any:
-    """The sharding of an array on several devices, which a program keeps as `out_shardings`; None for others."""
-    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed and len(leaf.devices()) > 1 else None
-
-
 def held_pieces(leaf: Any) -> list[Any]:
     """The distinct shards that this process holds: arrays of one device each."""
     if not spans_processes(leaf):

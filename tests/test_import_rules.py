@@ -36,7 +36,7 @@ SHELLS = modules(
         "dmoe_jax.trained": "completion_server patient_layer readers",
         "dmoe_jax.training": "progress run",
         "dmoe_net": "clock key_files nursery public",
-        "dmoe_net.averaging": "assisting averager gathering group_calls opening plan window",
+        "dmoe_net.averaging": "assisting averager gathering group_calls opening plan replica window",
         "dmoe_net.averaging.collaboration": "assisting board rounds settlement step_log",
         "dmoe_net.averaging.grouping": "matchmaker",
         "dmoe_net.averaging.reduction": "all_reduce",
@@ -150,18 +150,25 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 41_502, "dmoe_net": 17_508, "experiments": 13_500}
+LINE_BUDGETS = {"dmoe_jax": 42_616, "dmoe_net": 18_075, "experiments": 13_500}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
-    "dmoe_jax.averaging.tree_averager": 16,
+    "dmoe_jax.averaging.tree_averager": 21,
     "dmoe_jax.cli.assist": 19,
     "dmoe_jax.cli.inspect": 16,
+    "dmoe_jax.cli.trainers": 19,
+    "dmoe_jax.collaboration.collaboration": 17,
+    "dmoe_jax.collaboration.replica": 16,
     "dmoe_jax.mixture.remote": 17,
     "dmoe_jax.node.server": 17,
+    "dmoe_jax.peers.peer": 16,
     "dmoe_jax.placement.averager": 16,
     "dmoe_jax.swarm.swarm": 19,
-    "dmoe_net.averaging.averager": 16,
+    "dmoe_jax.trained.offered": 17,
+    "dmoe_jax.trained.saved_model": 17,
+    "dmoe_net.averaging.averager": 19,
+    "dmoe_net.averaging.collaboration.rounds": 18,
     "dmoe_net.rpc.peer": 17,
 }
 

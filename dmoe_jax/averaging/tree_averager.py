@@ -65,7 +65,7 @@ class _UnderWay:
     mark: str
     """Mark of the round, the same in all processes of a replica."""
     averaged: PyTree | None = None
-    """Of a model over several processes, this process's vector: they make a tree of it together."""
+    """The average; for a model over several processes this one's vector, of which all make a tree together."""
     done: trio.Event = field(default_factory=trio.Event)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 

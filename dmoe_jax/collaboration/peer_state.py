@@ -14,9 +14,10 @@ from dmoe_jax.averaging.donor import tree_like
 from dmoe_jax.averaging.replica import copied_pieces
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
+from dmoe_jax.mesh import mesh_of, sharding_of
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.shards import held_pieces, own_sharding
+from dmoe_jax.shards import held_pieces
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.types import Array
@@ -35,6 +36,7 @@ class PeerState:
         """As it is after the last change. All but its parameters are donated to the next one."""
         self.layout = TreeLayout(params)
         self._brought: deque[tuple[Array, PyTree]] = deque(maxlen=2)  # what vectors were before they were rounded
+        self._is_spread = mesh_of(self.now.params) is not None
         self._turn = trio.Lock()
         self._programs = _programs_of(together)
 
@@ -52,7 +54,16 @@ class PeerState:
         # Shielded: a cancelled change would leave a donated, dead state behind.
         async with self._turn:
             with trio.CancelScope(shield=True):
-                self.now = await self.device.run(work, self.now)
+                self.now = await self._run(work, self.now)
+
+    async def _run(self, work: Callable[[CollaborativeState], Any], state: CollaborativeState) -> Any:
+        """The result of a program, computed."""
+        if not self._is_spread:
+            return await self.device.run(work, state)
+        # Begun by the thread that begins the model's programs, as `SharedTrunk` does it: devices that are given two
+        # programs in different orders wait for each other for ever.
+        begun = work(state)
+        return await self.device.run(lambda: begun)
 
     async def gather(self, grads: PyTree, samples: int) -> None:
         """Take in a micro-batch's mean gradient."""
@@ -61,15 +72,18 @@ class PeerState:
     async def contribution(self) -> Averaged:
         """Return what this peer brings: its samples are the weight, its overflows the notes."""
 
-        def work(state: CollaborativeState) -> Averaged:
+        def work(state: CollaborativeState) -> Contribution:
             own = self._programs.contribution(state)
-            vector = self.layout.to_vector(self.layout.laid_out(own.mean))
+            return own._replace(mean=self.layout.laid_out(own.mean))
+
+        def on_host(own: Any) -> Averaged:
+            vector = self.layout.to_vector(own.mean)
             if self.layout.rounding:
                 self._brought.append((vector, own.mean))
             return Averaged(mean=vector, weight=float(own.samples), notes=float(own.overflows))
 
         async with self._turn:
-            return await self.device.run(work, self.now)
+            return await self.device.run(on_host, await self._run(work, self.now))
 
     async def step(self, whole: Averaged) -> None:
         """Make the global step with what all peers brought."""
@@ -161,7 +175,7 @@ def _keeping_params(work: Callable[..., CollaborativeState]) -> Callable[..., Co
         # Each array stays where it is: XLA would choose anew.
         before = state._replace(params=None), state.params
         leaves, structure = jax.tree.flatten(before)
-        rest, params = compiled(tuple(map(own_sharding, leaves)), structure)(state.params, before[0], *args)
+        rest, params = compiled(tuple(map(sharding_of, leaves)), structure)(state.params, before[0], *args)
         return rest._replace(params=params)
 
     return kept

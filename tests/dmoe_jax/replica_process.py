@@ -18,7 +18,7 @@ import trio
 from tests.dmoe_jax.replica_model import BATCH, SPECS, WIDE, batch_of, loss_of, params_of
 
 DEVICES = 8
-"""Of all processes of a replica."""
+"""Devices of all processes of a replica."""
 
 
 def say(**facts: Any) -> None:

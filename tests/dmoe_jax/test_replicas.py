@@ -46,7 +46,7 @@ class Process:
         self._lines.put(None)
 
     def next(self, key: str, value: Any = None) -> dict[str, Any]:
-        """What it says next that has this key, or this value of it."""
+        """The next thing that it says with this key, or this value of it."""
         end = time.monotonic() + TIMEOUT_S
         while True:
             said = self._lines.get(timeout=max(0.1, end - time.monotonic()))

@@ -139,7 +139,7 @@ async def test_a_replica_alone_keeps_its_pieces(swarm: Swarm) -> None:
 
 @swarm_test
 async def test_a_stranger_can_neither_agree_nor_stay(swarm: Swarm) -> None:
-    """Who is no process of the replica is refused, and learns but who the processes are."""
+    """A peer that is no process of the replica is refused; it may only ask who the processes are."""
 
     async def live(replica: Replica, place: Place) -> None:
         swarm.done.setdefault("contact", replica.contacts[0])

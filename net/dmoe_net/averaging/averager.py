@@ -88,8 +88,10 @@ class Averager:
     """The processes of which this one is part; None: this process is a peer by itself."""
     round_number: int = 0
     """Rounds so far. May be set to another peer's when joining late."""
-    _seen: Speeds = field(default=UNKNOWN, init=False)
-    _is_stepping: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = UNKNOWN
+        self._is_stepping = False
 
     def known_speeds(self) -> Speeds:
         """Return what the config says of this machine, and of the rest what the last download has shown."""

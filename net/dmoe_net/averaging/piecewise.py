@@ -93,7 +93,7 @@ async def hear(replica: Replica, mark: str) -> Told | Over:
 async def outcome_of(
     replica: Replica, mark: str, told: Told, result: AllReduceResult | None, *, digest: bytes = b""
 ) -> Outcome:
-    """What became of all pieces, the same in all processes.
+    """Return the outcome of all pieces, the same in all processes.
 
     Args:
       result: of this process's piece; None: it has no numbers, or nobody to average them with.

@@ -331,7 +331,7 @@ def has_majority(group: Group, following: Group) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Reduced:
-    """What this member votes on: an average, whole or not, and its digest, empty where there is nothing to compare."""
+    """The average that this member votes on, whole or not, and its digest; empty where there is nothing to compare."""
 
     average: Array | None
     complete: bool
