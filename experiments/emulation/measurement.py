@@ -73,7 +73,7 @@ def measure(run: Run[EmulationSettings]) -> None:
             asked("mnist", partial(run_trial, timed)),
         ]
         if is_whole:
-            places = {"transformer_xl": "emulated", "transformer_xl_one_jit": "local"}
+            places: Mapping[str, Place] = {"transformer_xl": "emulated", "transformer_xl_one_jit": "local"}
             measurements += [
                 asked(name, partial(time_engine, place=at, seed=settings.seed)) for name, at in places.items()
             ]

@@ -7,6 +7,7 @@ its last pause.
 
 import functools
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -87,8 +88,10 @@ def _carry_out(training: Training, folder: Path) -> str:
     try:
         if not (folder / CONFIG).exists():
             raise UsageError(f"{platform.node()} does not see {folder}: let --out name a folder that all workers see")
-        # A run that was lost with another worker goes on here.
-        settings = replace(training.settings, out=run_folder(training).path.absolute(), resume=True)
+        settings = replace(training.settings, out=run_folder(training).path.absolute())
+        assert settings.out is not None
+        if not settings.resume and settings.out.exists():
+            shutil.rmtree(settings.out)  # a lost worker's: from its last pause it would tell other figures of the load
         carry_out(replace(training, settings=settings), _corpus(settings.data))
     except BaseException as error:
         ending = ending_of(error, expected=FAILURES)
