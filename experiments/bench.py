@@ -95,8 +95,8 @@ class SweepSettings(ResumableSettings):
     """The flags of every experiment that trains many times."""
 
     on: str = "here"
-    """Where trainings are computed: here, in processes that share this machine's cores; on a cluster by slurm, dask,
-    dask:ADDRESS, ray or ray:ADDRESS, each in a process of its own with NPROC threads, by default one."""
+    """Place where trainings are computed: here, in processes that share this machine's cores; or on a cluster: slurm,
+    dask, dask:ADDRESS, ray or ray:ADDRESS, each in a process of its own with NPROC threads, by default one."""
     jobs: int | None = None
     """Trainings at a time. Default: here two if there are two cores, but one where a model learns at once from whole
     batches; on a cluster 100."""

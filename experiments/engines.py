@@ -25,8 +25,9 @@ from experiments.sweep import Answer, Engine, Kin, Task, compute
 from experiments.worker import MODULE, ask
 
 _ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "TTY_COMPATIBLE": "0"}
-"""Of helpers. For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256 experts takes
-three quarters of the time so, one of 4,096 half. Progress is told in lines: bars would be drawn over each other."""
+"""Environment of helpers. For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256
+experts takes three quarters of the time so, one of 4,096 half. Progress is told in lines: bars would be drawn over each
+other."""
 
 _POLL_S, _POLLS_GONE = 5.0, 3
 """Seconds between two looks at Slurm's queue, and looks that miss a job without a result until it counts as lost: a

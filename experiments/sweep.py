@@ -36,7 +36,7 @@ class Task:
 
 
 Answer = dict[str, Any]
-"""What became of a task: its "value"; "failure", a line of text; or "lost", a line that says how its process ended."""
+"""Outcome of a task: its "value"; "failure", a line of text; or "lost", a line that says how its process ended."""
 
 
 def compute(task: Task) -> Answer:
