@@ -137,10 +137,12 @@ def _are_idle(environment: Mapping[str, str]) -> bool:
 
 def _cancel_all(environment: Mapping[str, str]) -> None:
     """Kill every job, and wait until all are gone: a slurmd that ends leaves the processes of its jobs."""
-    with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
-        asked(environment, "scancel", "--user=root", "--full", "--signal=KILL")
-        asked(environment, "scancel", "--user=root")
-        deadline = time.monotonic() + _READY_S
+    failures = (RuntimeError, subprocess.TimeoutExpired)  # a job that ends just now is an error, too
+    for words in (("--full", "--signal=KILL"), ()):
+        with contextlib.suppress(*failures):
+            asked(environment, "scancel", "--user=root", *words)
+    deadline = time.monotonic() + _READY_S
+    with contextlib.suppress(*failures):
         while asked(environment, "squeue", "-h") and time.monotonic() < deadline:
             time.sleep(0.2)
 
