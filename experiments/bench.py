@@ -6,9 +6,10 @@ writes records into the run folder and `summarise` reads them again: a run that 
 leaves a report of what it has.
 """
 
-import importlib
+import importlib.util
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from rich.console import Console
 
+from dmoe_jax.machine.cores import usable_cores
 from dmoe_jax.machine.disk import check_not_held, hold_folder
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import fail, mistakes_in_one_line
@@ -87,6 +89,43 @@ class ResumableSettings(UnseededSettings):
         if self.resume and self.out is None:
             raise ValueError("--resume needs --out with the folder of the run to continue")
 
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings(ResumableSettings):
+    """The flags of every experiment that trains many times."""
+
+    on: str = "here"
+    """Place where trainings are computed: here, in processes that share this machine's cores; or on a cluster: slurm,
+    dask, dask:ADDRESS, ray or ray:ADDRESS, each in a process of its own with NPROC threads, by default one."""
+    jobs: int | None = None
+    """Trainings at a time. Default: here two if there are two cores, but one where a model learns at once from whole
+    batches; on a cluster 100."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least(1, "jobs")
+        name, colon, address = self.on.partition(":")
+        if name not in _PACKAGES or (colon and (not address or name in ("here", "slurm"))):
+            raise ValueError(f"--on must be here, slurm, dask, dask:ADDRESS, ray or ray:ADDRESS, got {self.on}")
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise ValueError(f"--on {name} needs the package {_PACKAGES[name]}: pip install 'dmoe_jax[{name}]'")
+        if name == "slurm" and shutil.which("sbatch") is None:
+            raise ValueError("--on slurm needs Slurm's sbatch, which is not on the PATH")
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if slow trainers of few samples each train the models, which keeps one core busy and hardly two."""
+        return True
+
+    @property
+    def num_jobs(self) -> int:
+        """Number of trainings at a time."""
+        own = min(2, usable_cores()) if self.is_asynchronous else 1
+        return self.jobs or (own if self.on == "here" else 100)
+
+
+_PACKAGES = {"here": "experiments", "slurm": "submitit", "dask": "distributed", "ray": "ray"}
+"""Engine of `experiments.engines` -> what it needs."""
 
 S = TypeVar("S", bound=UnseededSettings)
 

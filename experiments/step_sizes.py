@@ -33,10 +33,10 @@ def scaled_label(label: str, factor: float) -> str:
     return label if factor == 1 else f"{label}, step sizes times {amount}"
 
 
-def search(run: Run[Any], sides: Sequence[Trial], *, num_jobs: int) -> None:
+def search(run: Run[Any], sides: Sequence[Trial]) -> None:
     """Train what the search has no record of."""
     trials = [scaled(side, factor) for side in sides for factor in FACTORS]
-    train_missing(run, seeds_of(trials, first=SEARCH_SEEDS[0], count=len(SEARCH_SEEDS)), num_jobs=num_jobs)
+    train_missing(run, seeds_of(trials, first=SEARCH_SEEDS[0], count=len(SEARCH_SEEDS)))
 
 
 def searched(run: Run[Any], side: Trial, figure: str) -> dict[float, float]:

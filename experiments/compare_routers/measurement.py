@@ -88,8 +88,8 @@ def measure(run: Run[CompareRoutersSettings]) -> None:
     corpus = open_corpus(run)
     run.log("routers", routers=load_routers(run.settings))
     if run.settings.search:
-        train_all(run, corpus, list(_search_trainings(run).values()), num_jobs=run.settings.num_jobs)
-    train_all(run, corpus, trainings_of(run), num_jobs=run.settings.num_jobs)
+        train_all(run, corpus, list(_search_trainings(run).values()))
+    train_all(run, corpus, trainings_of(run))
 
 
 def _failures(trainings: list[Training], rows: Finished) -> dict[str, str]:

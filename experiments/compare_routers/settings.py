@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dmoe_jax.machine.cores import usable_cores
 from experiments.transformer_xl.settings import TrainingSettings
 
 NAME = "compare_routers"
@@ -24,7 +23,7 @@ WITH_LOSS = "product_key+balance"
 class CompareRoutersSettings(TrainingSettings):
     """Train the same mixture with one router after the other, on several seeds each, and put them side by side."""
 
-    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "jobs")
+    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "on", "jobs")
 
     routers: tuple[str, ...] = ()
     """Registered names, any of them with +balanced or +balance behind it, or your own: my_file.py:my_router. Default:
@@ -35,13 +34,9 @@ class CompareRoutersSettings(TrainingSettings):
     search: bool = False
     """First train each router with 1/32, 1/16, ... 4 times the preset's step sizes for 300 updates or --steps, on a
     seed that is not reported, and go on with the best of each by validation perplexity."""
-    jobs: int | None = None
-    """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
-    there are two cores, else one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "jobs")
         if self.place == "swarm":
             raise ValueError("--where must be auto, local, simulated or emulated, got swarm")
         for name in ("routers", "seeds"):
@@ -55,8 +50,3 @@ class CompareRoutersSettings(TrainingSettings):
     def chosen_seeds(self) -> tuple[int, ...]:
         """The seeds that are meant."""
         return self.seeds or ((0, 1) if self.quick else (0, 1, 2))
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of runs that are trained at once."""
-        return self.jobs or (min(2, usable_cores()) if self.is_asynchronous else 1)

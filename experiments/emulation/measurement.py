@@ -1,10 +1,10 @@
 """The same order of events in both, and the seconds that each takes."""
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from dmoe_jax.data import DataError, load_corpus
 from dmoe_jax.emulator import Emulator
 from dmoe_jax.routing import product_key
 from dmoe_jax.trainer import unheard
+from experiments import worker
 from experiments.bench import Experiment, Run
 from experiments.emulation.problems import Problem, keys_of, mnist, transformer_xl
 from experiments.emulation.settings import EmulationSettings
@@ -62,18 +63,20 @@ def measure(run: Run[EmulationSettings]) -> None:
     timed = replace(_TIMED, seed=settings.seed)
     in_swarm = replace(timed, in_swarm=True, num_updates=timed.num_updates // 4)
     # One core each: XLA hands small operations from core to core, which takes longer than computing them.
-    with open_helpers("experiments.emulation.worker", [{"number": 0, "jobs": os.cpu_count() or 1}]) as (helper,):
+    with open_helpers(worker.MODULE, [{"jobs": os.cpu_count() or 1}]) as (helper,):
 
-        def asked(name: str, **order: object) -> Measurement:
-            return lambda: {name: {_RATE: helper.ask(**order)[_RATE]}}
+        def asked(name: str, call: Callable[[], Mapping[str, Any]]) -> Measurement:
+            return lambda: {name: {_RATE: worker.ask(helper, call)[_RATE]}}
 
         measurements = [
             lambda: {"mnist_swarm": {_RATE: run_trial(in_swarm)[_RATE]}},  # in this process, on all cores
-            asked("mnist", trial=pickle.dumps(timed).hex()),
+            asked("mnist", partial(run_trial, timed)),
         ]
         if is_whole:
-            places = {"transformer_xl": "emulated", "transformer_xl_one_jit": "local"}
-            measurements += [asked(name, engine={"place": at, "seed": settings.seed}) for name, at in places.items()]
+            places: Mapping[str, Place] = {"transformer_xl": "emulated", "transformer_xl_one_jit": "local"}
+            measurements += [
+                asked(name, partial(time_engine, place=at, seed=settings.seed)) for name, at in places.items()
+            ]
         ratios = (MNIST_RATIO, XL_RATIO) if is_whole else (MNIST_RATIO,)
         measure_rounds(run, measurements, ratios, rounds=3 if is_whole else 1)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.bench import ResumableSettings, Settings
+from experiments.bench import Settings, SweepSettings
 
 FIRST_SEARCH_SEED = 1000
 """First of the seeds with which step sizes are searched; reported trainings have those below."""
@@ -18,17 +18,15 @@ class EmulationSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialSettings(ResumableSettings, Settings):
+class TrialSettings(SweepSettings, Settings):
     """The flags of an experiment whose trainings are `trials.Trial`s."""
 
     seeds: int = 5
     """Each setting is trained with so many, from --seed on."""
-    jobs: int = 2
-    """Trainings at a time, each in a process on its share of the cores."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "seeds", "jobs")
+        self.require_at_least(1, "seeds")
         if self.seed + self.seeds > FIRST_SEARCH_SEED:
             last = self.seed + self.seeds - 1
             raise ValueError(f"seeds must be below {FIRST_SEARCH_SEED}, where those of searches begin, got {last}")

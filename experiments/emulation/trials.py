@@ -3,12 +3,10 @@
 import functools
 import itertools
 import math
-import pickle
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from threading import Lock
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,12 +22,9 @@ from experiments.bench import Run
 from experiments.emulation.problems import DEFAULT, Problem, Remedy, dense_mnist, keys_of, mnist, transformer_xl
 from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.emulation.swarm import train_swarm
-from experiments.processes import HelperProcess, open_helpers
+from experiments.engines import open_engine
 from experiments.results import Finals, finals_of
-
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""For glibc: large arrays lie in pages of 2 MB where the system has them. A training of 256 experts takes three
-quarters of the time so, one of 4,096 half."""
+from experiments.sweep import Task, completed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +58,9 @@ class Trial:
     fresh_experts: bool = False
     remedy: Remedy = DEFAULT
 
+    def __str__(self) -> str:
+        return f"{self.problem}, {self.label}, seed {self.seed}"
+
     def __hash__(self) -> int:
         return hash((self.problem, self.label, self.seed))
 
@@ -77,46 +75,25 @@ def seeds_of(rows: Sequence[Trial], *, first: int, count: int) -> list[Trial]:
     return [replace(row, seed=seed) for row in rows for seed in range(first, first + count)]
 
 
-def train_missing(run: Run[Any], trials: Sequence[Trial], *, num_jobs: int) -> None:
-    """Train those that the run has no record "trial" of, in `num_jobs` processes, and log each.
+def train_missing(run: Run[Any], trials: Sequence[Trial], *, num_jobs: int | None = None) -> None:
+    """Train those that the run has no record "trial" of, so many at a time or as its settings say, and log each.
 
     Raises:
-      HelperFailed: a process ended too early.
+      HelperFailed: one of them failed, or was lost again and again. UsageError: the engine cannot be reached.
     """
     have = {(each["problem"], each["label"], each["seed"]) for each in run.records("trial")}
-    waiting = [trial for trial in trials if (trial.problem, trial.label, trial.seed) not in have]
-    lock, last = Lock(), dict[HelperProcess, Trial]()
-
-    def next_trial(helper: HelperProcess) -> Trial | None:
-        """One whose program the helper has compiled, of the same seed if any is; else one whose program nobody has
-        compiled; else the first."""
-        with lock:
-            if not waiting:
-                return None
-            own, compiled = last.get(helper), {trial.program for trial in last.values()}
-            wanted = (own.program, own.seed) if own is not None else (None, None)
-            best = min(waiting, key=lambda it: (it.program != wanted[0], it.program in compiled, it.seed != wanted[1]))
-            waiting.remove(best)
-            last[helper] = best
-            return best
-
-    def work(helper: HelperProcess) -> None:
-        while (trial := next_trial(helper)) is not None:
-            answer = helper.ask(trial=pickle.dumps(trial).hex())
-            with lock:
-                run.log("trial", problem=trial.problem, label=trial.label, seed=trial.seed, **answer)
-                loss = answer["points"][-1]["loss"]
-                run.say(f"{trial.problem}, {trial.label}, seed {trial.seed}: loss {loss:.3f}; {len(waiting)} wait")
-
-    jobs = min(num_jobs, len(waiting))
-    settings = [{"number": number, "jobs": jobs} for number in range(jobs)]
-    # The helpers end first, whatever happens, and with them the threads that wait for their answers.
-    with (
-        ThreadPoolExecutor(max(jobs, 1)) as pool,
-        open_helpers("experiments.emulation.worker", settings, environment=_HUGE_PAGES) as helpers,
-    ):
-        for working in as_completed([pool.submit(work, helper) for helper in helpers]):
-            working.result()
+    missing = {str(trial): trial for trial in trials if (trial.problem, trial.label, trial.seed) not in have}
+    if not missing:
+        return
+    tasks = [
+        Task(key=key, call=partial(run_trial, trial), kin=(trial.program, trial.seed)) for key, trial in missing.items()
+    ]
+    with open_engine(run, len(tasks), num_jobs=num_jobs) as engine:
+        for number, (task, found) in enumerate(completed(engine, tasks, run.say), start=1):
+            trial = missing[task.key]
+            run.log("trial", problem=trial.problem, label=trial.label, seed=trial.seed, **found)
+            loss = found["points"][-1]["loss"]
+            run.say(f"{trial}: loss {loss:.3f}; {len(tasks) - number} are left")
 
 
 def trained(run: Run[Any]) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:

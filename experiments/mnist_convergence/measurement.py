@@ -133,11 +133,11 @@ def _best(run: Run[MnistSettings]) -> dict[Side, float]:
 def measure(run: Run[MnistSettings]) -> None:
     """Train what has no record yet, and log each; the largest mixtures one at a time, for their memory."""
     if run.settings.search:
-        search(run, _sides(run.settings), num_jobs=run.settings.jobs)
+        search(run, _sides(run.settings))
     trials = all_trials(run.settings, _best(run))
     large = [trial for trial in trials if trial.sizes.get("grid_size") == _GRIDS[4096]]
-    train_missing(run, [trial for trial in trials if trial not in large], num_jobs=run.settings.jobs)
-    train_missing(run, large, num_jobs=1)
+    train_missing(run, [trial for trial in trials if trial not in large])
+    train_missing(run, large, num_jobs=1 if run.settings.on == "here" else None)
 
 
 def accuracies(run: Run[MnistSettings]) -> dict[str, np.ndarray]:

@@ -131,8 +131,8 @@ def measure(run: Run[StalenessSettings]) -> None:
     settings = run.settings
     if settings.search:
         for problem in _problems(settings):
-            search(run, _sides(settings, problem), num_jobs=settings.jobs)
-    train_missing(run, all_trials(settings, _best(run)), num_jobs=settings.jobs)
+            search(run, _sides(settings, problem))
+    train_missing(run, all_trials(settings, _best(run)))
 
 
 def last_losses(run: Run[StalenessSettings]) -> Mapping[str, Losses]:

@@ -40,11 +40,11 @@ def measure(run: Run[TransformerXLSettings]) -> None:
         run.log("flops", model=model, forward_per_token=forward_flops(config, corpus))
     if settings.search:
         tried = trainings.search_trainings(settings, out)
-        train_all(run, corpus, list(tried.values()), num_jobs=settings.num_jobs)
+        train_all(run, corpus, list(tried.values()))
         factors = trainings.best_factors(trainings.search_results(tried)) or {}
         run.say("best of the search: " + ", ".join(f"{label} x{factor:g}" for label, factor in factors.items()))
     compared = trainings.compared_trainings(settings, out, factors)
-    train_all(run, corpus, compared, num_jobs=settings.num_jobs)
+    train_all(run, corpus, compared)
 
 
 def summarise(run: Run[TransformerXLSettings]) -> Result | None:

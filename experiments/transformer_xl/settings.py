@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dmoe_jax.layer_config import Route
-from dmoe_jax.machine.cores import usable_cores
-from experiments.bench import ResumableSettings, Settings
+from experiments.bench import Settings, SweepSettings
 
 NAME = "transformer_xl"
 
@@ -28,7 +27,7 @@ QUICK_PAUSES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(ResumableSettings):
+class TrainingSettings(SweepSettings):
     """The flags of every experiment that trains models of this one."""
 
     quick_steps: ClassVar[Mapping[Place, int]] = {"local": 30, "simulated": 160, "emulated": 160, "swarm": 160}
@@ -116,7 +115,7 @@ class TrainingSettings(ResumableSettings):
 class TransformerXLSettings(TrainingSettings, Settings):
     """Train Transformer-XL language models on WikiText-2: a mixture of small layers, the small model, the large one."""
 
-    may_differ: ClassVar = ("model", "seeds", "ingredients", "jobs")
+    may_differ: ClassVar = ("model", "seeds", "ingredients", "on", "jobs")
 
     model: tuple[Model, ...] = ()
     """Models to train: dmoe, small, base. Default: all three, in a swarm dmoe."""
@@ -131,13 +130,10 @@ class TransformerXLSettings(TrainingSettings, Settings):
     updates. Only where emulated."""
     router: str = "product_key"
     """Router of dmoe: a registered name, or my_file.py:my_router."""
-    jobs: int | None = None
-    """Runs trained at once, each in a process with its share of the cores. Default: two where simulated or emulated and
-    there are two cores, else one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least(1, "jobs", "seeds")
+        self.require_at_least(1, "seeds")
         got = " ".join(self.models)
         if len(set(self.model)) < len(self.model):
             raise ValueError(f"--model names a model twice: {got}")
@@ -160,9 +156,3 @@ class TransformerXLSettings(TrainingSettings, Settings):
         """Number of seeds that each model is trained with."""
         is_whole = self.is_asynchronous and not self.quick and self.steps is None
         return self.seeds or (3 if is_whole and len(self.models) > 1 else 1)
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of runs that are trained at once."""
-        default = min(2, usable_cores()) if self.is_asynchronous else 1
-        return self.jobs or default

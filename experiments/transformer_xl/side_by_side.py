@@ -1,28 +1,29 @@
-"""Several runs at once: in processes, each with its share of the cores.
+"""The runs of a sweep: each trains in a folder of its own, several of them at once.
 
 A simulated run keeps one core busy and hardly two, so that two of them side by side on two cores take little longer
-than the slower one. What a run computes does not depend on what runs beside it. The processes end with ours; a run that
-was under way then goes on from its last pause.
+than the slower one. What a run computes does not depend on what runs beside it. One that was interrupted goes on from
+its last pause.
 """
 
-import os
-import pickle
+import functools
+import platform
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import trio
 
 from dmoe_jax.data import Corpus, load_corpus
 from dmoe_jax.runs.endings import UsageError
-from dmoe_jax.runs.run_folder import RunFolder
-from dmoe_jax.runs.setting_up import set_up_jax
+from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Run
-from experiments.exits import ending_of, run_until_signal
-from experiments.processes import HelperFailed, HelperProcess, open_helpers, orders, run_helper, say
+from experiments.engines import open_engine
+from experiments.exits import ending_of
+from experiments.processes import HelperFailed
 from experiments.results import Finals, finals_of
-from experiments.transformer_xl.settings import NAME
+from experiments.sweep import Task, completed
 from experiments.transformer_xl.training import FAILURES, carry_out
 from experiments.transformer_xl.trainings import Training
 
@@ -40,11 +41,12 @@ def final_figures(trainings: Sequence[Training]) -> Finals:
     return finals_of(rows, "label")
 
 
-def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training], *, num_jobs: int) -> None:
-    """Train these, several at a time if there are so many jobs.
+def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training]) -> None:
+    """Train these, several at a time if the settings say so.
 
     Raises:
-      UsageError: for a folder, checkpoint or setting that will not do. KeyboardInterrupt.
+      UsageError: for a folder, checkpoint or setting that will not do; one of them ended with an error, which this
+        tells; the others have been stopped. KeyboardInterrupt.
     """
     waiting = []
     for training in trainings:
@@ -53,61 +55,52 @@ def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training], *, n
         else:
             carry_out(training, corpus)  # sees that it was trained under these settings, and leaves it as it is
     run.say(f"{len(waiting)} of {len(trainings)} runs are to be trained")
-    if min(num_jobs, len(waiting)) > 1:
-        run_until_signal(partial(_train_side_by_side, waiting, num_jobs), prog=NAME)
-        return
-    for training in waiting:
-        carry_out(training, corpus)
+    if run.settings.on == "here" and min(run.settings.num_jobs, len(trainings)) == 1:
+        for training in waiting:
+            carry_out(training, corpus)
+    elif waiting:
+        _train_side_by_side(run, waiting)
 
 
-async def _train_side_by_side(waiting: list[Training], num_jobs: int) -> None:
-    """Train these in order, each helper one after the other.
+def _train_side_by_side(run: Run[Any], waiting: Sequence[Training]) -> None:
+    """Train these in order. Raises UsageError as `train_all`."""
+    folder = run.folder.path
+    tasks = [
+        Task(key=str(run_folder(each).path.relative_to(folder)), call=partial(_carry_out, each, folder.absolute()))
+        for each in waiting
+    ]
+    try:
+        with open_engine(run, len(tasks)) as engine:
+            for number, (task, failure) in enumerate(completed(engine, tasks, run.say), start=1):
+                if failure:
+                    raise UsageError(failure)
+                run.say(f"{task.key} has ended; {len(tasks) - number} are left")
+    except HelperFailed as error:
+        raise UsageError(str(error)) from error
 
-    Raises:
-      UsageError: one of them ended with an error, which this tells; the others have been stopped.
+
+def _carry_out(training: Training, folder: Path) -> str:
+    """Train, or go on, in a worker's process; return why it failed, "" if it did not.
+
+    Args:
+      folder: of the sweep, which all workers have to see.
     """
-
-    async def work(helper: HelperProcess) -> None:
-        while waiting:
-            order = partial(helper.ask, training=pickle.dumps(waiting.pop(0)).hex())
-            try:
-                answer = await trio.to_thread.run_sync(order, abandon_on_cancel=True)
-            except HelperFailed as error:
-                raise UsageError(str(error)) from error
-            if "error" in answer:
-                raise UsageError(answer["error"])
-
-    num_jobs, data = min(num_jobs, len(waiting)), waiting[0].settings.data
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    settings = [{"cores": cores[index::num_jobs], "data": data} for index in range(num_jobs)]
-    # Their progress is told in lines: bars would be drawn over each other.
-    environment = {"TTY_COMPATIBLE": "0"}
-    with open_helpers("experiments.transformer_xl.side_by_side", settings, environment=environment) as helpers:
-        async with trio.open_nursery() as nursery:
-            for helper in helpers:
-                nursery.start_soon(work, helper)
+    try:
+        if not (folder / CONFIG).exists():
+            raise UsageError(f"{platform.node()} does not see {folder}: let --out name a folder that all workers see")
+        settings = replace(training.settings, out=run_folder(training).path.absolute())
+        assert settings.out is not None
+        if not settings.resume and settings.out.exists():
+            shutil.rmtree(settings.out)  # a lost worker's: from its last pause it would tell other figures of the load
+        carry_out(replace(training, settings=settings), _corpus(settings.data))
+    except BaseException as error:
+        ending = ending_of(error, expected=FAILURES)
+        if ending is None:
+            raise
+        return ending.message.removeprefix("error: ")
+    return ""
 
 
-async def _answer(*, cores: Sequence[int], data: str) -> None:
-    """A helper's whole life."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-    set_up_jax()
-    corpus = load_corpus(source=data)
-    say()
-    async for order in orders():
-        training = pickle.loads(bytes.fromhex(order["training"]))
-        try:
-            # In a thread: a simulated swarm has an event loop of its own.
-            await trio.to_thread.run_sync(carry_out, training, corpus)
-        except BaseException as error:
-            ending = ending_of(error, expected=FAILURES)
-            if ending is None:
-                raise
-            say(error=ending.message.removeprefix("error: "))
-        else:
-            say()
-
-
-if __name__ == "__main__":
-    run_helper(_answer)
+@functools.cache
+def _corpus(source: str) -> Corpus:
+    return load_corpus(source=source)
