@@ -140,6 +140,8 @@ class Collaboration:
             if move is Move.COMPUTE:
                 break
             changed |= await (self._step(stopped_at) if move is Move.STEP else self._following.catch_up())
+            if changed and state.is_rested(trio.current_time()):
+                break
         if changed or state.coming is None:
             changed |= await self._following.catch_up()
         self._remarks.gathered()

@@ -120,6 +120,7 @@ class Following:
         state, has_moved = self.state, False
         while (brought := self._next) is not None:
             if self.leading is not None and not await self.leading.all_have(state.step, state.chain):
+                self._follower.forget()  # it would keep this peer from fetching a state
                 break
             # With delayed updates: what was averaged beside this batch comes first, before it is forgotten.
             last = state.under_way

@@ -219,6 +219,13 @@ class CollaborationState:
         """True if another micro-batch would end before the step begins, or not further after it than before."""
         return now + self.pace.seconds_for(self.micro_batch) / 2 <= self.ends_at(view)
 
+    def is_rested(self, local_s: float) -> bool:
+        """True if this peer has computed nothing for as long as a micro-batch takes it.
+
+        It computes then, though the others may be too quick for it: it would never learn that it has become quicker.
+        """
+        return local_s - self.since >= self.pace.seconds_for(self.micro_batch)
+
     def latest(self, view: Forecast, now: float) -> float:
         """Swarm time until which a step that should begin is waited for."""
         return max(self.ends_at(view), now) + _LATE_S

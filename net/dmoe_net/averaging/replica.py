@@ -52,6 +52,9 @@ class _Case:
 
     values: dict[int, Any] = field(default_factory=dict)
     is_whole: trio.Event = field(default_factory=trio.Event)
+    asked: int = 0
+    """Other processes that wait for the values of all."""
+    is_answered: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,11 +107,14 @@ class Replica:
         try:
             async with background_nursery() as nursery:
                 nursery.start_soon(self._cancel_when_lost, nursery.cancel_scope)
-                await case.is_whole.wait()
+                await case.is_answered.wait()
         finally:
             self._cases.pop(mark, None)
         if not case.is_whole.is_set():
             raise ReplicaLost(self._why_lost)
+        # A training loop may now stand still until the others do their part of a program: their answers must have left.
+        for contact in self.contacts[1:]:
+            await self.caller.written(contact.peer_id)
         return [case.values[index] for index in range(self.size)]
 
     async def decided(self, mark: str, value: Any = None) -> Any:
@@ -196,6 +202,7 @@ class Replica:
         index = self._index_of(request.peer_id)
         mark = read_request(request, mark=_MARK)[0]
         case = self._case(mark, index, request.body.get("value"))
+        case.asked += 1
         try:
             while not case.is_whole.is_set():
                 if self._lost.is_set():
@@ -203,6 +210,9 @@ class Replica:
                 with trio.move_on_after(0.5):
                     await case.is_whole.wait()
         finally:
+            case.asked -= 1
+            if case.is_whole.is_set() and not case.asked:
+                case.is_answered.set()
             if not case.is_whole.is_set():  # the caller has given up
                 case.values.pop(index, None)
                 if not case.values:

@@ -92,6 +92,12 @@ class Caller(Protocol):
     def moved_bytes(self, peer_id: PeerId) -> int:
         """Sum of `Link.num_moved` over the connections with a peer: while it changes, the peer lives."""
 
+    async def written(self, peer_id: PeerId) -> None:
+        """Wait until all that waits to be sent to a peer has been handed to the network, or no connection is left.
+
+        For a caller whose event loop is about to stand still while the peer needs an answer.
+        """
+
     def is_reached(self, contact: Contact) -> bool:
         """True if the peer answered at its address when that was dialled, and a connection with it is still open. One
         that called us answers on its own connection, whatever it says of its address."""

@@ -158,6 +158,11 @@ class Connection:
         return Address(self.remote.host or self.link.remote_address.host, self.remote.port)
 
     @property
+    def is_written(self) -> bool:
+        """True if nothing waits to be sent, or the connection has ended."""
+        return self.cause is not None or not (self.session.wants_to_write or self._is_sending)
+
+    @property
     def takes_calls(self) -> bool:
         """True if calls can be placed."""
         return self.cause is None and not self.session.is_leaving

@@ -43,6 +43,7 @@ MAX_INCOMING_CONNECTIONS = 512
 """Together they stay below the 1024 descriptors that most systems give a process. At either bound the connection that
 has been idle for longest makes room; its peer dials again when it next needs to."""
 
+_WRITTEN_POLL_S = 0.0005
 _PATIENCE_S = 3.0
 """A dial that its callers gave up sooner says nothing about the address."""
 
@@ -169,6 +170,12 @@ class RpcPeer:
     def moved_bytes(self, peer_id: PeerId) -> int:
         """Bytes that have moved between us and a peer, see `Caller.moved_bytes`."""
         return sum(each.link.num_moved for each in self._connections.all_with(peer_id))
+
+    async def written(self, peer_id: PeerId) -> None:
+        """Wait until nothing is left to be sent to a peer, see `Caller.written`."""
+        await trio.lowlevel.checkpoint()
+        while not all(each.is_written for each in self._connections.all_with(peer_id)):  # noqa: ASYNC110 (short)
+            await trio.sleep(_WRITTEN_POLL_S)
 
     def statistics(self) -> RpcStatistics:
         """A snapshot of the connections and their traffic."""

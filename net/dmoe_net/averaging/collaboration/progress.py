@@ -34,6 +34,8 @@ MAX_SKEW_S = 30.0
 """Seconds by which a report may be later than now: clocks differ."""
 _SMOOTHING = 0.2
 """Weight of a new measurement of `Pace` against all before it (hivemind's is 0.1)."""
+_ACCIDENT = 4.0
+"""Times as fast as before that a measurement must be for those before it to be forgotten."""
 _MAX_AGE_S = 3600.0
 """A sample count is extrapolated over no longer time."""
 
@@ -220,7 +222,8 @@ class Pace:
         """So many samples took so many seconds of computing."""
         if not (samples >= 0 and seconds >= 0):
             raise ValueError(f"samples and seconds must not be negative, got {samples} and {seconds}")
-        keep = 1 - _SMOOTHING if self._seconds else 0.0
+        # What was much slower had an accident, such as compiling, that says nothing of the next.
+        keep = 1 - _SMOOTHING if self._seconds and self.seconds_for(samples) <= _ACCIDENT * seconds else 0.0
         # Sums, not a mean of rates: two micro-batches of other sizes count by the time that they took.
         self._samples = keep * self._samples + (1 - keep) * samples
         self._seconds = keep * self._seconds + (1 - keep) * max(seconds, 1e-9)

@@ -135,6 +135,10 @@ class StepFollower:
         self._found = {key: each for key, each in self._found.items() if key[0] > step}
         return self._found.get((step + 1, chain))
 
+    def forget(self) -> None:
+        """Drop what has come: it cannot be used."""
+        self._found.clear()
+
     async def _fetch_news(self, donor: Contact) -> None:
         reply = await self.caller.call(donor, self._listing, {"after": self._after}, timeout_s=_TIMEOUT_S)
         for row in rows(MAX_KEPT).of_untrusted(reply.body, "steps"):
