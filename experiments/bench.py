@@ -1,20 +1,18 @@
 """Parts that all experiments share: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
 
 An experiment has `settings.py`, a subclass of `Settings` that imports no JAX, so that `--help` and a wrong flag are
-answered at once; `measurement.py`, an `Experiment`; and `__main__.py`, which hands both to `run_experiment`. `measure`
-writes records into the run folder and `summarise` reads them again: a run that is interrupted, or fails half way, still
-leaves a report of what it has.
+answered at once; `measurement.py`, an `Experiment`; and `__main__.py`, which calls `run_experiment`. `measure` writes
+records into the run folder and `summarise` reads them again: a run that is interrupted, or fails half way, still leaves
+a report of what it has.
 """
 
 import importlib.util
-import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -29,7 +27,7 @@ from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file, wr
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
 from dmoe_jax.training.prepared_run import check_code, saved_settings
-from experiments.exits import ending_of, one_line_errors, run_until_signal
+from experiments.exits import ending_of, one_line_errors
 from experiments.results import Result, result_table, write_result
 
 if TYPE_CHECKING:
@@ -166,10 +164,9 @@ def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
 class Experiment(Generic[S]):
     """One experiment: how it measures, and what its records amount to."""
 
-    measure: Callable[[Run[S]], None] | Callable[[Run[S]], Coroutine[Any, Any, None]]
-    """Measures and logs records. A coroutine function runs under trio and is cancelled by the first Ctrl-C or SIGTERM;
-    a plain function gets a KeyboardInterrupt. Either ends the processes that it started. A mistake of the user's is a
-    `UsageError`."""
+    measure: Callable[[Run[S]], None]
+    """Measures and logs records. Ctrl-C and SIGTERM raise KeyboardInterrupt in it; it ends the processes that it
+    started. A mistake of the user's is a `UsageError`."""
     summarise: Callable[[Run[S]], Result | None]
     """Computes the results from the run's records. It must cope with a run that ended early, and returns None where
     there is too little for a report."""
@@ -192,9 +189,9 @@ class Experiment(Generic[S]):
 @standard_streams()
 def run_experiment(
     settings_class: type[S],
-    experiment: Experiment[S] | str,
+    experiment: Experiment[S] | None = None,
     *,
-    name: str,
+    name: str = "",
     uses_jax: bool = True,
     args: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -204,8 +201,9 @@ def run_experiment(
     expects, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result and no error.
 
     Args:
-      experiment: the experiment, or "module:attribute" where it is found once the command line has been read.
-      name: of the experiment; also begins its messages and the names of its run folders.
+      experiment: the experiment. None: EXPERIMENT of `experiments.NAME.measurement`, imported once the command line has
+        been read.
+      name: of the experiment; also begins its messages and the names of its run folders. Empty: its package's name.
       uses_jax: True to set JAX up (compilation cache, memory) before the experiment is imported.
       args: the command line; None for this process's.
 
@@ -215,6 +213,7 @@ def run_experiment(
     Raises:
       SystemExit: in each of the cases above. Bugs are raised as they are.
     """
+    name = name or settings_class.__module__.split(".")[1]
     prog = f"python -m experiments.{name}"
     words = sys.argv[1:] if args is None else args
     settings = parse_command_line(settings_class, prog=prog, args=words)
@@ -222,9 +221,8 @@ def run_experiment(
         settings = _resumed(settings, words, prog)
         if uses_jax:
             set_up_jax()
-        if isinstance(experiment, str):
-            module, _, attribute = experiment.partition(":")
-            experiment = cast(Experiment[S], getattr(importlib.import_module(module), attribute))
+        if experiment is None:
+            experiment = cast(Experiment[S], importlib.import_module(f"experiments.{name}.measurement").EXPERIMENT)
         with mistakes_in_one_line():
             if experiment.check is not None:
                 experiment.check(settings)
@@ -236,10 +234,7 @@ def run_experiment(
         with mistakes_in_one_line():
             held.enter_context(hold_folder(folder.path, "run"))
         try:
-            if inspect.iscoroutinefunction(experiment.measure):
-                run_until_signal(partial(experiment.measure, run), prog=name)
-            else:
-                experiment.measure(run)
+            experiment.measure(run)
         except BaseException as error:
             if (ending := ending_of(error, **errors)) is not None:
                 run.log("event", name="ended_early", detail=ending.message)

@@ -5,8 +5,6 @@ from typing import ClassVar
 
 from experiments.transformer_xl.settings import TrainingSettings
 
-NAME = "compare_routers"
-
 QUICK_ROUTERS = ("product_key", "balanced", "switch", "uniform_random")
 """One that learns and is additive, the same with a balancing bias, one with a balancing loss, and the bar: one that
 knows nothing."""

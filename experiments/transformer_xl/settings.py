@@ -7,8 +7,6 @@ from typing import ClassVar, Literal
 from dmoe_jax.layer_config import Route
 from experiments.bench import Settings, SweepSettings
 
-NAME = "transformer_xl"
-
 Model = Literal["dmoe", "small", "base"]
 """A mixture, the dense model of its experts' size, and the dense model of its FLOPs."""
 
