@@ -174,9 +174,8 @@ def summarise(run: Run[CollaborativeSettings]) -> Result | None:
     )
 
 
-def draw(run: Run[CollaborativeSettings], result: Result) -> Figure | None:
+def draw(run: Run[CollaborativeSettings], _: Result) -> Figure | None:
     """Draw ALBERT's loss over virtual time, of the swarms and the baselines."""
-    del result
     swarms = [swarm for swarm in run.records("albert_swarm") if swarm["seed"] == run.settings.seed]
     if not swarms:
         return None

@@ -166,9 +166,8 @@ def summarise(run: Run[RoutingSettings]) -> Result | None:
     )
 
 
-def draw(run: Run[RoutingSettings], result: Result) -> Figure:
+def draw(run: Run[RoutingSettings], _: Result) -> Figure:
     """Draw the slow node's share."""
-    del result
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     _draw_shares(figure.subplots(), _measured(run))
     return figure

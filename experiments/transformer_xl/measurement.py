@@ -168,11 +168,7 @@ def _told(found: Mapping[float, float | None]) -> str:
 
 def _with_interval(values: Collection[float]) -> str | None:
     """The mean with its interval; None for no values."""
-    if not values:
-        return None
-    interval = t_interval([*values])
-    ends = "" if interval.ends is None else " ({} to {})".format(*map(format_value, interval.ends))
-    return format_value(interval.mean) + ends
+    return str(t_interval([*values])) if values else None
 
 
 def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:
