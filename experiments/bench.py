@@ -12,9 +12,9 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from rich.console import Console
 
@@ -26,7 +26,7 @@ from dmoe_jax.runs.flags import as_words, flags_of, words_of
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file, write_runs
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
-from dmoe_jax.training.prepared_run import check_code, saved_settings
+from dmoe_jax.training.prepared_run import check_code, prepare_run, saved_settings
 from experiments.exits import ending_of, one_line_errors
 from experiments.results import Result, result_table, write_result
 
@@ -79,6 +79,9 @@ class Settings(UnseededSettings):
 class ResumableSettings(UnseededSettings):
     """The flags of every experiment that can go on where it was interrupted."""
 
+    may_differ: ClassVar[tuple[str, ...] | None] = None
+    """Flags that a resumed run may change; None: all."""
+
     resume: bool = False
     """Go on with the run in --out: what is finished stays, what was interrupted goes on from its last checkpoint."""
 
@@ -125,6 +128,9 @@ class SweepSettings(ResumableSettings):
 _PACKAGES = {"here": "experiments", "slurm": "submitit", "dask": "distributed", "ray": "ray"}
 """Engine of `experiments.engines` -> what it needs."""
 
+FACTORS = tuple(2.0**power for power in range(-5, 3))
+"""1/32 to 4 times the step sizes of a preset or a problem, which every search tries for each side."""
+
 S = TypeVar("S", bound=UnseededSettings)
 
 
@@ -152,8 +158,13 @@ class Run(Generic[S]):
         return [record for record in self.folder.metrics() if record["kind"] == kind]
 
 
-def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
-    """Make a new run folder, or open the one to go on with if the settings say `resume`."""
+def _open_folder(settings: UnseededSettings, name: str) -> RunFolder:
+    """Make a new run folder, or open the one to go on with if the settings say `resume`. Raises ValueError, OSError."""
+    if isinstance(settings, ResumableSettings) and settings.may_differ is not None:
+        fields = {"experiment": name, **asdict(settings)}
+        decisive = {key: value for key, value in fields.items() if key not in ("out", "resume", "json")}
+        options: dict[str, Any] = {"resume": settings.resume, "may_differ": settings.may_differ}
+        return prepare_run(settings.out, decisive, name=name, **options).begin()
     resume = isinstance(settings, ResumableSettings) and settings.resume
     if settings.out is not None:
         check_not_held(settings.out, "run")
@@ -176,8 +187,6 @@ class Experiment(Generic[S]):
     """Description of the figure for readers who cannot see it."""
     check: Callable[[S], object] | None = None
     """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
-    open_folder: Callable[[S, str], RunFolder] = _create_folder
-    """Opens the run folder, from the settings and the experiment's name. A ValueError or OSError becomes one line."""
     write_report: Callable[[Run[S], Result], object] | None = None
     """Writes report.md; None: `results.write_result` does."""
     expected: tuple[type[Exception], ...] = ()
@@ -226,7 +235,7 @@ def run_experiment(
         with mistakes_in_one_line():
             if experiment.check is not None:
                 experiment.check(settings)
-            folder = experiment.open_folder(settings, name)
+            folder = _open_folder(settings, name)
     run = Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
     errors: dict[str, Any] = {"expected": experiment.expected, "causes": experiment.causes}
     hint = "; --resume goes on" if isinstance(settings, ResumableSettings) else ""

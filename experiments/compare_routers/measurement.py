@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from dmoe_jax.routing import ROUTERS, RouterError
 from dmoe_jax.runs.figure import Metrics
 from dmoe_jax.training.prepared_run import finished_headline
-from experiments.bench import Experiment, Run
+from experiments.bench import FACTORS, Experiment, Run
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, ranking_table, sentences
 from experiments.compare_routers.settings import (
     QUICK_EVAL_TOKENS,
@@ -28,8 +28,8 @@ from experiments.run_summary import summarise_run
 from experiments.transformer_xl.presets import sized_preset
 from experiments.transformer_xl.settings import MAX_SEEDS, TrainingSettings, TransformerXLSettings
 from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
-from experiments.transformer_xl.training import checked_router, open_corpus, open_folder
-from experiments.transformer_xl.trainings import SEARCHED, Training, best_factors, search_results
+from experiments.transformer_xl.training import checked_router, open_corpus
+from experiments.transformer_xl.trainings import Training, best_factors, search_results
 
 Finished = dict[str, dict[int, Metrics]]
 """Router -> seed -> metrics of a run that was trained to its end."""
@@ -82,7 +82,7 @@ def _trainings(run: Run[CompareRoutersSettings], out: Path, seeds: Sequence[int]
 def _search_trainings(run: Run[CompareRoutersSettings]) -> dict[tuple[str, float], Training]:
     """(router, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
     found: dict[tuple[str, float], Training] = {}
-    for factor in SEARCHED:
+    for factor in FACTORS:
         out = run.folder.path / "search" / f"x{factor:g}"
         for each in _trainings(run, out, [MAX_SEEDS], dict.fromkeys(run.records("routers")[-1]["routers"], factor)):
             steps = min(each.settings.steps or SEARCH_STEPS, SEARCH_STEPS)
@@ -175,5 +175,4 @@ EXPERIMENT = Experiment[CompareRoutersSettings](
     draw=draw,
     figure_text=FIGURE_TEXT,
     check=load_routers,
-    open_folder=open_folder,
 )

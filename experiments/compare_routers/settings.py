@@ -21,7 +21,7 @@ WITH_LOSS = "product_key+balance"
 class CompareRoutersSettings(TrainingSettings):
     """Train the same mixture with one router after the other, on several seeds each, and put them side by side."""
 
-    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "on", "jobs")
+    may_differ: ClassVar = ("routers", "seeds", "on", "jobs")
 
     routers: tuple[str, ...] = ()
     """Registered names, any of them with +balanced or +balance behind it, or your own: my_file.py:my_router. Default:

@@ -18,7 +18,7 @@ from dmoe_jax.data import DataError
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, streaming_diloco
 from dmoe_jax.runs.style import FAINT, GREY, dress
 from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, sparse_nbytes
-from experiments.bench import Experiment, Run
+from experiments.bench import FACTORS, Experiment, Run
 from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.intervals import t_interval
 from experiments.less_traffic.settings import EVERY, LessTrafficSettings, MethodName
@@ -26,7 +26,6 @@ from experiments.moshpit_averaging.measurement import random_groups_round
 from experiments.moshpit_sgd.tasks import Task, make_task
 from experiments.panels import SERIES
 from experiments.results import Bar, Result, finals_of
-from experiments.step_sizes import FACTORS
 
 AXIS = "peers"
 FLOAT32 = 4

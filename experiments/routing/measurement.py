@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax import CallStatistics, Router, product_key
@@ -137,11 +136,13 @@ def _figures(found: Shares) -> dict[str, Any]:
     return figures
 
 
-def _draw_shares(axes: Axes, found: Shares) -> None:
-    """Draw the share over the updates, a line for each seed."""
+def draw(run: Run[RoutingSettings], _: Result) -> Figure:
+    """Draw the slow node's share over the updates, a line for each seed."""
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    axes = figure.subplots()
     axes.axvspan(SCENE.slow_from, SCENE.slow_until, color=KILLED, alpha=0.1, linewidth=0)
     axes.axhline(1.0, color=GREY, linewidth=0.8)
-    for (name, shares), colour in zip(sorted(found.items()), (TRAIN, VALID), strict=False):
+    for (name, shares), colour in zip(sorted(_measured(run).items()), (TRAIN, VALID), strict=False):
         ends = SCENE.window * (1 + np.arange(shares.shape[1]))
         for number, line in enumerate(shares):
             axes.plot(ends, line, color=colour, linewidth=1.3, label=None if number else name)
@@ -149,6 +150,7 @@ def _draw_shares(axes: Axes, found: Shares) -> None:
     axes.set_ylabel("calls, over the mean of the other nodes", fontsize=9, color=GREY)
     axes.legend(frameon=False, fontsize=8)
     dress(axes, f"Calls to a node {SLOWDOWN:g} times slower in the shaded part", "updates of the trunk")
+    return figure
 
 
 def summarise(run: Run[RoutingSettings]) -> Result | None:
@@ -164,13 +166,6 @@ def summarise(run: Run[RoutingSettings]) -> Result | None:
         runs=finals_of(runs, "router"),
         bars=BARS,
     )
-
-
-def draw(run: Run[RoutingSettings], _: Result) -> Figure:
-    """Draw the slow node's share."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    _draw_shares(figure.subplots(), _measured(run))
-    return figure
 
 
 EXPERIMENT = Experiment[RoutingSettings](

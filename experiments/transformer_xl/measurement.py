@@ -17,7 +17,7 @@ from experiments.transformer_xl.flops import equal_flops, forward_flops
 from experiments.transformer_xl.presets import chosen_preset, model_config, sized_preset
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
-from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
+from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus
 
 
 def check(settings: TransformerXLSettings) -> None:
@@ -183,6 +183,5 @@ EXPERIMENT = Experiment[TransformerXLSettings](
     draw=draw,
     figure_text=FIGURE_TEXT,
     check=check,
-    open_folder=open_folder,
     expected=FAILURES,
 )

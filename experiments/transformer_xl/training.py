@@ -1,6 +1,5 @@
 """A model of the experiment in its own run folder: from the settings to the engine, the plan, and the run."""
 
-import dataclasses
 import math
 import os
 import shlex
@@ -57,18 +56,6 @@ def checked_router(spec: str, config: TransformerXLConfig, route: Route = "seque
     router = make_router(spec, config.grid_size)
     check_router(router, config.grid_size, config.d_model, in_order=route == "token")
     return router
-
-
-def open_folder(settings: TrainingSettings, name: str) -> RunFolder:
-    """Open the folder of all models.
-
-    Raises:
-      ValueError, OSError: as of `prepare_run`.
-    """
-    fields = dataclasses.asdict(settings)
-    fields = {"experiment": name} | {key: fields[key] for key in fields if key not in ("out", "resume", "json")}
-    may_differ = settings.may_differ
-    return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=may_differ).begin()
 
 
 def open_corpus(run: Run[Any]) -> Corpus:
@@ -165,7 +152,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         if run.headline is not None:
             return
         progress = TrainingProgress(plan.steps)
-        progress.say(f"{setup.title}: {plan.steps} updates, {setup.where}")
+        progress.say(f"{setup.name or setup.preset.model}: {plan.steps} updates, {setup.where}")
         engine = BestValidation(make_engine(setup))
     facts |= {} if setup.router is None else {"router": setup.router.name}
     facts["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.params()))

@@ -63,7 +63,7 @@ class Trainings:
             folder.log("event", name="failed", detail="scores are NaN; at step 1")
             folder.log("headline", complete=False)
             raise error
-        perplexity = 100.0 * len(setup.title) + 10 * setup.seed
+        perplexity = 100.0 * len(setup.name) + 10 * setup.seed
         folder.log("eval", step=1, split="valid", perplexity=perplexity, items_seen=10)
         folder.log("eval", step=1, split="test", perplexity=perplexity + 1, items_seen=10)
         folder.log("headline", validation_perplexity=perplexity, complete=True)
