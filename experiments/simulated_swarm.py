@@ -47,8 +47,7 @@ async def start_simulated_nodes(
       faults: what goes wrong with their calls; perhaps by host.
       through: what a node serves through, made of its peer's caller.
 
-    Returns:
-      where to join, once all of them serve.
+    Returns: where to join, once all of them serve.
     """
     if not 1 <= num_nodes <= len(backends):
         raise ValueError(f"num_nodes must be from 1 to the {len(backends)} experts, got {num_nodes}")

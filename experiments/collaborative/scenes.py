@@ -71,9 +71,7 @@ def play(
 
     Args:
       body: what happens, while the machines train.
-      target: samples of a step.
       latency_s: one way, between every two hosts.
-      lines: of every host, or a function of its name.
       problem: what is trained; None: the regression.
       all_reduce: chunks and windows of vectors.
       of_world: arguments of `World`; by default it keeps no parameters.
@@ -176,12 +174,7 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
 def play_swarm(
     specs: Sequence[PeerSpec], *, virtual_s: float, failure_every_s: float = math.inf, seed: int, **how: Any
 ) -> Played:
-    """Let machines train for so long; one fails now and then, half of the times silently.
-
-    Args:
-      failure_every_s: mean time between two failures; infinite: none.
-      how: as of `play`.
-    """
+    """Let machines train for so long; one fails so often in the mean, half of the times silently. Others as of `play`."""
 
     async def body(world: World, played: Played) -> None:
         async def failures() -> None:

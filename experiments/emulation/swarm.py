@@ -67,9 +67,7 @@ async def train_in_scenery(
     """Train a swarm under `dmoe_net.transport.sim.run`; each trainer is a host of its own but for the trunk.
 
     Args:
-      problem: the model and its batches. emulator: its optimisers and number of trainers.
-      num_updates: of the trunk.
-      seed: of parameters, dropout and choices.
+      emulator: has the optimisers and number of trainers.
       note: hears of each update; and of what every trainer has counted, in the order in which they came.
 
     Returns: the trunk, and the experts by uid.
@@ -140,10 +138,8 @@ def train_swarm(
     """Train a swarm in the setting of an emulator: each expert call is computed a while after it was placed, or never.
 
     Args:
-      problem, emulator, num_updates: as of `train_in_scenery`.
       delay_s: mean of the exponential delay of each expert call, virtual seconds.
       failure_rate: share of calls that are never computed.
-      seed: of parameters, dropout, delays and failures.
       record: note the order of events; a node then serves an expert one request after the other.
     """
     layers = emulator.stages.layers

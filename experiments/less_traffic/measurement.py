@@ -113,14 +113,7 @@ class Method:
 def make_method(
     name: MethodName, inner: optax.GradientTransformation, *, sizes: tuple[int, ...], peers: int, every: int = EVERY
 ) -> Method:
-    """The method.
-
-    Args:
-      inner: of each peer.
-      sizes: numbers in each of the model's arrays.
-      peers: how many there are.
-      every: steps between two outer steps.
-    """
+    """The method of this name around the optimiser of each peer, for arrays of so many numbers."""
     size = sum(sizes)
     vector = (size * FLOAT32, all_reduce_nbytes(size, peers))
     whole: dict[str, Any] = {"payload_nbytes": vector[0], "sent_nbytes": vector[1]}

@@ -32,7 +32,7 @@ class TrainingSettings(SweepSettings):
     """Updates of each model in a quick run."""
     quick_eval_tokens: ClassVar[int] = 8192
     """Words of each evaluation of a quick run, the last ones too."""
-    may_differ: ClassVar = ()  # each model compares the settings that matter to it
+    may_differ: ClassVar[tuple[str, ...]] = ()  # each model compares the settings that matter to it
 
     size: Size = "tiny"
     """tiny: minutes on two cores for each model. full: the paper's size, for a large GPU."""
