@@ -174,7 +174,12 @@ def play_equal(*, steps: int, seed: int) -> tuple[Comparison, Played]:
 def play_swarm(
     specs: Sequence[PeerSpec], *, virtual_s: float, failure_every_s: float = math.inf, seed: int, **how: Any
 ) -> Played:
-    """Let machines train for so long; one fails so often in the mean, half of the times silently. Others as of `play`."""
+    """Let machines train for so long; one fails now and then, half of the times silently.
+
+    Args:
+      failure_every_s: mean time between two failures; infinite: none.
+      how: as of `play`.
+    """
 
     async def body(world: World, played: Played) -> None:
         async def failures() -> None:

@@ -47,7 +47,7 @@ _TIMED = Trial(
 
 
 def measure(run: Run[EmulationSettings]) -> None:
-    """Log a record `difference` for each model and seed, and the rounds of the timings."""
+    """Log a record `difference` for each model and seed, and the rounds of the timings. Raises HelperFailed."""
     settings, is_whole = run.settings, not run.settings.quick
     for dtype in ("float64", "float32"):
         with jax.enable_x64(dtype == "float64"):

@@ -68,6 +68,7 @@ async def train_in_scenery(
 
     Args:
       emulator: has the optimisers and number of trainers.
+      seed: of parameters, dropout and choices.
       note: hears of each update; and of what every trainer has counted, in the order in which they came.
 
     Returns: the trunk, and the experts by uid.
@@ -140,6 +141,7 @@ def train_swarm(
     Args:
       delay_s: mean of the exponential delay of each expert call, virtual seconds.
       failure_rate: share of calls that are never computed.
+      seed: of parameters, dropout, delays and failures.
       record: note the order of events; a node then serves an expert one request after the other.
     """
     layers = emulator.stages.layers

@@ -27,7 +27,7 @@ from experiments.moshpit_sgd.tasks import Task
 
 
 class PeerLearner:
-    """The peers of one swarm. They begin with the same parameters; stretches have `local_steps`."""
+    """The peers of one swarm. They begin with the same parameters, of the seed, as batches are."""
 
     def __init__(self, task: Task, *, num_peers: int, local_steps: int, seed: int) -> None:
         params = task.init(jax.random.key(seed))
@@ -87,7 +87,7 @@ class Method(Protocol):
 
 
 class Swarm:
-    """The peers. They begin with `start`. Tasks of theirs and of the method are the nursery's."""
+    """The peers. They begin with `start`, in the nursery, as the method does. Speeds and absences are of the seed."""
 
     def __init__(
         self, times: TimeModel, learner: PeerLearner, nursery: trio.Nursery, *, num_peers: int, seed: int

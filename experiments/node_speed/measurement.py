@@ -116,7 +116,7 @@ def take_slice(
 
 @contextmanager
 def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
-    """Start a node that serves a case, and then its callers; `seed` is of all that is drawn."""
+    """Start a node that serves a case, and then its callers; `seed` is of all that is drawn. Raises HelperFailed."""
     own = {"case": asdict(case), "seed": seed}
     with open_helpers("experiments.node_speed.node", [own]) as (node,):
         own |= {"contact": node.hello["contact"], "callers": case.callers // _PROCESSES}
@@ -127,7 +127,7 @@ def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
 
 @contextmanager
 def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[HelperProcess]:
-    """Start hivemind's server and callers, by an interpreter that has hivemind; for `take_slice`."""
+    """Start hivemind's server and callers, by an interpreter that has it; for `take_slice`. Raises HelperFailed."""
     with tempfile.TemporaryDirectory(prefix="hv") as sockets:  # a short name: those of sockets may have 107 characters
         settings = {"case": asdict(case), "seed": seed, "sockets": sockets}
         with open_helpers("experiments.node_speed.hivemind_side", [settings], python=python) as (side,):
@@ -211,7 +211,7 @@ def node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantiti
 
 
 def measure_route(run: Run[SpeedSettings], route: str) -> None:
-    """Rounds of the jitted program, and of swarms with one trainer and with four."""
+    """Rounds of the jitted program, and of swarms with one trainer and with four. Raises HelperFailed."""
     steps, seed = 120 if run.settings.quick else 400, run.settings.seed
     run.say(f"demonstration, where each {route} chooses: starting")
     common = {"route": route, "router": ROUTERS[route], "seed": seed}

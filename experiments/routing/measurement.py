@@ -125,17 +125,6 @@ def _part_shares(shares: np.ndarray) -> dict[str, np.ndarray]:
     return {name: shares[..., windows].mean(axis=-1) for name, windows in parts.items()}
 
 
-def _figures(found: Shares) -> dict[str, Any]:
-    """The shares of the parts, of the balanced router under their bare names."""
-    figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
-    for name, shares in found.items():
-        suffix = "" if name == BALANCED else f"_{name}"
-        for part, means in _part_shares(shares).items():
-            key = f"{part}{suffix}"
-            figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
-    return figures
-
-
 def draw(run: Run[RoutingSettings], _: Result) -> Figure:
     """Draw the slow node's share over the updates, a line for each seed."""
     figure = Figure(figsize=(10, 3.4), layout="constrained")
@@ -154,15 +143,21 @@ def draw(run: Run[RoutingSettings], _: Result) -> Figure:
 
 
 def summarise(run: Run[RoutingSettings]) -> Result | None:
-    """Return the shares of the balanced router, and of the plain one; None before there are any."""
-    if not (shares := _measured(run)):
+    """Return the shares of the balanced router, under their bare names, and of the plain one; None before any."""
+    if not (found := _measured(run)):
         return None
+    figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
+    for name, shares in found.items():
+        suffix = "" if name == BALANCED else f"_{name}"
+        for part, means in _part_shares(shares).items():
+            key = f"{part}{suffix}"
+            figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
     runs = ({**record, **_part_shares(np.array(record["shares"]))} for record in run.records("slow_node"))
     return Result(
         title="What balance does",
         summary=f"Calls to a node that is {SLOWDOWN:g} times slower from update {SCENE.slow_from} to "
         f"{SCENE.slow_until}, over those of the mean of the others.",
-        figures=_figures(shares),
+        figures=figures,
         runs=finals_of(runs, "router"),
         bars=BARS,
     )

@@ -269,7 +269,7 @@ def measure_tokens(run_: Run[WanSettings]) -> None:
 
 
 def traffic_of(method: str, *, num_params: int, batch: int, seed: int) -> tuple[float, float]:
-    """Let eight machines train, and count from one average to a later one.
+    """Let eight machines train, and count from one average to a later one; `batch` is of all together, in tokens.
 
     Returns: bytes that were delivered to all hosts together, frames with their headers, whatever they are for; tokens
       that all machines trained meanwhile.
