@@ -1,22 +1,20 @@
 """Parts that all experiments share: settings, a run folder, bars, figure, report, a JSON line and exit statuses.
 
 An experiment has `settings.py`, a subclass of `Settings` that imports no JAX, so that `--help` and a wrong flag are
-answered at once; `measurement.py`, an `Experiment`; and `__main__.py`, which hands both to `run_experiment`. `measure`
-writes records into the run folder and `summarise` reads them again: a run that is interrupted, or fails half way, still
-leaves a report of what it has.
+answered at once; `measurement.py`, an `Experiment`; and `__main__.py`, which calls `run_experiment`. `measure` writes
+records into the run folder and `summarise` reads them again: a run that is interrupted, or fails half way, still leaves
+a report of what it has.
 """
 
 import importlib.util
-import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from rich.console import Console
 
@@ -28,8 +26,8 @@ from dmoe_jax.runs.flags import as_words, flags_of, words_of
 from dmoe_jax.runs.run_folder import FIGURE, RunFolder, plain, replaced_file, write_runs
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import standard_streams
-from dmoe_jax.training.prepared_run import check_code, saved_settings
-from experiments.exits import ending_of, one_line_errors, run_until_signal
+from dmoe_jax.training.prepared_run import check_code, prepare_run, saved_settings
+from experiments.exits import ending_of, one_line_errors
 from experiments.results import Result, result_table, write_result
 
 if TYPE_CHECKING:
@@ -81,6 +79,9 @@ class Settings(UnseededSettings):
 class ResumableSettings(UnseededSettings):
     """The flags of every experiment that can go on where it was interrupted."""
 
+    may_differ: ClassVar[tuple[str, ...] | None] = None
+    """Flags that a resumed run may change; None: all."""
+
     resume: bool = False
     """Go on with the run in --out: what is finished stays, what was interrupted goes on from its last checkpoint."""
 
@@ -127,6 +128,9 @@ class SweepSettings(ResumableSettings):
 _PACKAGES = {"here": "experiments", "slurm": "submitit", "dask": "distributed", "ray": "ray"}
 """Engine of `experiments.engines` -> what it needs."""
 
+FACTORS = tuple(2.0**power for power in range(-5, 3))
+"""1/32 to 4 times the step sizes of a preset or a problem, which every search tries for each side."""
+
 S = TypeVar("S", bound=UnseededSettings)
 
 
@@ -154,8 +158,13 @@ class Run(Generic[S]):
         return [record for record in self.folder.metrics() if record["kind"] == kind]
 
 
-def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
-    """Make a new run folder, or open the one to go on with if the settings say `resume`."""
+def _open_folder(settings: UnseededSettings, name: str) -> RunFolder:
+    """Make a new run folder, or open the one to go on with if the settings say `resume`. Raises ValueError, OSError."""
+    if isinstance(settings, ResumableSettings) and settings.may_differ is not None:
+        fields = {"experiment": name, **asdict(settings)}
+        decisive = {key: value for key, value in fields.items() if key not in ("out", "resume", "json")}
+        options: dict[str, Any] = {"resume": settings.resume, "may_differ": settings.may_differ}
+        return prepare_run(settings.out, decisive, name=name, **options).begin()
     resume = isinstance(settings, ResumableSettings) and settings.resume
     if settings.out is not None:
         check_not_held(settings.out, "run")
@@ -166,10 +175,9 @@ def _create_folder(settings: UnseededSettings, name: str) -> RunFolder:
 class Experiment(Generic[S]):
     """One experiment: how it measures, and what its records amount to."""
 
-    measure: Callable[[Run[S]], None] | Callable[[Run[S]], Coroutine[Any, Any, None]]
-    """Measures and logs records. A coroutine function runs under trio and is cancelled by the first Ctrl-C or SIGTERM;
-    a plain function gets a KeyboardInterrupt. Either ends the processes that it started. A mistake of the user's is a
-    `UsageError`."""
+    measure: Callable[[Run[S]], None]
+    """Measures and logs records. Ctrl-C and SIGTERM raise KeyboardInterrupt in it; it ends the processes that it
+    started. A mistake of the user's is a `UsageError`."""
     summarise: Callable[[Run[S]], Result | None]
     """Computes the results from the run's records. It must cope with a run that ended early, and returns None where
     there is too little for a report."""
@@ -179,8 +187,6 @@ class Experiment(Generic[S]):
     """Description of the figure for readers who cannot see it."""
     check: Callable[[S], object] | None = None
     """Tries the settings before anything is written; a ValueError or OSError becomes one line."""
-    open_folder: Callable[[S, str], RunFolder] = _create_folder
-    """Opens the run folder, from the settings and the experiment's name. A ValueError or OSError becomes one line."""
     write_report: Callable[[Run[S], Result], object] | None = None
     """Writes report.md; None: `results.write_result` does."""
     expected: tuple[type[Exception], ...] = ()
@@ -192,9 +198,9 @@ class Experiment(Generic[S]):
 @standard_streams()
 def run_experiment(
     settings_class: type[S],
-    experiment: Experiment[S] | str,
+    experiment: Experiment[S] | None = None,
     *,
-    name: str,
+    name: str = "",
     uses_jax: bool = True,
     args: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -204,8 +210,9 @@ def run_experiment(
     expects, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result and no error.
 
     Args:
-      experiment: the experiment, or "module:attribute" where it is found once the command line has been read.
-      name: of the experiment; also begins its messages and the names of its run folders.
+      experiment: the experiment. None: EXPERIMENT of `experiments.NAME.measurement`, imported once the command line has
+        been read.
+      name: of the experiment; also begins its messages and the names of its run folders. Empty: its package's name.
       uses_jax: True to set JAX up (compilation cache, memory) before the experiment is imported.
       args: the command line; None for this process's.
 
@@ -215,6 +222,7 @@ def run_experiment(
     Raises:
       SystemExit: in each of the cases above. Bugs are raised as they are.
     """
+    name = name or settings_class.__module__.split(".")[1]
     prog = f"python -m experiments.{name}"
     words = sys.argv[1:] if args is None else args
     settings = parse_command_line(settings_class, prog=prog, args=words)
@@ -222,13 +230,12 @@ def run_experiment(
         settings = _resumed(settings, words, prog)
         if uses_jax:
             set_up_jax()
-        if isinstance(experiment, str):
-            module, _, attribute = experiment.partition(":")
-            experiment = cast(Experiment[S], getattr(importlib.import_module(module), attribute))
+        if experiment is None:
+            experiment = cast(Experiment[S], importlib.import_module(f"experiments.{name}.measurement").EXPERIMENT)
         with mistakes_in_one_line():
             if experiment.check is not None:
                 experiment.check(settings)
-            folder = experiment.open_folder(settings, name)
+            folder = _open_folder(settings, name)
     run = Run(settings=settings, folder=folder, console=Console(stderr=settings.json))
     errors: dict[str, Any] = {"expected": experiment.expected, "causes": experiment.causes}
     hint = "; --resume goes on" if isinstance(settings, ResumableSettings) else ""
@@ -236,10 +243,7 @@ def run_experiment(
         with mistakes_in_one_line():
             held.enter_context(hold_folder(folder.path, "run"))
         try:
-            if inspect.iscoroutinefunction(experiment.measure):
-                run_until_signal(partial(experiment.measure, run), prog=name)
-            else:
-                experiment.measure(run)
+            experiment.measure(run)
         except BaseException as error:
             if (ending := ending_of(error, **errors)) is not None:
                 run.log("event", name="ended_early", detail=ending.message)

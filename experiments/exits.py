@@ -2,11 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
-
-import trio
 
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, ending_signals, one_line
 
@@ -67,29 +65,3 @@ def one_line_errors(prog: str, *, expected: Errors = (), causes: Errors = (), hi
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def run_until_signal(main: Callable[[], Awaitable[None]], *, prog: str) -> None:
-    """Run an async function under trio until it is done, or until SIGINT or SIGTERM cancels it.
-
-    A second signal while it winds up interrupts it at once.
-
-    Raises:
-      BaseExceptionGroup: with a KeyboardInterrupt, if a signal came.
-    """
-
-    async def interrupt_on_signal(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        with trio.open_signal_receiver(*ending_signals()) as signals:
-            task_status.started()
-            async for _ in signals:
-                break
-        print(f"{prog}: interrupted, ending what was started", file=sys.stderr)
-        raise KeyboardInterrupt
-
-    async def run() -> None:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(interrupt_on_signal)
-            await main()
-            nursery.cancel_scope.cancel()
-
-    trio.run(run)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
+from dmoe_jax.runs.report import format_value
+
 
 class Interval(NamedTuple):
     """The mean of so many values, and the ends of its 95 % interval; None for a single value, of unknown spread."""
@@ -19,6 +21,10 @@ class Interval(NamedTuple):
     def ends(self) -> tuple[float, float] | None:
         """The interval."""
         return None if self.low is None or self.high is None else (self.low, self.high)
+
+    def __str__(self) -> str:
+        ends = "" if self.ends is None else " ({} to {})".format(*map(format_value, self.ends))
+        return format_value(self.mean) + ends
 
     @property
     def p_value(self) -> float:

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dmoe_jax.runs.figure import Metrics, columns, new_calls
-from dmoe_jax.runs.style import natural_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,52 +31,31 @@ class RunSummary:
 
 def summarise_run(metrics: Metrics) -> RunSummary:
     """The figures of a run, whole or not, from its records in the kinds listed in `dmoe_jax.runs`."""
-    lines = balance_lines(metrics)
+    balances = last_balances(metrics)
     _, ok, failed = new_calls(metrics)
     calls = float(ok.sum() + failed.sum())
     (times,) = columns(metrics, "train", "time_s")
     return RunSummary(
         perplexity=_last_perplexity(metrics, "valid"),
         test_perplexity=_last_perplexity(metrics, "test"),
-        final_load_entropy=mean(lines.entropy[:, -1:]),
-        final_dead_experts=float(lines.dead) if lines.layers else None,
+        final_load_entropy=mean(
+            np.array([record.get("entropy") for record in balances], np.float64)
+        ),  # None becomes NaN
+        final_dead_experts=float(sum(record.get("dead") or 0 for record in balances)) if balances else None,
         calls_lost=float(failed.sum()) / calls if calls else None,
         virtual_s=next((float(r["virtual_s"]) for r in reversed(metrics) if r.get("virtual_s") is not None), None),
         wall_s=float(times.max()) if times.size else None,
     )
 
 
-class BalanceLines(NamedTuple):
-    """Balance over steps.
-
-    Attributes:
-      layers: names, in order.
-      steps: [windows], trunk updates at the end of each window.
-      entropy: [layer, window]; NaN where a layer has no figure.
-      dead: experts of all layers without a sample in their layer's last window.
-    """
-
-    layers: tuple[str, ...]
-    steps: np.ndarray
-    entropy: np.ndarray
-    dead: int
-
-
-def balance_lines(metrics: Metrics) -> BalanceLines:
-    """The "balance" records of a run; without layers if it has none. Of two for a layer and step the last counts."""
-    table: dict[str, dict[float, Mapping[str, Any]]] = {}
+def last_balances(metrics: Metrics) -> list[Mapping[str, Any]]:
+    """The "balance" record of each layer's last window. Of two for a layer and step the last counts."""
+    last: dict[str, Mapping[str, Any]] = {}
     for record in metrics:
         if record["kind"] == "balance" and isinstance(record.get("step"), int | float) and record.get("layer"):
-            table.setdefault(str(record["layer"]), {})[record["step"]] = record
-    layers = tuple(sorted(table, key=natural_order))
-    steps = sorted({step for windows in table.values() for step in windows})
-    entropy = [[table[layer].get(step, {}).get("entropy") for step in steps] for layer in layers]
-    return BalanceLines(
-        layers=layers,
-        steps=np.array(steps, dtype=np.float64),
-        entropy=np.array(entropy, dtype=np.float64).reshape(len(layers), len(steps)),  # None becomes NaN
-        dead=sum(windows[max(windows)].get("dead") or 0 for windows in table.values()),
-    )
+            before = last.get(record["layer"], record)
+            last[record["layer"]] = record if record["step"] >= before["step"] else before
+    return list(last.values())
 
 
 def mean(values: np.ndarray) -> float | None:

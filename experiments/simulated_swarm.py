@@ -8,12 +8,18 @@ from collections.abc import Callable, Mapping
 
 import trio
 
-from dmoe_jax import NodeConfig
+from dmoe_jax import DirectoryConfig, NodeConfig
 from dmoe_jax.machine.device import Device, InlineDevice
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.node.server import open_expert_node
 from dmoe_jax.peers.peer import SIM_PORT, PeerConfig, open_peer
 from dmoe_net import Address, Caller, DialFailed, FaultPlan, SimNetwork
+
+# Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
+NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
+# Announcements have two thirds of `ttl_s` left when they are read. A failed call says nothing of the next one: each
+# fails by itself. So nobody is avoided, and routers choose among all.
+DIRECTORY_CONFIG = DirectoryConfig(ttl_s=300.0, idle_s=3600.0, backoff_base_s=0.0)
 
 _JOIN_AGAIN_S = 0.3
 
@@ -41,8 +47,7 @@ async def start_simulated_nodes(
       faults: what goes wrong with their calls; perhaps by host.
       through: what a node serves through, made of its peer's caller.
 
-    Returns:
-      where to join, once all of them serve.
+    Returns: where to join, once all of them serve.
     """
     if not 1 <= num_nodes <= len(backends):
         raise ValueError(f"num_nodes must be from 1 to the {len(backends)} experts, got {num_nodes}")

@@ -5,12 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from dmoe_jax.runs.report import ReportTable, format_value
-from experiments.bench import Run
+from experiments.bench import FACTORS, Run
 from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.emulation.trials import Trial, seeds_of, train_missing, trained
-
-FACTORS = tuple(2.0**power for power in range(-5, 3))
-"""1/32 to 4 times the step sizes of a problem."""
 
 SEARCH_SEEDS = (FIRST_SEARCH_SEED, FIRST_SEARCH_SEED + 1)
 """Seeds of the search."""

@@ -3,4 +3,4 @@
 from experiments.allreduce_speed.settings import SpeedSettings
 from experiments.bench import run_experiment
 
-run_experiment(SpeedSettings, f"{__package__}.measurement:EXPERIMENT", name="allreduce_speed", uses_jax=False)
+run_experiment(SpeedSettings, uses_jax=False)

@@ -42,10 +42,7 @@ async def take_part(
 
     Args:
       side: "rpc", ours, or "blocking", the baseline.
-      index: place among the members.
-      peers: members.
-      size: numbers in the vector.
-      seed: of all vectors. expected: digest of their mean.
+      expected: digest of the mean of all vectors.
       certificate: certificate and key of the baseline, PEM; None for a plain network, of either side.
     """
     if side == "rpc":

@@ -56,11 +56,7 @@ def _all_reduce_config(num_params: int) -> AllReduceConfig:
 
 
 def machines(count: int, *, num_params: int) -> list[PeerSpec]:
-    """Return so many peers of `unequal` speeds, the fastest first.
-
-    Args:
-      num_params: of the model; lines are as much thinner as it is smaller.
-    """
+    """Return so many peers of `unequal` speeds, fastest first, with lines as much thinner as the model is smaller."""
     specs = []
     for index, spec in enumerate(unequal(count, slowest_s=10 / FASTEST_PER_S)):
         bps = (_WORKSTATION_BPS if index % _SERVER_EVERY else _SERVER_BPS) * _thinner(num_params)
@@ -82,11 +78,9 @@ def train_together(
     """Train in virtual time. A quarter of the peers joins late, and peers die silently and come back as newcomers.
 
     Args:
-      specs: see `machines`.
       steps: global steps.
       mean_life_s: of a peer, virtual seconds.
       keep: whether lives have their parameters after each step.
-      seed: of everything but the task.
 
     Returns: for each step, the virtual time at which the first peer had made it, and the loss then; the scene; what was
       trained, which knows which samples were whose.

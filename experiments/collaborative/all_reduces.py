@@ -37,8 +37,6 @@ def all_reduce_times(
       specs: the members; those that are clients reduce nothing.
       size: numbers of a vector.
       by_speed: True to reduce by the speeds of lines, False to reduce all alike.
-      config: chunks and windows.
-      budget_bytes: memory budget of each member.
       network: arguments of `simulate`, such as the latency.
 
     Returns: the virtual seconds of each all-reduce, from the first member's start to the last one's end; the most bytes

@@ -134,7 +134,7 @@ def albert_figures(run: Run[CollaborativeSettings]) -> dict[str, float]:
         return {}
     alone = {record["seed"]: record["losses"] for record in run.records("albert_alone")}
     names = {"one_machine": "speedup", "all_reduce": "over_all_reduce", "parameter_server": "over_parameter_server"}
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {}
     gaps: list[float] = []
     for swarm in swarms:
         own, peers, others = swarm["losses"], swarm["peers"], alone[swarm["seed"]][: swarm["steps"]]
@@ -146,9 +146,7 @@ def albert_figures(run: Run[CollaborativeSettings]) -> dict[str, float]:
         if peers == swarms[0]["peers"]:
             gaps.append(max(abs(loss - other) for loss, other in zip(own, others, strict=False)))
     interval = t_interval(gaps)
-    figures["albert_same_loss"] = interval.mean
-    if interval.ends is not None:
-        figures["albert_same_loss_min"], figures["albert_same_loss_max"] = interval.ends
+    figures |= {"albert_same_loss": interval.mean, "albert_same_loss_interval": interval.ends}
     figures["albert_chains_apart"] = sum(swarm["chains_apart"] for swarm in swarms)
     return figures
 
@@ -174,9 +172,8 @@ def summarise(run: Run[CollaborativeSettings]) -> Result | None:
     )
 
 
-def draw(run: Run[CollaborativeSettings], result: Result) -> Figure | None:
+def draw(run: Run[CollaborativeSettings], _: Result) -> Figure | None:
     """Draw ALBERT's loss over virtual time, of the swarms and the baselines."""
-    del result
     swarms = [swarm for swarm in run.records("albert_swarm") if swarm["seed"] == run.settings.seed]
     if not swarms:
         return None

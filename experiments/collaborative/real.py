@@ -131,10 +131,6 @@ class _Swarm:
 def play_real(folder: Path, *, minutes: float, told: Callable[[str], None]) -> dict[str, float]:
     """Train for so long, with a kill -9 at a quarter, a half and three quarters of the time.
 
-    Args:
-      folder: for what the processes write; new.
-      told: told of each kill.
-
     Returns: `equal_over_tls`, the largest relative difference of parameters to those of one machine, up to the last
       step that all living trainers have; `real_next_step_s`, the longest time from a kill to the next step;
       `real_steps`.

@@ -71,9 +71,7 @@ def play(
 
     Args:
       body: what happens, while the machines train.
-      target: samples of a step.
       latency_s: one way, between every two hosts.
-      lines: of every host, or a function of its name.
       problem: what is trained; None: the regression.
       all_reduce: chunks and windows of vectors.
       of_world: arguments of `World`; by default it keeps no parameters.

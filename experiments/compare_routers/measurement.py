@@ -1,5 +1,6 @@
 """A run for each router and seed, in a folder each, then table, figure and report of all."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -9,9 +10,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dmoe_jax.routing import ROUTERS, RouterError
-from experiments.bench import Experiment, Run
+from dmoe_jax.runs.figure import Metrics
+from dmoe_jax.training.prepared_run import finished_headline
+from experiments.bench import FACTORS, Experiment, Run
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, ranking_table, sentences
-from experiments.compare_routers.runs import Finished, finished, router_runs
 from experiments.compare_routers.settings import (
     QUICK_EVAL_TOKENS,
     QUICK_ROUTERS,
@@ -24,10 +26,13 @@ from experiments.comparison import FIGURE_TEXT, comparison_headline, comparison_
 from experiments.results import Result
 from experiments.run_summary import summarise_run
 from experiments.transformer_xl.presets import sized_preset
-from experiments.transformer_xl.settings import MAX_SEEDS, TrainingSettings
+from experiments.transformer_xl.settings import MAX_SEEDS, TrainingSettings, TransformerXLSettings
 from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
-from experiments.transformer_xl.training import checked_router, open_corpus, open_folder
-from experiments.transformer_xl.trainings import SEARCHED, Training, best_factors, search_results
+from experiments.transformer_xl.training import checked_router, open_corpus
+from experiments.transformer_xl.trainings import Training, best_factors, search_results
+
+Finished = dict[str, dict[int, Metrics]]
+"""Router -> seed -> metrics of a run that was trained to its end."""
 
 
 def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
@@ -59,19 +64,25 @@ def trainings_of(run: Run[CompareRoutersSettings]) -> list[Training]:
 
 
 def _trainings(run: Run[CompareRoutersSettings], out: Path, seeds: Sequence[int], factors: Any) -> list[Training]:
+    """All runs: every router with one seed before the next seed, so that what was interrupted can be compared."""
     settings, begun = run.settings, run.records("routers")
     shared = {field.name: getattr(settings, field.name) for field in fields(TrainingSettings)}
     if settings.quick:
         shared["steps"] = min(settings.steps or QUICK_STEPS, QUICK_STEPS)
         shared["eval_tokens"] = min(settings.eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
-    routers = begun[-1]["routers"] if begun else {}
-    return router_runs(shared, routers, out, seeds=seeds, factors=factors)
+    found = []
+    for seed, (label, spec) in itertools.product(seeds, (begun[-1]["routers"] if begun else {}).items()):
+        own = {"model": ("dmoe",), "seeds": 1, "router": spec, "seed": seed, "out": out / f"{label}-seed{seed}"}
+        own["step_size"] = settings.step_size * factors.get(label, 1.0)
+        own_settings = TransformerXLSettings(**{**shared, **own})
+        found.append(Training(label=label, settings=own_settings, may_fail=True, keeps_checkpoints=False))
+    return found
 
 
 def _search_trainings(run: Run[CompareRoutersSettings]) -> dict[tuple[str, float], Training]:
     """(router, factor of the preset's step sizes) -> its run, on a seed that no reported run has."""
     found: dict[tuple[str, float], Training] = {}
-    for factor in SEARCHED:
+    for factor in FACTORS:
         out = run.folder.path / "search" / f"x{factor:g}"
         for each in _trainings(run, out, [MAX_SEEDS], dict.fromkeys(run.records("routers")[-1]["routers"], factor)):
             steps = min(each.settings.steps or SEARCH_STEPS, SEARCH_STEPS)
@@ -90,6 +101,15 @@ def measure(run: Run[CompareRoutersSettings]) -> None:
     if run.settings.search:
         train_all(run, corpus, list(_search_trainings(run).values()))
     train_all(run, corpus, trainings_of(run))
+
+
+def finished(trainings: Sequence[Training]) -> Finished:
+    """The runs that are finished; routers in the order of the trainings, whatever the seeds that are missing."""
+    found: Finished = {training.label: {} for training in trainings}
+    for training in trainings:
+        if finished_headline(run_folder(training)) is not None:
+            found[training.label][training.settings.seed] = run_folder(training).metrics()
+    return {label: seeds for label, seeds in found.items() if seeds}
 
 
 def _failures(trainings: list[Training], rows: Finished) -> dict[str, str]:
@@ -155,5 +175,4 @@ EXPERIMENT = Experiment[CompareRoutersSettings](
     draw=draw,
     figure_text=FIGURE_TEXT,
     check=load_routers,
-    open_folder=open_folder,
 )

@@ -83,12 +83,12 @@ def ranking_table(perplexities: Perplexities, pairs: Sequence[Pair]) -> ReportTa
             apart[pair.lower].append(places[pair.higher])
             apart[pair.higher].append(places[pair.lower])
         if places[pair.lower] == 1:
-            above_first[pair.higher] = with_interval(pair.above)
+            above_first[pair.higher] = str(pair.above)
     rows: list[list[object]] = []
     for label, place in places.items():
         told = ", ".join(map(str, sorted(apart[label]))) or "none"
         seeds = [*perplexities[label].values()]
-        rows.append([place, label, len(seeds), with_interval(t_interval(seeds)), above_first.get(label), told])
+        rows.append([place, label, len(seeds), str(t_interval(seeds)), above_first.get(label), told])
     head = ("", "router", "seeds", "validation perplexity", "above the first", "told apart from")
     note = (
         "In the order of the means over the seeds that all have. In brackets 95 % intervals; those of differences are "
@@ -96,12 +96,6 @@ def ranking_table(perplexities: Perplexities, pairs: Sequence[Pair]) -> ReportTa
         "p-value of their difference, corrected for the number of pairs (Holm), is at most 0.05."
     )
     return ReportTable(title="In order", head=head, rows=rows, note=note)
-
-
-def with_interval(interval: Interval) -> str:
-    """A mean with its interval, if it has one."""
-    ends = "" if interval.ends is None else " ({} to {})".format(*map(format_value, interval.ends))
-    return format_value(interval.mean) + ends
 
 
 def sentences(perplexities: Perplexities, pairs: Sequence[Pair]) -> list[str]:

@@ -5,8 +5,6 @@ from typing import ClassVar
 
 from experiments.transformer_xl.settings import TrainingSettings
 
-NAME = "compare_routers"
-
 QUICK_ROUTERS = ("product_key", "balanced", "switch", "uniform_random")
 """One that learns and is additive, the same with a balancing bias, one with a balancing loss, and the bar: one that
 knows nothing."""
@@ -23,7 +21,7 @@ WITH_LOSS = "product_key+balance"
 class CompareRoutersSettings(TrainingSettings):
     """Train the same mixture with one router after the other, on several seeds each, and put them side by side."""
 
-    may_differ: ClassVar[tuple[str, ...]] = ("routers", "seeds", "on", "jobs")
+    may_differ: ClassVar = ("routers", "seeds", "on", "jobs")
 
     routers: tuple[str, ...] = ()
     """Registered names, any of them with +balanced or +balance behind it, or your own: my_file.py:my_router. Default:

@@ -3,4 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.dht_scale.settings import DhtScaleSettings
 
-run_experiment(DhtScaleSettings, "experiments.dht_scale.measurement:EXPERIMENT", name="dht_scale", uses_jax=False)
+run_experiment(DhtScaleSettings, uses_jax=False)

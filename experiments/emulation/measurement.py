@@ -47,11 +47,7 @@ _TIMED = Trial(
 
 
 def measure(run: Run[EmulationSettings]) -> None:
-    """Log a record `difference` for each model and seed, and the rounds of the timings.
-
-    Raises:
-      HelperFailed: the process that is timed ended too early.
-    """
+    """Log a record `difference` for each model and seed, and the rounds of the timings. Raises HelperFailed."""
     settings, is_whole = run.settings, not run.settings.quick
     for dtype in ("float64", "float32"):
         with jax.enable_x64(dtype == "float64"):
@@ -127,11 +123,7 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 
 def time_engine(*, place: Place, seed: int) -> dict[str, float]:
-    """Updates a second of the Transformer-XL of `experiments.transformer_xl`, which learns from one sequence at a time.
-
-    Args:
-      place: where it is trained. seed: of everything.
-    """
+    """Updates a second of the model of `experiments.transformer_xl`, which learns from one sequence at a time."""
     updates, preset = _TIMED.num_updates, PRESETS["dmoe", "tiny"]
     router = product_key(preset.config.grid_size)
     settings = TrainingSettings(where=place, batch_size=1, failure_rate=0.0)  # calls that fail are not computed

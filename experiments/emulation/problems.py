@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from dmoe_jax.data import Images, SegmentStream, evaluation_segments, load_corpu
 from dmoe_jax.emulator import Data, Emulator, take_batches
 from dmoe_jax.experts.feedforward import FeedforwardBlock
 from dmoe_jax.models import MLP, MLPConfig, TransformerXL, mlp
-from dmoe_jax.optim import make_optimizer, scale_by_stale_adam, scale_by_staleness
+from dmoe_jax.optim import Recipe, make_optimizer, scale_by_stale_adam, scale_by_staleness
 from dmoe_jax.routing import Router, product_key, steer_biases
 from experiments.transformer_xl.presets import PRESETS, model_config
 
@@ -56,13 +56,6 @@ PLAIN = Remedy(power=0.0, yields=False)
 """No remedy, as in the papers."""
 
 
-class Optimizers(NamedTuple):
-    """Optimisers of the trunk, and of each expert; None for experts that never change."""
-
-    trunk: optax.GradientTransformation
-    expert: optax.GradientTransformation | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model with remote mixtures, its batches, and how it is trained.
@@ -73,7 +66,8 @@ class Problem:
       batch_size: samples of a step, as its mixtures have them.
       streams: (trainers, seed) -> the batches of each, without end.
       evaluation: batches, always the same.
-      optimizers: of trunk and experts.
+      optimizer: of the trunk.
+      expert_optimizer: of each expert; None for experts that never change.
     """
 
     name: str
@@ -81,14 +75,13 @@ class Problem:
     batch_size: int
     streams: Callable[[int, int], Sequence[Iterator[Any]]]
     evaluation: Sequence[Any]
-    optimizers: Optimizers
+    optimizer: optax.GradientTransformation
+    expert_optimizer: optax.GradientTransformation | None
 
     def emulator(self, num_trainers: int, **options: Any) -> Emulator:
         """The emulator of a swarm with so many trainers."""
-        own = self.optimizers
-        return Emulator(
-            self.make_model, optimizer=own.trunk, expert_optimizer=own.expert, num_trainers=num_trainers, **options
-        )
+        own = {"optimizer": self.optimizer, "expert_optimizer": self.expert_optimizer}
+        return Emulator(self.make_model, **own, num_trainers=num_trainers, **options)
 
     def data(self, num_trainers: int, *, steps: int, seed: int) -> Data:
         """So many batches of each trainer."""
@@ -124,7 +117,8 @@ def mnist(
         batch_size=BATCH_SIZE,
         streams=lambda num_trainers, seed: [_image_stream(seed, trainer, dtype) for trainer in range(num_trainers)],
         evaluation=(_batch(_mnist().test, np.arange(num_evaluated), dtype),),
-        optimizers=Optimizers(amsgrad(remedy), amsgrad(remedy)),
+        optimizer=amsgrad(remedy),
+        expert_optimizer=amsgrad(remedy),
     )
 
 
@@ -168,7 +162,7 @@ def dense_mnist(*, d_model: int, remedy: Remedy, num_evaluated: int) -> Problem:
         problem,
         name="dense MNIST",
         make_model=lambda swarm, **options: DenseMLP(swarm, d_model, **options),
-        optimizers=problem.optimizers._replace(expert=None),
+        expert_optimizer=None,
     )
 
 
@@ -196,15 +190,12 @@ def transformer_xl(
     config = replace(config, layer=layer)
     router = product_key(config.grid_size)
     counts = np.bincount(corpus.train, minlength=config.vocab_size)
-    recipes = [
-        replace(
-            recipe,
-            learning_rate=remedy.step_size * recipe.learning_rate,
-            total_steps=num_updates,
-            staleness_power=remedy.power,
-        )
-        for recipe in (preset.recipe, preset.expert_recipe)
-    ]
+
+    def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+        rate = remedy.step_size * recipe.learning_rate
+        own = replace(recipe, learning_rate=rate, total_steps=num_updates, staleness_power=remedy.power)
+        return optax.flatten(make_optimizer(own))
+
     return Problem(
         name="Transformer-XL",
         make_model=lambda swarm, **options: TransformerXL.on(swarm, config, router, word_counts=counts, **options),
@@ -216,7 +207,8 @@ def transformer_xl(
             for trainer in range(num_trainers)
         ],
         evaluation=tuple(evaluation_segments(corpus.valid[: num_evaluated + 1], batch_size=8, seq_len=seq_len)),
-        optimizers=Optimizers(*(optax.flatten(make_optimizer(recipe)) for recipe in recipes)),
+        optimizer=optimizer(preset.recipe),
+        expert_optimizer=optimizer(preset.expert_recipe),
     )
 
 

@@ -85,8 +85,7 @@ class OrderRecorder:
     def order(self, *, num_trainers: int, num_pairs: int) -> EventOrder:
         """All that was noted until now, up to the last update of the trunk.
 
-        Args:
-          num_trainers: trainers of the swarm. num_pairs: samples of a batch times slots.
+        Args: num_pairs: samples of a batch times slots.
 
         Raises:
           ValueError: nothing was applied, or an expert computed a backward call after its trainer had gone on to the

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax import CallStatistics, DirectoryConfig, NodeConfig
+from dmoe_jax import CallStatistics, DirectoryConfig
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.grid import all_uids
 from dmoe_jax.emulator import Emulator, EventOrder
@@ -28,15 +28,13 @@ from dmoe_net.transport.sim import run, simulate
 from dmoe_net.transport.sim.links import Constant
 from experiments.emulation.problems import Problem, keys_of
 from experiments.emulation.recording import OrderRecorder
-from experiments.simulated_swarm import start_simulated_nodes
+from experiments.simulated_swarm import DIRECTORY_CONFIG, NODE_CONFIG, start_simulated_nodes
 
 _TIMEOUT_DELAYS = 30.0
 """A call is given up after so many mean delays: one in 10^13 is lost that does not fail."""
 
 # Nobody is turned away: a call that is late is at its node all the while, and trainers are many.
-_NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0, max_concurrent_calls=65_536)
-# A failed call says nothing of the next one: each fails by itself. So nobody is avoided, and routers choose among all.
-_DIRECTORY_CONFIG = DirectoryConfig(ttl_s=300.0, idle_s=3600.0, backoff_base_s=0.0)
+_NODE_CONFIG = dataclasses.replace(NODE_CONFIG, max_concurrent_calls=65_536)
 
 
 class Scenery(NamedTuple):
@@ -69,8 +67,7 @@ async def train_in_scenery(
     """Train a swarm under `dmoe_net.transport.sim.run`; each trainer is a host of its own but for the trunk.
 
     Args:
-      problem: the model and its batches. emulator: its optimisers and number of trainers.
-      num_updates: of the trunk.
+      emulator: has the optimisers and number of trainers.
       seed: of parameters, dropout and choices.
       note: hears of each update; and of what every trainer has counted, in the order in which they came.
 
@@ -142,7 +139,6 @@ def train_swarm(
     """Train a swarm in the setting of an emulator: each expert call is computed a while after it was placed, or never.
 
     Args:
-      problem, emulator, num_updates: as of `train_in_scenery`.
       delay_s: mean of the exponential delay of each expert call, virtual seconds.
       failure_rate: share of calls that are never computed.
       seed: of parameters, dropout, delays and failures.
@@ -159,7 +155,7 @@ def train_swarm(
     scenery = Scenery(
         delay_s=0.001,
         nodes={"num_nodes": 4, "faults": faults, "config": _NODE_CONFIG},
-        directory=_DIRECTORY_CONFIG,
+        directory=DIRECTORY_CONFIG,
         # Delays and failures strike experts one by one, as in the paper: each is asked by a request of its own.
         mixtures={"grace_s": math.inf, "timeout_s": _TIMEOUT_DELAYS * delay_s, "max_parts": 1},
         recorder=recorder,

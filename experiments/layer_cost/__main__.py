@@ -3,4 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.layer_cost.settings import LayerCostSettings
 
-run_experiment(LayerCostSettings, "experiments.layer_cost.measurement:EXPERIMENT", name="layer_cost")
+run_experiment(LayerCostSettings)

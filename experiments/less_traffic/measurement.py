@@ -18,7 +18,7 @@ from dmoe_jax.data import DataError
 from dmoe_jax.optim import ErrorFeedback, moshpit_average, noloco, streaming_diloco
 from dmoe_jax.runs.style import FAINT, GREY, dress
 from dmoe_net.wire.sparse import SparseCoding, all_gather_nbytes, all_reduce_nbytes, sparse_nbytes
-from experiments.bench import Experiment, Run
+from experiments.bench import FACTORS, Experiment, Run
 from experiments.emulation.settings import FIRST_SEARCH_SEED
 from experiments.intervals import t_interval
 from experiments.less_traffic.settings import EVERY, LessTrafficSettings, MethodName
@@ -26,7 +26,6 @@ from experiments.moshpit_averaging.measurement import random_groups_round
 from experiments.moshpit_sgd.tasks import Task, make_task
 from experiments.panels import SERIES
 from experiments.results import Bar, Result, finals_of
-from experiments.step_sizes import FACTORS
 
 AXIS = "peers"
 FLOAT32 = 4
@@ -114,14 +113,7 @@ class Method:
 def make_method(
     name: MethodName, inner: optax.GradientTransformation, *, sizes: tuple[int, ...], peers: int, every: int = EVERY
 ) -> Method:
-    """The method.
-
-    Args:
-      inner: of each peer.
-      sizes: numbers in each of the model's arrays.
-      peers: how many there are.
-      every: steps between two outer steps.
-    """
+    """The method of this name around the optimiser of each peer, for arrays of so many numbers."""
     size = sum(sizes)
     vector = (size * FLOAT32, all_reduce_nbytes(size, peers))
     whole: dict[str, Any] = {"payload_nbytes": vector[0], "sent_nbytes": vector[1]}

@@ -208,9 +208,8 @@ def _table(curves: Mapping[str, np.ndarray], steps: list[int]) -> ReportTable:
     )
 
 
-def draw(run: Run[MnistSettings], result: Result) -> Figure:
+def draw(run: Run[MnistSettings], _: Result) -> Figure:
     """Draw a panel for each network: accuracy over updates, the mean and the range of the seeds."""
-    del result
     curves, steps = accuracies(run), [0, *_steps(run)]
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     all_axes = figure.subplots(1, len(NETWORKS), sharey=True)

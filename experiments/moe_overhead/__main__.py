@@ -3,4 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.moe_overhead.settings import OverheadSettings
 
-run_experiment(OverheadSettings, "experiments.moe_overhead.measurement:EXPERIMENT", name="moe_overhead")
+run_experiment(OverheadSettings)

@@ -53,7 +53,6 @@ Rounds = tuple[float, float | None]
 """Mean rounds to each of `TARGETS`; the second is not known everywhere."""
 
 # Rows to 900: the output stored in the published notebook, which stops there. 1024: the published simulator, run.
-_ORDER: tuple[MethodName, ...] = ("all_reduce", "gossip", "push_sum", "random_groups", "moshpit")
 _EXCLUDE: dict[tuple[int, float], tuple[Rounds | None, ...]] = {
     (512, 0.0): ((1.0, 1.0), (50, 50), (47.6, 15.6), (6.1, 3.0), (8.2, 3.6)),
     (512, 0.001): ((1.6, 1.6), (50, 50), (47.6, 15.6), (6.3, 3.0), (8.5, 3.3)),
@@ -82,5 +81,5 @@ def paper_rounds(setting: Setting) -> dict[MethodName, Rounds]:
         return {}
     if setting.failure_rule == "group_skips":
         return {"moshpit": (_GROUP_SKIPS[setting.failure], None)}
-    known = zip(_ORDER, _EXCLUDE[setting.num_peers, setting.failure], strict=True)
+    known = zip(TITLES, _EXCLUDE[setting.num_peers, setting.failure], strict=True)
     return {method: rounds for method, rounds in known if rounds is not None}

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from experiments.bench import Settings
 from experiments.moshpit_averaging.paper import SQUARE, TABLE, Setting
 
-_QUICK_PEERS = (512, 1024)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingSettings(Settings):
@@ -26,4 +24,4 @@ class AveragingSettings(Settings):
         if not self.quick:
             return TABLE
         square = (row for row in TABLE if row.grid == SQUARE and row.failure_rule == "exclude")
-        return tuple(row for row in square if row.num_peers in _QUICK_PEERS)
+        return tuple(row for row in square if row.num_peers in (512, 1024))

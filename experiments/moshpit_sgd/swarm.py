@@ -27,14 +27,7 @@ from experiments.moshpit_sgd.tasks import Task
 
 
 class PeerLearner:
-    """The peers of one swarm. They begin with the same parameters.
-
-    Args:
-      task: what they train.
-      num_peers: how many.
-      local_steps: of a stretch.
-      seed: of parameters and batches.
-    """
+    """The peers of one swarm. They begin with the same parameters, of the seed, as batches are."""
 
     def __init__(self, task: Task, *, num_peers: int, local_steps: int, seed: int) -> None:
         params = task.init(jax.random.key(seed))
@@ -94,15 +87,7 @@ class Method(Protocol):
 
 
 class Swarm:
-    """The peers. They begin with `start`.
-
-    Args:
-      times: durations.
-      learner: computes what peers hold.
-      nursery: of the peers' tasks, and of the method's.
-      num_peers: how many.
-      seed: of speeds and absences.
-    """
+    """The peers. They begin with `start`, in the nursery, as the method does. Speeds and absences are of the seed."""
 
     def __init__(
         self, times: TimeModel, learner: PeerLearner, nursery: trio.Nursery, *, num_peers: int, seed: int

@@ -3,4 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.node_speed.settings import SpeedSettings
 
-run_experiment(SpeedSettings, "experiments.node_speed.measurement:EXPERIMENT", name="node_speed", uses_jax=False)
+run_experiment(SpeedSettings, uses_jax=False)

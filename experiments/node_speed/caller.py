@@ -26,14 +26,7 @@ from experiments.processes import orders, run_helper, say
 
 
 async def call(*, case: dict[str, Any], contact: str, callers: int, seed: int) -> None:
-    """Call a node whenever that is ordered, until standard input closes.
-
-    Args:
-      case: the fields of a `Case`.
-      contact: the node's.
-      callers: how many of the case's callers this process has.
-      seed: of all that is drawn; each caller has one of its own, from here on.
-    """
+    """Call a node whenever that is ordered, with so many of the case's callers; each has a seed of its own."""
     # Nothing is computed here, and a GPU's memory is the node's.
     jax.config.update("jax_platforms", "cpu")
     own = Case(**case)

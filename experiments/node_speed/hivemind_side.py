@@ -41,8 +41,6 @@ def call(pipe: Connection, place: tuple[Any, Any], case: dict[str, Any], seed: i
     Args:
       pipe: brings (begin, end) of a slice, by `time.perf_counter`; gets the samples that ended in it.
       place: addresses and id of the server's peer.
-      case: the fields of a `Case`.
-      seed: of what is drawn.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -78,8 +76,6 @@ def main(case: dict[str, Any], *, seed: int, sockets: str) -> None:
     """Serve the experts, each hivemind's `ffn` with Adam, and have the callers call whenever that is ordered.
 
     Args:
-      case: the fields of a `Case`.
-      seed: of what is drawn.
       sockets: folder for the sockets of hivemind's daemons, which stay behind where they are killed.
     """
     # What others print must not come between our lines.

@@ -68,27 +68,14 @@ Quantities = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAndCallers:
-    """A node and those who ask it, each a process.
-
-    Attributes:
-      case: what is served and asked.
-      node: the node's process.
-      callers: those of its callers.
-    """
+    """A node and those who ask it, each a process."""
 
     case: Case
     node: HelperProcess
     callers: Sequence[HelperProcess]
 
     def serve(self, slice_s: float) -> Quantities:
-        """Have all callers call for a slice.
-
-        Returns:
-          `samples_per_s`, and the node's `mean_batch` rows, if there was a batch.
-
-        Raises:
-          HelperFailed: a process has ended.
-        """
+        """Have all callers call for a slice; `samples_per_s`, and the node's `mean_batch` rows if it had a batch."""
         counts: list[dict[str, Any]] = []
         found = take_slice(self.callers, slice_s, at_ends=lambda: counts.append(self.node.ask(do="count")))
         rows, batches = (counts[1][name] - counts[0][name] for name in ("rows", "batches"))
@@ -129,11 +116,7 @@ def take_slice(
 
 @contextmanager
 def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
-    """Start a node that serves a case, and then its callers; `seed` is of all that is drawn.
-
-    Raises:
-      HelperFailed: one of them did not start.
-    """
+    """Start a node that serves a case, and then its callers; `seed` is of all that is drawn. Raises HelperFailed."""
     own = {"case": asdict(case), "seed": seed}
     with open_helpers("experiments.node_speed.node", [own]) as (node,):
         own |= {"contact": node.hello["contact"], "callers": case.callers // _PROCESSES}
@@ -144,11 +127,7 @@ def open_node(case: Case, seed: int) -> Iterator[NodeAndCallers]:
 
 @contextmanager
 def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[HelperProcess]:
-    """Start hivemind's server and callers, by an interpreter that has hivemind; for `take_slice`.
-
-    Raises:
-      HelperFailed: it did not start.
-    """
+    """Start hivemind's server and callers, by an interpreter that has it; for `take_slice`. Raises HelperFailed."""
     with tempfile.TemporaryDirectory(prefix="hv") as sockets:  # a short name: those of sockets may have 107 characters
         settings = {"case": asdict(case), "seed": seed, "sockets": sockets}
         with open_helpers("experiments.node_speed.hivemind_side", [settings], python=python) as (side,):
@@ -232,11 +211,7 @@ def node_around_bare(node: NodeAndCallers, slice_s: float) -> dict[str, Quantiti
 
 
 def measure_route(run: Run[SpeedSettings], route: str) -> None:
-    """Rounds of the jitted program, and of swarms with one trainer and with four.
-
-    Raises:
-      HelperFailed: a process has ended.
-    """
+    """Rounds of the jitted program, and of swarms with one trainer and with four. Raises HelperFailed."""
     steps, seed = 120 if run.settings.quick else 400, run.settings.seed
     run.say(f"demonstration, where each {route} chooses: starting")
     common = {"route": route, "router": ROUTERS[route], "seed": seed}

@@ -89,12 +89,7 @@ def bare_calls(case: Case, seed: int) -> Callable[[int, float], float]:
 
 
 async def serve(*, case: dict[str, Any], seed: int) -> None:
-    """Serve a case until standard input closes.
-
-    Args:
-      case: the fields of a `Case`.
-      seed: of the experts, and of what is asked in bare calls.
-    """
+    """Serve a case until standard input closes."""
     set_up_jax()
     imported = memory_bytes()
     own, compiled = Case(**case), list[str]()

@@ -21,12 +21,7 @@ from experiments.transformer_xl.setup import Setup
 
 
 async def serve(*, route: Route, router: str, seed: int) -> None:
-    """Make steps whenever that is ordered, until standard input closes.
-
-    Args:
-      route, router: as of `dmoe train`.
-      seed: of parameters and of the place in the text.
-    """
+    """Make steps whenever that is ordered, until standard input closes; routes are as of `dmoe train`."""
     set_up_jax()
     corpus = load_corpus()
     config = TransformerXLConfig(

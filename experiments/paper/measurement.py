@@ -1,29 +1,16 @@
 """Run the experiments one after the other, each as a process in a folder of its own, and gather what they found."""
 
-import dataclasses
 import shutil
 import time
 from typing import Any
 
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder
-from dmoe_jax.training.prepared_run import prepare_run
 from experiments.bench import Experiment, Run
 from experiments.paper.report import Child, write_paper_report
 from experiments.paper.settings import EXPERIMENTS, QUICK_MINUTES, PaperSettings
 from experiments.processes import run_child
 from experiments.results import MISSED_BARS, Bar, Result
-
-
-def open_folder(settings: PaperSettings, name: str) -> RunFolder:
-    """Open the folder of the report; one that was begun at another scale or with another seed is refused.
-
-    Raises:
-      ValueError, OSError: as of `prepare_run`.
-    """
-    fields = dataclasses.asdict(settings)
-    decisive = {"experiment": name} | {key: fields[key] for key in ("quick", "seed", "only")}
-    return prepare_run(settings.out, decisive, name=name, resume=settings.resume, may_differ=("only",)).begin()
 
 
 def measure(run: Run[PaperSettings]) -> None:
@@ -122,4 +109,4 @@ def write_report(run: Run[PaperSettings], result: Result) -> None:
         shutil.copy(file, settings.copy_to)
 
 
-EXPERIMENT = Experiment(measure=measure, summarise=summarise, open_folder=open_folder, write_report=write_report)
+EXPERIMENT = Experiment(measure=measure, summarise=summarise, write_report=write_report)

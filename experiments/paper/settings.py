@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from experiments.bench import ResumableSettings, Settings
 
@@ -89,6 +89,8 @@ class PaperSettings(ResumableSettings, Settings):
     They are mnist_convergence, throughput_vs_latency, transformer_xl, staleness, emulation, moshpit_averaging and
     moshpit_sgd.
     """
+
+    may_differ: ClassVar = ("only", "copy_to")
 
     quick: bool = False
     """The quick run of each experiment."""

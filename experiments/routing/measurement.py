@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dmoe_jax import CallStatistics, Router, product_key
@@ -126,22 +125,13 @@ def _part_shares(shares: np.ndarray) -> dict[str, np.ndarray]:
     return {name: shares[..., windows].mean(axis=-1) for name, windows in parts.items()}
 
 
-def _figures(found: Shares) -> dict[str, Any]:
-    """The shares of the parts, of the balanced router under their bare names."""
-    figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
-    for name, shares in found.items():
-        suffix = "" if name == BALANCED else f"_{name}"
-        for part, means in _part_shares(shares).items():
-            key = f"{part}{suffix}"
-            figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
-    return figures
-
-
-def _draw_shares(axes: Axes, found: Shares) -> None:
-    """Draw the share over the updates, a line for each seed."""
+def draw(run: Run[RoutingSettings], _: Result) -> Figure:
+    """Draw the slow node's share over the updates, a line for each seed."""
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    axes = figure.subplots()
     axes.axvspan(SCENE.slow_from, SCENE.slow_until, color=KILLED, alpha=0.1, linewidth=0)
     axes.axhline(1.0, color=GREY, linewidth=0.8)
-    for (name, shares), colour in zip(sorted(found.items()), (TRAIN, VALID), strict=False):
+    for (name, shares), colour in zip(sorted(_measured(run).items()), (TRAIN, VALID), strict=False):
         ends = SCENE.window * (1 + np.arange(shares.shape[1]))
         for number, line in enumerate(shares):
             axes.plot(ends, line, color=colour, linewidth=1.3, label=None if number else name)
@@ -149,29 +139,28 @@ def _draw_shares(axes: Axes, found: Shares) -> None:
     axes.set_ylabel("calls, over the mean of the other nodes", fontsize=9, color=GREY)
     axes.legend(frameon=False, fontsize=8)
     dress(axes, f"Calls to a node {SLOWDOWN:g} times slower in the shaded part", "updates of the trunk")
+    return figure
 
 
 def summarise(run: Run[RoutingSettings]) -> Result | None:
-    """Return the shares of the balanced router, and of the plain one; None before there are any."""
-    if not (shares := _measured(run)):
+    """Return the shares of the balanced router, under their bare names, and of the plain one; None before any."""
+    if not (found := _measured(run)):
         return None
+    figures: dict[str, Any] = {"seeds": len(found[BALANCED])}
+    for name, shares in found.items():
+        suffix = "" if name == BALANCED else f"_{name}"
+        for part, means in _part_shares(shares).items():
+            key = f"{part}{suffix}"
+            figures |= {key: float(means.mean()), f"{key}_min": means.min(), f"{key}_max": means.max()}
     runs = ({**record, **_part_shares(np.array(record["shares"]))} for record in run.records("slow_node"))
     return Result(
         title="What balance does",
         summary=f"Calls to a node that is {SLOWDOWN:g} times slower from update {SCENE.slow_from} to "
         f"{SCENE.slow_until}, over those of the mean of the others.",
-        figures=_figures(shares),
+        figures=figures,
         runs=finals_of(runs, "router"),
         bars=BARS,
     )
-
-
-def draw(run: Run[RoutingSettings], result: Result) -> Figure:
-    """Draw the slow node's share."""
-    del result
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    _draw_shares(figure.subplots(), _measured(run))
-    return figure
 
 
 EXPERIMENT = Experiment[RoutingSettings](

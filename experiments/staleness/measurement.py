@@ -229,9 +229,8 @@ def _ends(ends: tuple[float, float] | None, form: str) -> str:
     return "" if ends is None else f"({ends[0]:{form}} to {ends[1]:{form}})"
 
 
-def draw(run: Run[StalenessSettings], result: Result) -> Figure:
+def draw(run: Run[StalenessSettings], _: Result) -> Figure:
     """Draw the seeds' losses and their mean, a line for each row."""
-    del result
     found = last_losses(run)
     heights = [len(losses) for losses in found.values()]
     figure = Figure(figsize=(8.0, 1.0 + 0.32 * sum(heights)), layout="constrained")

@@ -183,9 +183,8 @@ def _table(points: Sequence[Mapping[str, Any]]) -> ReportTable:
     )
 
 
-def draw(run: Run[LatencySettings], result: Result) -> Figure | None:
+def draw(run: Run[LatencySettings], _: Result) -> Figure | None:
     """Draw the curves with their ceilings; None where nothing was measured in virtual time."""
-    del result
     if not (points := run.records("point")):
         return None
     figure = Figure(figsize=(12, 8), layout="constrained")

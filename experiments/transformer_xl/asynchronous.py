@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import trio
 
-from dmoe_jax import CallStatistics, DirectoryConfig, Model, NodeConfig, Outcome, open_swarm
+from dmoe_jax import CallStatistics, Model, Outcome, open_swarm
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording
 from dmoe_jax.data import Batch
@@ -49,7 +49,7 @@ from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.rpc.faults import Fault, FaultPlan
 from dmoe_net.transport.sim import run, simulate
 from dmoe_net.transport.sim.links import Constant
-from experiments.simulated_swarm import start_simulated_nodes
+from experiments.simulated_swarm import DIRECTORY_CONFIG, NODE_CONFIG, start_simulated_nodes
 from experiments.transformer_xl import dense
 from experiments.transformer_xl.setup import Setup, SetupEngine
 
@@ -62,16 +62,6 @@ _NUM_NODES = 8
 _GRACE_S, _TIMEOUT_S = 5.0, 30.0
 """Virtual seconds that a trainer waits for the other experts after the first has answered, so long that hardly a call
 is lost but those that fail (1 in 150); and after which a call is given up."""
-
-# Nodes that stay: announced and looked up every few virtual minutes, not every few seconds as on a volunteer's machine.
-_NODE_CONFIG = NodeConfig(announce_period_s=100.0, record_lifetime_s=300.0)
-
-_DIRECTORY_CONFIG = DirectoryConfig(
-    ttl_s=300.0,  # announcements have two thirds of that left when they are read
-    idle_s=3600.0,
-    # A failed call says nothing of the next one in this setting: each fails by itself, with the same probability.
-    backoff_base_s=0.0,
-)
 
 _PIECE = 16
 """Updates between two looks at the emulator, where progress is shown and Ctrl-C is heard: a second or so."""
@@ -123,7 +113,7 @@ class SimulatedEngine(SetupEngine):
             params = init_by_uid(key, expert, uid.prefix, uid.coordinates)
             self._backends[str(uid)] = ExpertBackend(expert, make_optimizer(setup.expert_recipe), params)
         for backend in itertools.islice(self._backends.values(), 1):  # all share what it compiles
-            backend.warm_up(min(2 * config.samples(setup.rows), _NODE_CONFIG.max_batch_rows))
+            backend.warm_up(min(2 * config.samples(setup.rows), NODE_CONFIG.max_batch_rows))
 
     async def advance(self, num_steps: int, on_step: OnStep, on_lost: OnLost) -> None:
         """Simulate a stretch of so many updates."""
@@ -172,7 +162,7 @@ class SimulatedEngine(SetupEngine):
                 seed=seed,
                 device=self._device,
                 testing=Seams(statistics=self._statistics),
-                directory=_DIRECTORY_CONFIG,
+                directory=DIRECTORY_CONFIG,
             ) as swarm:
                 # One part: delays and failures strike experts one by one, as in the paper.
                 model = TransformerXL.on(swarm, config, router, max_parts=1, grace_s=_GRACE_S, timeout_s=_TIMEOUT_S)
@@ -191,7 +181,7 @@ class SimulatedEngine(SetupEngine):
         async with simulate(seed=seed, latency=Constant(0.001)) as network:
             num_nodes = min(_NUM_NODES, len(self._backends))
             join = await start_simulated_nodes(
-                network, self._backends, num_nodes=num_nodes, seed=seed, faults=faults, config=_NODE_CONFIG
+                network, self._backends, num_nodes=num_nodes, seed=seed, faults=faults, config=NODE_CONFIG
             )
             started = trio.current_time()
             for index in range(len(self.streams)):

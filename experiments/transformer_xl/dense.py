@@ -55,12 +55,6 @@ def init(
     }
 
 
-def layers_of(params: PyTree) -> list[PyTree]:
-    """The parameters of each layer, first to last, from what `init` made."""
-    stacked = params["layers"]
-    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
-
-
 def forward(
     params: PyTree, config: TransformerXLConfig, batch: Batch, memory: Memory, *, keys: StepKeys | None = None
 ) -> tuple[Float[Array, "batch seq"], Memory]:

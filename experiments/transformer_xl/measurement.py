@@ -17,7 +17,7 @@ from experiments.transformer_xl.flops import equal_flops, forward_flops
 from experiments.transformer_xl.presets import chosen_preset, model_config, sized_preset
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.side_by_side import final_figures, run_folder, train_all
-from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus, open_folder
+from experiments.transformer_xl.training import FAILURES, checked_router, open_corpus
 
 
 def check(settings: TransformerXLSettings) -> None:
@@ -168,11 +168,7 @@ def _told(found: Mapping[float, float | None]) -> str:
 
 def _with_interval(values: Collection[float]) -> str | None:
     """The mean with its interval; None for no values."""
-    if not values:
-        return None
-    interval = t_interval([*values])
-    ends = "" if interval.ends is None else " ({} to {})".format(*map(format_value, interval.ends))
-    return format_value(interval.mean) + ends
+    return str(t_interval([*values])) if values else None
 
 
 def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:
@@ -187,6 +183,5 @@ EXPERIMENT = Experiment[TransformerXLSettings](
     draw=draw,
     figure_text=FIGURE_TEXT,
     check=check,
-    open_folder=open_folder,
     expected=FAILURES,
 )

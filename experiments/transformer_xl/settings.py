@@ -7,8 +7,6 @@ from typing import ClassVar, Literal
 from dmoe_jax.layer_config import Route
 from experiments.bench import Settings, SweepSettings
 
-NAME = "transformer_xl"
-
 Model = Literal["dmoe", "small", "base"]
 """A mixture, the dense model of its experts' size, and the dense model of its FLOPs."""
 
@@ -34,8 +32,7 @@ class TrainingSettings(SweepSettings):
     """Updates of each model in a quick run."""
     quick_eval_tokens: ClassVar[int] = 8192
     """Words of each evaluation of a quick run, the last ones too."""
-    may_differ: ClassVar[tuple[str, ...]] = ()
-    """Flags that a resumed run may change: each model compares the settings that matter to it."""
+    may_differ: ClassVar[tuple[str, ...]] = ()  # each model compares the settings that matter to it
 
     size: Size = "tiny"
     """tiny: minutes on two cores for each model. full: the paper's size, for a large GPU."""

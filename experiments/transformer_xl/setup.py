@@ -50,11 +50,6 @@ class Setup:
     """Place, batch, routed unit and precision. (Their sizes and rates are in the preset already.)"""
 
     @property
-    def title(self) -> str:
-        """Name of the model in figures."""
-        return self.name or self.preset.model
-
-    @property
     def where(self) -> Place:
         """Place where it is trained; a dense model has no swarm that could be emulated."""
         place = self.settings.place
@@ -119,7 +114,7 @@ class SetupEngine(abc.ABC):
     """Base of all engines of the experiment: most of an `Engine`, made of a setup."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.name, self.layers = setup, setup.title, setup.layers
+        self.setup, self.name, self.layers = setup, setup.name or setup.preset.model, setup.layers
         self.step = 0
         """Trunk updates so far."""
         self._state: Any = None

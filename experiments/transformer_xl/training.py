@@ -1,6 +1,5 @@
 """A model of the experiment in its own run folder: from the settings to the engine, the plan, and the run."""
 
-import dataclasses
 import math
 import os
 import shlex
@@ -59,18 +58,6 @@ def checked_router(spec: str, config: TransformerXLConfig, route: Route = "seque
     return router
 
 
-def open_folder(settings: TrainingSettings, name: str) -> RunFolder:
-    """Open the folder of all models.
-
-    Raises:
-      ValueError, OSError: as of `prepare_run`.
-    """
-    fields = dataclasses.asdict(settings)
-    fields = {"experiment": name} | {key: fields[key] for key in fields if key not in ("out", "resume", "json")}
-    may_differ = settings.may_differ
-    return prepare_run(settings.out, fields, name=name, resume=settings.resume, may_differ=may_differ).begin()
-
-
 def open_corpus(run: Run[Any]) -> Corpus:
     """Load the text that the settings ask for by `data`, and say so.
 
@@ -86,11 +73,7 @@ def open_corpus(run: Run[Any]) -> Corpus:
 
 
 def make_engine(setup: Setup) -> LocalEngine | SimulatedEngine | EmulatedDmoe:
-    """A model's engine in its place, at its beginning.
-
-    Raises:
-      ValueError: a router that does not keep to its contract, or sizes that do not fit each other or the text.
-    """
+    """A model's engine in its place, at its beginning. Raises ValueError: of the router, or sizes that do not fit."""
     if setup.where == "local":
         return LocalEngine(setup)
     return EmulatedDmoe(setup) if setup.where == "emulated" else SimulatedEngine(setup)
@@ -117,11 +100,7 @@ def make_plan(settings: TrainingSettings, preset: Preset) -> Plan:
 
 
 def make_setup(training: Training, corpus: Corpus) -> Setup:
-    """The one model of a training.
-
-    Raises:
-      ValueError: the settings do not fit each other.
-    """
+    """The one model of a training. Raises ValueError if the settings do not fit each other."""
     settings = training.settings
     (model,) = settings.model
     preset = chosen_preset(settings, model)
@@ -165,7 +144,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
         if run.headline is not None:
             return
         progress = TrainingProgress(plan.steps)
-        progress.say(f"{setup.title}: {plan.steps} updates, {setup.where}")
+        progress.say(f"{setup.name or setup.preset.model}: {plan.steps} updates, {setup.where}")
         engine = BestValidation(make_engine(setup))
     facts |= {} if setup.router is None else {"router": setup.router.name}
     facts["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(engine.params()))
@@ -177,12 +156,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
 
 
 def up_flags(settings: TransformerXLSettings, preset: Preset, plan: Plan, out: Path) -> list[str]:
-    """Flags of `dmoe up` for the preset.
-
-    Args:
-      preset: with the step sizes of the run.
-      out: run folder of the first trainer process.
-    """
+    """Flags of `dmoe up` for the preset, with the step sizes of the run, and the first trainer process's run folder."""
     config = model_config(preset, preset.config.vocab_size, settings)
     sizes = ("num_layers", "grid_size", "cutoffs", "route", "embedding_dropout", "input_dropout", "output_dropout")
     rates = ("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power")
@@ -216,7 +190,6 @@ def train_in_swarm(settings: TransformerXLSettings, preset: Preset, plan: Plan, 
 
     The first trainer process has the folder, or goes on in it; the other's folder, the nodes' checkpoints and the logs
     lie beside it. Nodes know of no end of the run: step sizes of experts stay where the warm-up has brought them.
-    Args: as of `up_flags`.
 
     Raises:
       KeyboardInterrupt: once all processes have ended, the nodes with their experts saved.

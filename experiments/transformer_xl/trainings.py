@@ -9,6 +9,7 @@ from typing import Any
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.prepared_run import finished_headline
+from experiments.bench import FACTORS
 from experiments.transformer_xl.settings import MAX_SEEDS, Model, TransformerXLSettings
 
 INGREDIENTS: Mapping[str, dict[str, Any]] = {
@@ -18,9 +19,6 @@ INGREDIENTS: Mapping[str, dict[str, Any]] = {
 }
 """Label -> settings that differ from those of `dmoe`, which has both. Where one trainer is at work at once nothing is
 stale, and a delay would only be waited for."""
-
-SEARCHED = tuple(2.0**power for power in range(-5, 3))
-"""Factors of the preset's step sizes that the search tries, for every label."""
 
 SEARCH_STEPS = 2000
 """Most updates of a run of the search."""
@@ -77,7 +75,7 @@ def search_trainings(settings: TransformerXLSettings, out: Path) -> dict[tuple[s
             label=f"{label} x{factor:g}",
             may_fail=True,
         )
-        for factor in SEARCHED
+        for factor in FACTORS
         for label in labels(settings)
     }
 

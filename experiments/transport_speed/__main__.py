@@ -3,4 +3,4 @@
 from experiments.bench import run_experiment
 from experiments.transport_speed.settings import SpeedSettings
 
-run_experiment(SpeedSettings, f"{__package__}.measurement:EXPERIMENT", name="transport_speed", uses_jax=False)
+run_experiment(SpeedSettings, uses_jax=False)

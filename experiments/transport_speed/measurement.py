@@ -70,9 +70,7 @@ def measure(run: Run[SpeedSettings]) -> None:
 class _Clients:
     """Clients of both sides, ours ("rpc") and blocking sockets, on the networks "plain" and "tls".
 
-    Attributes:
-      addresses: of the servers, such as "rpc_tls".
-      certificate: by which clients of the baseline know its server.
+    Servers have names such as "rpc_tls". By the certificate clients of the baseline know theirs.
     """
 
     addresses: dict[str, Address]

@@ -67,12 +67,7 @@ def _serve_blocking(certificate: Path | None, tensor_bytes: int) -> str:
 
 
 async def serve(*, certificate: str, tensor_bytes: int) -> None:
-    """Say where the servers listen, and serve until standard input closes.
-
-    Args:
-      certificate: certificate and key of the baseline, PEM.
-      tensor_bytes: length of a tensor.
-    """
+    """Say where the servers listen, and serve until standard input closes. The certificate is the baseline's."""
     blocking = {
         "blocking_plain": _serve_blocking(None, tensor_bytes),
         "blocking_tls": _serve_blocking(Path(certificate), tensor_bytes),

@@ -77,9 +77,8 @@ def summarise(run: Run[WanSettings]) -> Result | None:
     return Result(title=title, figures=figures, bars=bars, tables=tables, runs=runs) if figures else None
 
 
-def draw(run: Run[WanSettings], result: Result) -> Figure | None:
+def draw(run: Run[WanSettings], _: Result) -> Figure | None:
     """Draw a panel for each part that was measured and has one."""
-    del result
     panels = [(part, records) for part in PANELS if (records := run.records(part))]
     if not panels:
         return None

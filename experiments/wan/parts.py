@@ -241,13 +241,7 @@ def measure_kills(run: Run[WanSettings]) -> None:
 
 
 def play_kills(*, round_trip_ms: float, kills: int, silent: bool, seed: int) -> Played:
-    """Six machines; one after the other dies in the middle of an averaging and comes back later.
-
-    Args:
-      round_trip_ms: between every two hosts.
-      kills: how many.
-      silent: True for machines that are unplugged.
-    """
+    """Six machines; one after the other dies, or is unplugged, in the middle of an averaging and comes back later."""
     specs, averaging_s = unequal(6, slowest_s=0.25), _AVERAGING_S + round_trip_ms / 1000
 
     async def body(world: World, played: Played) -> None:
@@ -275,12 +269,7 @@ def measure_tokens(run_: Run[WanSettings]) -> None:
 
 
 def traffic_of(method: str, *, num_params: int, batch: int, seed: int) -> tuple[float, float]:
-    """Let eight machines train, and count from one average to a later one.
-
-    Args:
-      method: what they average.
-      num_params: of the model, float32.
-      batch: tokens of a step of the optimiser, of all machines together.
+    """Let eight machines train, and count from one average to a later one; `batch` is of all together, in tokens.
 
     Returns: bytes that were delivered to all hosts together, frames with their headers, whatever they are for; tokens
       that all machines trained meanwhile.

@@ -5,12 +5,17 @@ past as a list of all vectors that ever entered a layer instead of a memory of f
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
-from experiments.transformer_xl.dense import layers_of
+
+def layers_of(params):
+    """The parameters of each layer, first to last, from what `dense.init` made."""
+    stacked = params["layers"]
+    return [jax.tree.map(operator.itemgetter(i), stacked) for i in range(len(jax.tree.leaves(stacked)[0]))]
 
 
 def as_float64(tree):

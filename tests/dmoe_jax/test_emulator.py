@@ -27,7 +27,7 @@ from dmoe_jax.optim.staleness import compensate_delay, scale_by_staleness
 from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.trained.evaluation import evaluate_text
 from dmoe_jax.trained.readers import LocalReader
-from experiments.emulation.problems import Optimizers, Problem, keys_of, mnist
+from experiments.emulation.problems import Problem, keys_of, mnist
 from experiments.emulation.recording import OrderRecorder
 from experiments.emulation.swarm import SwarmRun, train_swarm
 from tests.dmoe_jax.small_swarm import close
@@ -52,7 +52,8 @@ PROBLEM = Problem(
     batch_size=BATCH,
     streams=lambda num_trainers, seed: [stream(100 * seed + trainer) for trainer in range(num_trainers)],
     evaluation=tuple(itertools.islice(stream(7), 3)),
-    optimizers=Optimizers(optax.chain(compensate_delay(0.5), OPTIMIZER), OPTIMIZER),
+    optimizer=optax.chain(compensate_delay(0.5), OPTIMIZER),
+    expert_optimizer=OPTIMIZER,
 )
 
 
@@ -71,7 +72,8 @@ def small_transformer(route: Route) -> Problem:
             for trainer in range(num_trainers)
         ],
         evaluation=tuple(evaluation_segments(text, batch_size=2, seq_len=6)),
-        optimizers=Optimizers(OPTIMIZER, OPTIMIZER),
+        optimizer=OPTIMIZER,
+        expert_optimizer=OPTIMIZER,
     )
 
 
@@ -134,7 +136,8 @@ def test_equals_the_swarm_in_float64() -> None:
                 (batch._replace(x=batch.x.astype(np.float64)) for batch in own)
                 for own in PROBLEM.streams(num_trainers, seed)
             ],
-            optimizers=Optimizers(optimizer, optimizer),
+            optimizer=optimizer,
+            expert_optimizer=optimizer,
         )
         state, swarm = in_both(problem, problem.emulator(NUM_TRAINERS, rows=True))
         found = state.params, state.expert_params

@@ -276,7 +276,7 @@ def test_one_expert_makes_the_dense_model() -> None:
     def cut(whole: Any) -> tuple[Any, Any]:
         layers = [
             {**layer, "content_bias": whole["biases"]["content"], "position_bias": whole["biases"]["position"]}
-            for layer in dense.layers_of(whole)
+            for layer in reference.layers_of(whole)
         ]
         of_expert = {"ff_in", "ff_out", "ff_norm"}
         attention = [{name: layer[name] for name in layer if name not in of_expert} for layer in layers]

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import trio
 from matplotlib.figure import Figure
 
 from dmoe_jax.machine.disk import HOLDER
@@ -192,28 +191,6 @@ def test_signal_leaves_a_report_of_what_there_is(
     report = (tmp_path / "run" / "report.md").read_text()
     assert "| mean | 1 (0 to 2) |" in report
     assert "| ended early | interrupted |" in report
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_cancels_an_async_measurement(tmp_path: Path, number: signal.Signals) -> None:
-    """It ends what it started, then there is a report."""
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    has_cleaned_up = False
-
-    async def measure(run: DiceRun) -> None:
-        nonlocal has_cleaned_up
-        throw(run)
-        os.kill(os.getpid(), number)
-        try:
-            await trio.sleep_forever()
-        finally:
-            has_cleaned_up = True
-
-    out = tmp_path / "run"
-    assert end_of_dice("--out", str(out), experiment=replace(DICE, measure=measure)) == 130
-    assert has_cleaned_up
-    assert (out / "report.md").exists()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 

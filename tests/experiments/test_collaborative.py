@@ -94,7 +94,9 @@ def test_figures_of_hand_made_curves(tmp_path: Path) -> None:
     )
     assert result.figures["albert_over_all_reduce_8"] == pytest.approx(2.0)
     assert result.figures["albert_over_parameter_server_8"] == pytest.approx(3.0)
-    assert result.figures["albert_same_loss_max"] == pytest.approx(0.05 + 12.706 * 0.05, rel=1e-4)  # Student's t
+    assert result.figures["albert_same_loss_interval"][1] == pytest.approx(
+        0.05 + 12.706 * 0.05, rel=1e-4
+    )  # Student's t
     assert result.missed_bars == []
     assert EXPERIMENT.draw is not None
     assert EXPERIMENT.draw(run, result) is not None

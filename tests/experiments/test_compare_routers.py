@@ -11,7 +11,7 @@ from dmoe_jax.routing import RouterError
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.prepared_run import finished_headline, prepare_run
 from dmoe_jax.training.run import Plan
-from experiments.compare_routers.__main__ import main
+from experiments.bench import run_experiment
 from experiments.compare_routers.measurement import load_routers
 from experiments.compare_routers.pairs import all_pairs, means, ranking_table, sentences
 from experiments.compare_routers.settings import CompareRoutersSettings
@@ -63,7 +63,7 @@ class Trainings:
             folder.log("event", name="failed", detail="scores are NaN; at step 1")
             folder.log("headline", complete=False)
             raise error
-        perplexity = 100.0 * len(setup.title) + 10 * setup.seed
+        perplexity = 100.0 * len(setup.name) + 10 * setup.seed
         folder.log("eval", step=1, split="valid", perplexity=perplexity, items_seen=10)
         folder.log("eval", step=1, split="test", perplexity=perplexity + 1, items_seen=10)
         folder.log("headline", validation_perplexity=perplexity, complete=True)
@@ -88,7 +88,7 @@ def test_all_runs_are_made_and_compared(
 ) -> None:
     """Every router before the next seed, a folder each; means over seeds in the table, the headline and the JSON."""
     out = tmp_path / "out"
-    main(args=arguments(out, "--steps", "50", "--where", "local", "--json"))
+    run_experiment(CompareRoutersSettings, args=arguments(out, "--steps", "50", "--where", "local", "--json"))
     names = ["product_key-seed3", "hash-seed3", "product_key-seed5", "hash-seed5"]
     assert trainings.begun == names
     assert {plan.steps for plan in trainings.plans} == {50}
@@ -122,16 +122,16 @@ def test_finished_runs_are_not_trained_again(
     out = tmp_path / "out"
     trainings.errors["product_key-seed5"] = BaseExceptionGroup("of a nursery", [KeyboardInterrupt()])
     with pytest.raises(SystemExit) as exit_:
-        main(args=arguments(out))
+        run_experiment(CompareRoutersSettings, args=arguments(out))
     assert exit_.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "compare_routers: interrupted; --resume goes on"
     assert "| runs finished | 2 |" in (out / "report.md").read_text()
     assert "| product_key | 1 | 1,130 |" in (out / "report.md").read_text()
-    main(args=arguments(out, "--resume"))
+    run_experiment(CompareRoutersSettings, args=arguments(out, "--resume"))
     assert trainings.begun[2:] == ["product_key-seed5", "product_key-seed5", "hash-seed5"]
     assert "| runs finished | 4 |" in (out / "report.md").read_text()
     with pytest.raises(SystemExit):
-        main(args=arguments(out, "--resume", "--batch-size", "9"))
+        run_experiment(CompareRoutersSettings, args=arguments(out, "--resume", "--batch-size", "9"))
     assert "begun with batch_size None " in capsys.readouterr().err.splitlines()[-1]
     assert len(trainings.begun) == 5
 
@@ -144,7 +144,7 @@ def test_a_failed_run_does_not_stop_the_others(
     out = tmp_path / "out"
     trainings.errors["product_key-seed3"] = BaseExceptionGroup("of a nursery", [RouterError("scores are NaN")])
     with pytest.raises(SystemExit) as exit_:
-        main(args=arguments(out, "--json"))
+        run_experiment(CompareRoutersSettings, args=arguments(out, "--json"))
     assert exit_.value.code == 1
     captured = capsys.readouterr()
     last = "compare_routers: error: 1 runs failed: product_key-seed3: scores are NaN; at step 1"
@@ -154,7 +154,7 @@ def test_a_failed_run_does_not_stop_the_others(
     assert headline["routers"]["product_key"]["perplexity"] == 1150.0
     trainings.errors["product_key-seed3"] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
-        main(args=arguments(out, "--resume"))
+        run_experiment(CompareRoutersSettings, args=arguments(out, "--resume"))
 
 
 def test_routers_are_tried_and_named(my_file: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.Capture
     flags = ["--routers", "product_key", f"{my_file}:mine", "--seeds", "0", "--trainers", "4", "--steps", "8"]
     flags += ["--eval-every", "4", "--quick", "--data", "embedded", "--out", str(tmp_path / "out"), "--json"]
     flags += ["--jobs", "1"]
-    main(args=flags)
+    run_experiment(CompareRoutersSettings, args=flags)
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert headline["runs_finished"] == 2
     for label in ("product_key", "my_router"):
@@ -217,5 +217,5 @@ def test_a_real_comparison(my_file: Path, tmp_path: Path, capsys: pytest.Capture
         assert 1 < figures["perplexity"] < 2225
         assert 0 < figures["calls_lost"] < 0.5
         assert 0 < figures["final_load_entropy"] <= 1
-    main(args=[*flags, "--resume"])
+    run_experiment(CompareRoutersSettings, args=[*flags, "--resume"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == headline

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from experiments.comparison import comparison_headline, comparison_table, draw_comparison
-from experiments.run_summary import balance_lines, perplexity_curve, summarise_run
+from experiments.run_summary import last_balances, perplexity_curve, summarise_run
 
 Record = dict[str, Any]
 
@@ -71,17 +70,14 @@ def test_picture_shows_curves_and_final_figures() -> None:
     assert [list(line.get_xdata()) for line in finals.lines] == [[400.0, 380.0], [390.0], []]
 
 
-def test_balance_lines_by_hand() -> None:
-    """In the order of layers and steps, the last record of a step counts, and what is not known is NaN."""
+def test_last_balances_by_hand() -> None:
+    """The last window of each layer, and of two records for it the last one."""
     metrics: list[Record] = [
         {"kind": "balance", "step": 20, "layer": "layer10", "entropy": 0.5, "dead": 1},
         {"kind": "balance", "step": 10, "layer": "layer9", "entropy": None, "dead": 2},
         {"kind": "balance", "step": 20, "layer": "layer9", "entropy": 0.6, "dead": 2},
         {"kind": "balance", "step": 20, "layer": "layer9", "entropy": 0.9, "dead": 0},
     ]
-    lines = balance_lines(metrics)
-    assert lines.layers == ("layer9", "layer10")
-    np.testing.assert_array_equal(lines.steps, [10, 20])
-    np.testing.assert_array_equal(lines.entropy, [[np.nan, 0.9], [np.nan, 0.5]])
-    assert lines.dead == 1
-    assert balance_lines([]).layers == ()
+    assert last_balances(metrics) == [metrics[0], metrics[3]]
+    assert last_balances([metrics[3], metrics[1]]) == [metrics[3]]
+    assert last_balances([]) == []

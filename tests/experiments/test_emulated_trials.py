@@ -18,14 +18,14 @@ from dmoe_jax.emulator.order import BACKWARD, FORWARD, STAGE, EventOrder
 from dmoe_jax.emulator.stages import ModelStages
 from dmoe_jax.models import mlp
 from dmoe_jax.runs.run_folder import RunFolder
-from experiments.bench import Run
+from experiments.bench import Run, run_experiment
 from experiments.emulation import measurement as emulation
 from experiments.emulation.problems import DenseMLP
-from experiments.emulation.settings import EmulationSettings
+from experiments.emulation.settings import EmulationSettings, TrialSettings
 from experiments.emulation.trials import with_fresh_experts
 from experiments.mnist_convergence import measurement as convergence
-from experiments.mnist_convergence.__main__ import main as convergence_main
-from experiments.staleness.__main__ import main as staleness_main
+from experiments.mnist_convergence.settings import MnistSettings
+from experiments.staleness.settings import StalenessSettings
 
 needs_mnist = pytest.mark.skipif(not os.environ.get("DMOE_DATA"), reason="MNIST is not at hand: DMOE_DATA is not set")
 
@@ -102,14 +102,18 @@ def test_emulation_takes_the_greatest_difference(tmp_path: Path) -> None:
 
 @needs_mnist
 @pytest.mark.slow
-@pytest.mark.parametrize(("main", "updates", "trainings"), [(convergence_main, "100", 6), (staleness_main, "20", 7)])
-def test_a_small_run(main: Any, updates: str, trainings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("settings", "updates", "trainings"), [(MnistSettings, "100", 6), (StalenessSettings, "20", 7)]
+)
+def test_a_small_run(
+    settings: type[TrialSettings], updates: str, trainings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To its report, and again: what is finished is not trained twice."""
     monkeypatch.setattr(convergence, "WIDTH", 8)
     flags = ["--quick", "--json", "--out", str(tmp_path / "run"), "--seeds", "1", "--jobs", "1", "--updates", updates]
-    first = main(args=flags)
+    first = run_experiment(settings, args=flags)
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"trial"') == trainings
-    assert main(args=[*flags, "--resume"]) == first
+    assert run_experiment(settings, args=[*flags, "--resume"]) == first
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"trial"') == trainings
     assert (tmp_path / "run" / "figure.png").stat().st_size > 10_000
     assert "| " in (tmp_path / "run" / "report.md").read_text()

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 
+from experiments.bench import run_experiment
 from experiments.less_traffic import measurement
-from experiments.less_traffic.__main__ import main
 from experiments.less_traffic.measurement import AXIS, Method, make_method, sparta, sparta_masks, train
-from experiments.less_traffic.settings import MethodName
+from experiments.less_traffic.settings import LessTrafficSettings, MethodName
 from tests.experiments.small_runs import POINT, quadratic
 
 PEERS = 4
@@ -109,7 +109,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Report, figure and headline of a short run."""
     monkeypatch.setattr(measurement, "make_task", lambda name: quadratic())
     flags = ["--steps", "50", "--seeds", "2", "--json", "--methods", "every_step", "sparse_diloco"]
-    main(args=[*flags, "--out", str(tmp_path / "run")])
+    run_experiment(LessTrafficSettings, args=[*flags, "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert headline["sparse_payload_ratio"] == pytest.approx(400 / 16)
     assert (tmp_path / "run" / "figure.png").stat().st_size > 0

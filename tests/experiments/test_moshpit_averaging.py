@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.bench import run_experiment
 from experiments.moshpit_averaging import settings
-from experiments.moshpit_averaging.__main__ import main
 from experiments.moshpit_averaging.measurement import (
     mean_rounds,
     missed_bars,
@@ -19,6 +19,7 @@ from experiments.moshpit_averaging.measurement import (
     simulate,
 )
 from experiments.moshpit_averaging.paper import SQUARE, TABLE, TITLES, Setting, paper_rounds
+from experiments.moshpit_averaging.settings import AveragingSettings
 
 KEY = jax.random.key(0)
 
@@ -89,7 +90,7 @@ def test_random_groups_split_those_who_are_there() -> None:
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """JSON on the last line with the keys that the report reads, and everything in the folder."""
     monkeypatch.setattr(settings, "TABLE", TABLE[:1])
-    main(args=["--quick", "--json", "--out", str(tmp_path / "run")])
+    run_experiment(AveragingSettings, args=["--quick", "--json", "--out", str(tmp_path / "run")])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = headline["table"]
     assert (row["peers"], row["grid"], row["failure"], row["failure_rule"]) == (512, [32, 2], 0.0, "exclude")

@@ -15,10 +15,10 @@ import trio
 from trio.testing import MockClock
 
 import dmoe_net
+from experiments.bench import run_experiment
 from experiments.moshpit_sgd import tasks
-from experiments.moshpit_sgd.__main__ import main
 from experiments.moshpit_sgd.measurement import figures_of
-from experiments.moshpit_sgd.settings import TimeModel
+from experiments.moshpit_sgd.settings import MoshpitSgdSettings, TimeModel
 from experiments.moshpit_sgd.swarm import Moshpit, PeerLearner, Swarm, make_method
 from tests.experiments.small_runs import POINT, quadratic
 
@@ -168,7 +168,9 @@ def test_the_command_trains_and_reports(
 ) -> None:
     """Every method reaches the target; folder, figure and report are there."""
     monkeypatch.setattr(tasks, "make_task", lambda name: quadratic())
-    main(args=["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")])
+    run_experiment(
+        MoshpitSgdSettings, args=["--model", "mnist", "--peers", "4", "--json", "--out", str(tmp_path / "run")]
+    )
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     for method in ("all_reduce", "pushsum", "moshpit"):
         assert 10 < headline[f"mnist_4_{method}_s"] < 500

@@ -1,8 +1,8 @@
 """The report of the papers' figures: what it says of children that finish, fail and are interrupted."""
 
-import importlib
 import json
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dmoe_jax.runs.run_folder import RunFolder
-from experiments.bench import ResumableSettings
-from experiments.paper.__main__ import main
+from experiments import bench
+from experiments.bench import ResumableSettings, run_experiment
 from experiments.paper.figures_of_papers import PAPER_FIGURES, TAGS, look_up
 from experiments.paper.report import Child, write_paper_report
 from experiments.paper.settings import EXPERIMENTS, PaperSettings
@@ -53,10 +53,12 @@ def test_every_paper_figure_belongs_to_an_experiment_and_says_how_sure_it_is() -
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiments_that_resume_are_known(name: str) -> None:
+def test_experiments_that_resume_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are begun anew, and would not know the flag."""
-    main = importlib.import_module(f"experiments.{name}.__main__").main
-    assert EXPERIMENTS[name].resumes == issubclass(main.args[0], ResumableSettings)
+    begun: list[type] = []
+    monkeypatch.setattr(bench, "run_experiment", begun.append)
+    runpy.run_module(f"experiments.{name}", run_name="__main__")
+    assert EXPERIMENTS[name].resumes == issubclass(begun[0], ResumableSettings)
 
 
 def test_ours_stands_beside_the_papers_with_its_interval(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_report_over_real_experiments(
     out, copy = tmp_path / "run", tmp_path / "copy"
     flags = ["--quick", "--only", "moshpit_averaging", missing, "--out", str(out), "--copy-to", str(copy), "--json"]
     with pytest.raises(SystemExit, match="1"):
-        main(args=flags)
+        run_experiment(PaperSettings, uses_jax=False, args=flags)
     printed = capsys.readouterr()
     assert printed.err.endswith(f"1 of 2 experiments did not finish: {missing}\n")
     headline = json.loads(printed.out.splitlines()[-1])
@@ -122,9 +124,15 @@ def test_report_over_real_experiments(
     assert (out / "moshpit_averaging.png").exists()
     assert not copy.exists()
     with pytest.raises(SystemExit, match="1"):
-        main(args=[*flags, "--resume", "--seed", "1"])  # another seed is another report
+        run_experiment(
+            PaperSettings, uses_jax=False, args=[*flags, "--resume", "--seed", "1"]
+        )  # another seed is another report
     assert "was begun with seed 0" in capsys.readouterr().err
-    again = main(args=["--quick", "--only", "moshpit_averaging", "--out", str(out), "--resume", "--copy-to", str(copy)])
+    again = run_experiment(
+        PaperSettings,
+        uses_jax=False,
+        args=["--quick", "--only", "moshpit_averaging", "--out", str(out), "--resume", "--copy-to", str(copy)],
+    )
     assert "finished before" in capsys.readouterr().out
     assert again["finished"] == ["moshpit_averaging"]
     assert {path.name for path in copy.iterdir()} == {"report.md", "timing.md", "moshpit_averaging.png"}

@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
-from experiments.bench import Run
+from experiments.bench import FACTORS, Run
 from experiments.mnist_convergence import measurement as convergence
 from experiments.mnist_convergence.measurement import AUTHORS, FAILING, REMEDIED, SLOW, label_of
 from experiments.mnist_convergence.settings import MnistSettings
 from experiments.staleness import measurement as staleness
 from experiments.staleness.measurement import DEFAULT, MANY, MANY_DEFAULT, MANY_ONE, NO_MOMENT, ONE, ONE_DEFAULT, PLAIN
 from experiments.staleness.settings import StalenessSettings
-from experiments.step_sizes import FACTORS, SEARCH_SEEDS, best_factors, scaled, scaled_label, search_table, searched
+from experiments.step_sizes import SEARCH_SEEDS, best_factors, scaled, scaled_label, search_table, searched
 
 
 def run_of(settings: Any, path: Path, records: list[dict[str, Any]]) -> Run[Any]:

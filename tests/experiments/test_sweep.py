@@ -15,8 +15,7 @@ from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments import engines
-from experiments.bench import Run
-from experiments.compare_routers.__main__ import main
+from experiments.bench import Run, run_experiment
 from experiments.compare_routers.settings import CompareRoutersSettings
 from experiments.emulation import trials
 from experiments.emulation.settings import TrialSettings
@@ -216,7 +215,7 @@ def test_another_helper_takes_the_place_of_one_that_ended(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("on", ["moon", "here:8786", "slurm:cluster", "dask:", ""])
 def test_an_unknown_engine_is_one_line(on: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(args=["--on", on])
+        run_experiment(CompareRoutersSettings, args=["--on", on])
     assert ended.value.code == 2
     expected = "--on must be here, slurm, dask, dask:ADDRESS, ray or ray:ADDRESS, got"
     assert expected in " ".join(capsys.readouterr().err.split())

@@ -15,11 +15,11 @@ from dmoe_jax.routing import Router, add_noise, product_key
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import StepRecord
 from dmoe_jax.training.engine import Engine
-from experiments.transformer_xl.__main__ import main
+from experiments.bench import run_experiment
 from experiments.transformer_xl.asynchronous import EmulatedDmoe
 from experiments.transformer_xl.local import LocalEngine
 from experiments.transformer_xl.presets import PRESETS
-from experiments.transformer_xl.settings import TrainingSettings
+from experiments.transformer_xl.settings import TrainingSettings, TransformerXLSettings
 from experiments.transformer_xl.setup import Setup
 from tests.experiments.small_runs import UNBOUNDED, small_corpus, small_preset
 
@@ -105,7 +105,7 @@ def test_the_command_emulates_the_mixture(
     monkeypatch.setitem(PRESETS, ("small", "tiny"), small_preset("small", num_layers=1))
     monkeypatch.setattr("experiments.transformer_xl.training.load_corpus", lambda **_: small_corpus())
     flags = ["--where", "emulated", "--model", "dmoe", "small", "--steps", "6", "--eval-every", "4", "--trainers", "3"]
-    main(args=[*flags, "--jobs", "1", "--json", "--out", str(tmp_path / "run")])
+    run_experiment(TransformerXLSettings, args=[*flags, "--jobs", "1", "--json", "--out", str(tmp_path / "run")])
     models = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
     assert models["dmoe"]["training_tokens"] == models["small"]["training_tokens"] == 36
     assert models["small"]["virtual_s"] > 0

@@ -12,9 +12,9 @@ from dmoe_jax.routing import noisy_top_k
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.prepared_run import finished_headline
 from dmoe_jax.training.progress import TrainingProgress
+from experiments.bench import run_experiment
 from experiments.intervals import t_interval
 from experiments.transformer_xl import training
-from experiments.transformer_xl.__main__ import main
 from experiments.transformer_xl.presets import PRESETS, Preset
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.setup import Setup
@@ -74,7 +74,7 @@ def test_the_command_compares_its_models(
 ) -> None:
     """One JSON object at the end; a folder for each model; and with --resume nothing is trained again."""
     flags = [*small_command, "--model", "dmoe", "small", "--out", str(tmp_path / "run")]
-    main(args=flags)
+    run_experiment(TransformerXLSettings, args=flags)
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     ours, theirs = headline["models"]["dmoe"], headline["models"]["small"]
     difference = ours["validation_perplexity"] - theirs["validation_perplexity"]
@@ -89,11 +89,11 @@ def test_the_command_compares_its_models(
         assert {"config.json", "metrics.jsonl", "figure.png", "report.md"} <= {path.name for path in folder.iterdir()}
     assert "at equal FLOPs" in (tmp_path / "run" / "report.md").read_text()
     metrics = (dmoe / "metrics.jsonl").read_bytes()
-    main(args=[*flags, "--resume"])
+    run_experiment(TransformerXLSettings, args=[*flags, "--resume"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["models"] == headline["models"]
     assert (dmoe / "metrics.jsonl").read_bytes() == metrics
     with pytest.raises(SystemExit, match="1"):
-        main(args=[*flags, "--resume", "--seed", "1"])
+        run_experiment(TransformerXLSettings, args=[*flags, "--resume", "--seed", "1"])
     assert capsys.readouterr().err.splitlines()[-1].endswith("was begun with seed 0 and cannot be resumed with 1")
 
 
@@ -102,7 +102,7 @@ def test_seeds_and_a_search(small_command: list[str], tmp_path: Path, capsys: py
     """A command searches and trains two seeds; the next one adds a third."""
     out = tmp_path / "run"
     flags = [*small_command, "--model", "small", "--search", "--out", str(out)]
-    main(args=[*flags, "--seeds", "2"])
+    run_experiment(TransformerXLSettings, args=[*flags, "--seeds", "2"])
     headline = json.loads(capsys.readouterr().out.splitlines()[-1])
     searched = {path.name: finished_headline(RunFolder(path)) or {} for path in (out / "search" / "small").iterdir()}
     assert {found["seed"] for found in searched.values()} == {1000}
@@ -111,7 +111,7 @@ def test_seeds_and_a_search(small_command: list[str], tmp_path: Path, capsys: py
     rate = RunFolder(out / "small" / "seed1").config()["settings"]["recipe"]["learning_rate"]
     assert rate == pytest.approx(1e-2 * float(best[1:]))
     before = {seed: (out / "small" / f"seed{seed}" / "metrics.jsonl").read_bytes() for seed in (0, 1)}
-    main(args=[*flags, "--seeds", "3", "--resume"])
+    run_experiment(TransformerXLSettings, args=[*flags, "--seeds", "3", "--resume"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]["small"]
     perplexities = [finished_headline(RunFolder(out / "small" / f"seed{seed}")) for seed in range(3)]
     values = [each["validation_perplexity"] for each in perplexities if each]

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.transformer_xl.__main__ import main
-
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
 
 
@@ -15,7 +13,7 @@ def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.Capt
     """The same figures; a child's mistake is its parent's one line."""
     headlines = []
     for jobs in ("2", "1"):
-        main(args=[*FLAGS, "--jobs", jobs, "--out", str(tmp_path / jobs), "--json"])
+        run_experiment(TransformerXLSettings, args=[*FLAGS, "--jobs", jobs, "--out", str(tmp_path / jobs), "--json"])
         headlines.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     for model in ("small", "base"):
         ours, theirs = (headline["models"][model] for headline in headlines)
@@ -27,7 +25,7 @@ def test_side_by_side_is_one_after_the_other(tmp_path: Path, capsys: pytest.Capt
         config = (seed0 / "config.json").read_text()
         (seed0 / "config.json").write_text(config.replace('"steps": 2', '"steps": 7'))
     with pytest.raises(SystemExit) as ended:
-        main(args=[*FLAGS, "--jobs", "2", "--out", str(tmp_path / "2"), "--resume"])
+        run_experiment(TransformerXLSettings, args=[*FLAGS, "--jobs", "2", "--out", str(tmp_path / "2"), "--resume"])
     assert ended.value.code == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("transformer_xl: error: the run in ")

@@ -8,10 +8,10 @@ import pytest
 
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
+from experiments.bench import FACTORS
 from experiments.transformer_xl.measurement import mean_headline, models_table, verdicts
 from experiments.transformer_xl.settings import TransformerXLSettings
 from experiments.transformer_xl.trainings import (
-    SEARCHED,
     best_factors,
     compared_trainings,
     search_results,
@@ -84,7 +84,7 @@ def test_the_best_of_the_search(tmp_path: Path) -> None:
     folders[7].log("event", name="failed", detail="NaN")
     folders[7].log("headline", validation_perplexity=1.0, complete=False)
     searched = search_results(trainings)
-    assert searched == {"small": dict(zip(SEARCHED, values, strict=True))}
+    assert searched == {"small": dict(zip(FACTORS, values, strict=True))}
     assert best_factors(searched) is None
     folders[6].log("headline", validation_perplexity=320.0, complete=True)
     searched = search_results(trainings)
