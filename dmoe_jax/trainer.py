@@ -29,6 +29,7 @@ from dmoe_jax.data.positions import Position, positioned
 from dmoe_jax.machine.device import Device
 from dmoe_jax.mesh import MeshLike, laid_out, rows_like
 from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
+from dmoe_jax.shards import tree_spans_processes
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.errors import NetError
 
@@ -368,7 +369,16 @@ SharingTrainers = Trainers[Batch, State, SharedTrunk]
 
 
 def first_params(model: Model[Any, Any], params: PyTree | None, mesh: MeshLike | None, *, seed: int) -> PyTree:
-    """Parameters to begin with, on the mesh: those that are given, or else the model's own. Raises as `laid_out`."""
+    """Parameters to begin with, on the mesh: those that are given, or else the model's own.
+
+    Raises:
+      ValueError: other processes hold a part of them; or as of `laid_out`.
+    """
+    if tree_spans_processes(params):
+        raise ValueError(
+            "a trainer's trunk lies on devices of its own process, and these parameters on several processes': average "
+            "them in a loop of your own, with swarm.averager or swarm.collaboration"
+        )
     return laid_out(model.init(jax.random.key(seed)) if params is None else params, mesh)
 
 

@@ -55,6 +55,12 @@ def test_a_report_counts_the_micro_batch_that_is_computed(state: CollaborationSt
     assert view_of(state, now=103.0).rate == 0.0
 
 
+def test_a_peer_that_has_rested_for_a_micro_batch_computes_again(state: CollaborationState) -> None:
+    """However quick the others are: it would never learn that it is quicker than it was when it compiled."""
+    state.took_in(4, 2.0, 10.0)
+    assert [state.is_rested(local_s) for local_s in (10.0, 11.9, 12.0)] == [False, False, True]
+
+
 def test_a_step_is_due_when_its_group_has_just_time_to_form(state: CollaborationState) -> None:
     """The batch is full at 105; with a full one half of the lead is left, and alone nobody is waited for."""
 

@@ -308,5 +308,7 @@ def test_pace_follows_a_change_of_speed() -> None:
     assert pace.rate == pytest.approx(10.0)
     pace.measured(10, 3.0)
     assert pace.rate == pytest.approx(10 / 1.4)  # (0.8 * 10 + 0.2 * 10) / (0.8 * 1 + 0.2 * 3)
+    pace.measured(10, 0.1)  # whatever was so much slower, such as compiling, is over
+    assert pace.rate == pytest.approx(100.0)
     with pytest.raises(ValueError, match="must not be negative"):
         pace.measured(1, -1.0)
