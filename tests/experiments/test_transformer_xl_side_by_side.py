@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments.bench import run_experiment
+from experiments.transformer_xl.settings import TransformerXLSettings
+
 FLAGS = ["--model", "small", "base", "--quick", "--steps", "2", "--trainers", "2", "--data", "embedded"]
 
 
