@@ -114,7 +114,7 @@ def text_in(vocabulary: AnyVocabulary, data: str | None, what: str) -> Callable[
     @functools.cache
     def text() -> Corpus:
         if data is None:
-            raise ValueError(f"{what} does not say where its text is: name it with --data (data=), or give a text")
+            raise ValueError(f"{what} does not say where its text is: name it with data=, or give a text")
         return load_corpus(source=data, vocabulary=vocabulary)
 
     return _splits(text)
