@@ -149,6 +149,19 @@ def test_a_model_is_the_same_from_wherever_it_comes(tmp_path: Path, capsys: Any,
         models[3].split("test")
 
 
+def test_a_model_says_what_it_is_and_what_it_lacks(tmp_path: Path, folder: Path, caplog: Any) -> None:
+    """A run without experts is told of as it is loaded, in one line; commands have an error of their own for it."""
+    sizes = "Transformer-XL, num_layers 1, d_model 8, router product_key, step 6"
+    model = load_run(folder)
+    assert repr(model) == f"<TrainedModel {folder}: {sizes}, 4 of 4 experts>"
+    assert repr(model.with_lengths(mem_len=9)) == repr(model)
+    assert not caplog.messages
+    alone = make_run(tmp_path / "none", experts="none")
+    assert repr(load_run(alone)) == f"<TrainedModel {alone}: {sizes}, 0 of 4 experts>"
+    (line,) = caplog.messages
+    assert line.startswith(f"{alone} has no experts of layer0: give experts= with the folders")
+
+
 def test_log_probs_are_pure_and_have_gradients(folder: Path) -> None:
     """Under `jit` and `grad`, what the model gives by itself."""
     model = load_run(folder)
