@@ -453,7 +453,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         for text in texts:
             exec(compile(text.replace('"PEER"', repr(swarm.contact)), str(page), "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"6 {NUM_WORDS} 4 experts"
+    assert said[1] == f"6 {NUM_WORDS} 4 experts"
     assert sorted(line[:5] for line in said if line.startswith(("the cat", "a dog"))) == ["a dog", "the c"]
 
 
