@@ -33,7 +33,7 @@ SHELLS = modules(
         "dmoe_jax.placement": "averager claimer host learnt replicas state survey watch",
         "dmoe_jax.runs": "command_line endings processes run_folder setting_up speech",
         "dmoe_jax.swarm": "blocking opening serving swarm",
-        "dmoe_jax.trained": "completion_server patient_layer readers",
+        "dmoe_jax.trained": "completion_server loading patient_layer readers",
         "dmoe_jax.training": "progress run",
         "dmoe_net": "clock key_files nursery public",
         "dmoe_net.averaging": "assisting averager gathering group_calls opening plan replica window",
@@ -150,7 +150,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 42_636, "dmoe_net": 18_115, "experiments": 13_499}
+LINE_BUDGETS = {"dmoe_jax": 42_801, "dmoe_net": 18_115, "experiments": 13_499}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {

@@ -120,8 +120,8 @@ class AveragingOptions:
     """With pseudo-gradients: parts of the model that are averaged by turns, each every --average-every updates, while
     training goes on (Streaming DiLoCo); the same for all processes."""
     average_by_samples: bool = True
-    """Count each process by the samples that it has seen since its last average; without it all count alike, as they
-    always do with noloco and with --average-fragments."""
+    """Each process counts by the samples that it has seen since its last average; with --no-average-by-samples all
+    count alike, as they always do with noloco and with --average-fragments."""
     average_compression: Literal["none", "float16", "bfloat16", "blockwise8", "top-k"] = "none"
     """Form of numbers on the wire. With --target-batch-size all processes make the same step whatever it loses. top-k:
     the largest of each block in a few bits, the rest is kept for later (error feedback, SparseLoCo); for gradients and

@@ -19,8 +19,10 @@ from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.report import unit_of
 from dmoe_jax.runs.run_folder import plain
 from dmoe_jax.runs.speech import say
+from dmoe_jax.trained.export_files import SUFFIX, is_export
 
 if TYPE_CHECKING:
     from dmoe_jax.trained.evaluation import TextEvaluation
@@ -59,6 +61,8 @@ class EvaluateCommand(TrainedModelOptions):
         for name, value in (("--mem-len", self.mem_len), ("--clamp-len", self.clamp_len)):
             if self.join and value is not None:
                 raise UsageError(f"{name} {value} beside --join: experts of a swarm keep the lengths of training")
+        if self.text is None and self.data is None:
+            self._check_text_known()
         with _progress() as on_batch:
             async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
                 text = model.split(self.split) if self.text is None else _read(self.text)
@@ -67,8 +71,19 @@ class EvaluateCommand(TrainedModelOptions):
         if self.json:
             say(json.dumps(plain({"model": self.model_name, "step": step, "text": name, **_figures(found)})))
         else:
-            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {name}"))
+            unit = unit_of(model.vocabulary.meaning)
+            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {name}", unit))
         return 0
+
+    def _check_text_known(self) -> None:
+        run = self.run_folder
+        if run is not None and (run.suffix == SUFFIX or is_export(run)):
+            what = f"the export {run}"
+        elif run is None and self.join:
+            what = "a swarm"
+        else:
+            return
+        raise UsageError(f"{what} does not say where its text is: name it with --data, or a text of your own: --text")
 
 
 def _read(path: Path) -> str:
@@ -94,12 +109,13 @@ def _figures(found: "TextEvaluation") -> dict[str, Any]:
     return {**own, "by_rank": ranges}
 
 
-def _table(found: "TextEvaluation", title: str) -> Table:
+def _table(found: "TextEvaluation", title: str, unit: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    for column in ("words by frequency", "targets", "perplexity", "bits"):
-        table.add_column(column, justify="left" if column == "words by frequency" else "right")
+    table.add_column(f"{unit} by frequency")
+    for column in ("targets", "perplexity", "bits"):
+        table.add_column(column, justify="right")
     for each in found.by_rank:
-        name = f"{each.first + 1:,} to {each.stop:,}"
-        table.add_row(name, f"{each.tokens:,}", *(f"{x:.4g}" for x in (each.perplexity, each.loss / math.log(2))))
+        figures = (f"{x:.4g}" if each.tokens else "-" for x in (each.perplexity, each.loss / math.log(2)))
+        table.add_row(f"{each.first + 1:,} to {each.stop:,}", f"{each.tokens:,}", *figures)
     table.add_row("all", f"{found.tokens:,}", f"{found.perplexity:.4g}", f"{found.bits:.4g}", style="bold")
     return table

@@ -217,14 +217,17 @@ def _holds_nothing(path: Path) -> bool:
 
 
 def _has_learnt_nothing(nodes: Path) -> bool:
-    """True if the folder of a `dmoe up`'s nodes has no checkpoint of any expert, nor anything that is not theirs."""
+    """True if the folder of a `dmoe up`'s nodes has no expert that has learnt, nor anything that is not theirs.
+
+    A checkpoint of 0 updates is what an expert began with."""
     of_nodes = [each for each in nodes.iterdir() if each.name != HOLDER]
     if not all(_NODE_FOLDERS.fullmatch(node.name) and node.is_dir() for node in of_nodes):
         return False
     experts = [expert for node in of_nodes for expert in node.iterdir()]
     saved = [each for expert in experts if expert.is_dir() for each in expert.iterdir()]
     return all(each.is_dir() for each in experts) and all(
-        each.name == HOLDER or _HALF_WRITTEN.fullmatch(each.name) for each in saved
+        each.name == HOLDER or _HALF_WRITTEN.fullmatch(each.name) or (each.name == "0" and each.is_dir())
+        for each in saved
     )
 
 

@@ -81,7 +81,7 @@ class NodeCommand(DhtCommand):
             await self.devices.follow(stop, dict.fromkeys(self.hand.uids(), expert), optimizer, seed=self.seed)
             return 0
         with mistakes_in_one_line():
-            begin = partial(self.saving.begin, self.hand.uids(), expert, optimizer)
+            begin = partial(self.saving.begin, self.hand.uids(), expert, optimizer, self.kind.settings)
             if num_begun := await trio.to_thread.run_sync(begin, abandon_on_cancel=True):
                 say(f"{num_begun} experts begin as in {self.saving.init}")
         joining = join_swarm(self.network, join=self.join, listen=self.listen, faults=faults)

@@ -1,15 +1,16 @@
 """Flags of `dmoe node`: its experts, their optimiser, their checkpoints and their serving."""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from dmoe_jax.cli.checks import check_at_least, check_no_effect, check_positive
+from dmoe_jax.cli.init_flags import fitting, settings_of_experts
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.machine.disk import check_local
@@ -115,6 +116,11 @@ class KindOptions:
         check_no_effect(f"--expert {self.kind}", (flag for flag in sizes if flag.field not in taken))
         return make(**{flag.field: flag.value for flag in sizes if flag.field in taken})
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that decide the experts' shapes, by the names of their flags; none of an expert of one's own."""
+        return settings_of_experts(self.expert, self.route) if self.kind == "transformer_xl" else {}
+
 
 @named_flags("learning_rate", "warmup_steps", "weight_decay", "grad_clip", "staleness_power", "freeze_experts")
 @dataclass(frozen=True, kw_only=True)
@@ -179,14 +185,24 @@ class SavingOptions:
             with mistakes_in_one_line():
                 check_local(self.checkpoint_dir, "--checkpoint-dir")
 
-    def begin(self, uids: Collection[str], expert: "Expert", optimizer: "optax.GradientTransformation | None") -> int:
-        """Have the experts begin as --init says; return their number. Raises ValueError and OSError of the export."""
+    def begin(
+        self,
+        uids: Collection[str],
+        expert: "Expert",
+        optimizer: "optax.GradientTransformation | None",
+        settings: Mapping[str, Any],
+    ) -> int:
+        """Have the experts begin as --init says; return their number.
+
+        Raises:
+          UsageError: the export's experts were made with other `settings`. ValueError, OSError: as of `begin_experts`.
+        """
         from dmoe_jax.trained.imported import begin_experts
         from dmoe_jax.trained.remote import local_copy
 
         if self.init is None or self.checkpoint_dir is None:
             return 0
-        with local_copy(self.init) as path:
+        with local_copy(self.init) as path, fitting(path, settings):
             return begin_experts(path, self.checkpoint_dir, uids, expert, optimizer)
 
 

@@ -1,5 +1,6 @@
 """The run folders below a folder, and for each the facts that `dmoe runs` shows. Imports no JAX."""
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,8 +99,15 @@ def records_of(folder: Path) -> list[dict[str, Any]] | None:
 
 def list_runs(root: Path) -> list[ListedRun]:
     """The runs in a folder and in their experiments' folders, the latest last."""
-    found = [listed(path, root) for path in run_folders(root)]
-    return sorted(found, key=lambda run: (run.begun, run.name))
+    found = [_listed_if_there(path, root) for path in run_folders(root)]
+    return sorted((run for run in found if run is not None), key=lambda run: (run.begun, run.name))
+
+
+def _listed_if_there(path: Path, root: Path) -> ListedRun | None:
+    try:
+        return listed(path, root)
+    except (ValueError, FileNotFoundError):  # removed meanwhile
+        return None
 
 
 def listed(path: Path, root: Path) -> ListedRun:
@@ -184,14 +192,17 @@ def first_trainer(path: Path) -> Path:
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a folder; 0 if there is nothing. Symbolic links are not followed."""
-    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
-    total = 0
-    for file in files:
-        try:
-            total += 0 if file.is_dir() else file.lstat().st_size
-        except OSError:  # gone meanwhile
-            continue
-    return total
+    if path.is_symlink() or not path.is_dir():
+        return _bytes_of(path)
+    # Not by rglob, which raises for a folder that is gone meanwhile, as a live run's half-written checkpoints are.
+    return sum(_bytes_of(Path(folder, name)) for folder, _, names in os.walk(path) for name in names)
+
+
+def _bytes_of(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except OSError:  # gone meanwhile
+        return 0
 
 
 def size_text(num_bytes: int) -> str:

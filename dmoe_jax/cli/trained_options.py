@@ -86,9 +86,9 @@ class TrainedModelOptions:
         return self.network.swarm if self.run_folder is None else self.run_folder.resolve().name
 
     def _load(self, path: Path) -> "TrainedModel":
-        from dmoe_jax.trained.loading import load_run
+        from dmoe_jax.trained.loading import load_folder
 
-        return load_run(
+        return load_folder(
             path,
             experts=self.experts,
             checkpoint=self.checkpoint,

@@ -12,7 +12,8 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import numbers_in
-from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.cli.init_flags import fitting, settings_of_model
+from dmoe_jax.cli.train_options import LanguageModelOptions, TrainOptions
 from dmoe_jax.cli.trained_models import Training, trunk_optimizer
 from dmoe_jax.cli.watching import Watching
 from dmoe_jax.collaboration import Collaboration
@@ -52,7 +53,7 @@ async def opened_engine(
         params = model.init(jax.random.key(options.data.seed))
         # A run that goes on has its own, and the export may be gone.
         if options.data.init is not None and not (run.path and numbers_in(run.path / CHECKPOINT_FOLDER)):
-            reading = partial(_exported_trunk, options.data.init, options.language.router, training)
+            reading = partial(_exported_trunk, options.data.init, options.language, training)
             params = await trio.to_thread.run_sync(reading, abandon_on_cancel=True)
     async with AsyncExitStack() as stack:
         trainers: AnyTrainers
@@ -108,10 +109,11 @@ async def opened_engine(
         yield SwarmEngine(trainers, swarm.statistics, training.evaluation, layers=training.layers, figures=figures)
 
 
-def _exported_trunk(init: Path, router: str, training: Training) -> dict[str, Any]:
-    """The trunk of an export for this language model. Raises ValueError if it is another model's."""
-    with local_copy(init) as path:
-        return read_trunk_for(path, cast(Any, training.model).config, router=router, words=training.task.meaning)
+def _exported_trunk(init: Path, language: LanguageModelOptions, training: Training) -> dict[str, Any]:
+    """The trunk of an export for this language model. Raises ValueError or UsageError if it is another model's."""
+    config, words = cast(Any, training.model).config, training.task.meaning
+    with local_copy(init) as path, fitting(path, settings_of_model(language)):
+        return read_trunk_for(path, config, router=language.router, words=words)
 
 
 async def _show_swarm(peer: Collaboration, target: int, progress: TrainingProgress) -> None:

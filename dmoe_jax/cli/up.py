@@ -15,13 +15,14 @@ import tyro
 from rich.console import Console
 
 from dmoe_jax.cli.checks import check_at_least, check_no_effect
+from dmoe_jax.cli.init_flags import check_flags, settings_of_model
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
-from dmoe_jax.machine.disk import FolderInUse, check_local, hold_folder
+from dmoe_jax.machine.disk import FolderInUse, check_local, hold_folder, url_of
 from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
@@ -59,8 +60,8 @@ class LocalSwarmOptions:
     trainers: int = 1
     """Trainer processes, whose trunks are averaged; with 0 the nodes serve until Ctrl-C."""
     save_experts: bool = True
-    """Have the nodes save their experts every minute and at their end, in FOLDER.nodes beside the run folder, where
-    --resume and dmoe inspect find them."""
+    """With --no-save-experts the nodes do not save their experts. By default they do, every minute and at their end, in
+    FOLDER.nodes beside the run folder, where --resume and dmoe inspect find them."""
     node_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """Further flags of every node in one word: --node-flags="--warmup-steps 50 --checkpoint-period-s 30"."""
     train_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
@@ -260,6 +261,7 @@ class UpCommand:
         self.data.check(more=swarm.trainers)
         if self.data.init is not None and not swarm.save_experts:
             raise UsageError("--init needs the experts' folders, which --no-save-experts leaves out")
+        self._check_init()
         if swarm.trainers < 2:
             check_no_effect(f"--trainers {swarm.trainers}: nobody averages", flags_of(self.budget))
         saved = [saved_experts(self.out)] if swarm.save_experts else []
@@ -286,6 +288,13 @@ class UpCommand:
                 shlex.split(getattr(swarm, name))
             except ValueError as error:
                 raise UsageError(f"{flag_of(name)}: {error}, got {getattr(swarm, name)!r}") from error
+
+    def _check_init(self) -> None:
+        """Raise `UsageError` if the flags are not those of --init, rather than when all nodes have compiled."""
+        init, is_own = self.data.init, bool(self.code.model or self.code.kind != "transformer_xl")
+        if init is not None and url_of(init) is None and not is_own and not self.folder.resume:
+            with mistakes_in_one_line():
+                check_flags(init, settings_of_model(self.language))
 
     @cached_property
     def out(self) -> Path:

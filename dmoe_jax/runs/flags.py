@@ -190,7 +190,7 @@ def help_page(page: str, groups: Mapping[str, str]) -> str:
     for invocation, *about in entries:
         flag = re.split(r"[ ,]", invocation)[0]
         group = groups.get(flag, groups.get(flag.replace("--no-", "--", 1), "options"))
-        text = re.sub(r" \(default: (None|False|)\)$", "", " ".join(about))
+        text = re.sub(r" \(default: (None|False|True|)\)$", "", " ".join(about))
         lines = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
         shown.setdefault(group, []).extend([f"  {invocation.replace('{None}|', '')}", *lines])
     paragraphs = [textwrap.fill(" ".join(each.split()), width) for each in head.strip().split("\n\n")]

@@ -1,5 +1,6 @@
 """A run's report: one Markdown page that a reader without the code can follow, next to the figure."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +92,14 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def spoken(unit: str) -> str:
-    """The unit of an evaluation, for people."""
-    return "words" if unit == "tokens" else unit
+def spoken(unit: str, meaning: str = "") -> str:
+    """The unit of an evaluation, for people; the meaning of a model's numbers tells a text's pieces from its words."""
+    return unit_of(meaning) if unit == "tokens" else unit
+
+
+def unit_of(meaning: str) -> str:
+    """The unit of a text whose vocabulary has this meaning: words, or pieces of a tokenizer."""
+    return "pieces" if re.match(r"vocabulary: [\d,]+ pieces,", meaning) else "words"
 
 
 def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid") -> tuple[str, str] | None:
@@ -101,7 +107,8 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
 
     Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
     """
-    unit = next((record["unit"] for record in metrics if record["kind"] == "task"), "samples")
+    task: Mapping[str, Any] = next((record for record in metrics if record["kind"] == "task"), {"unit": "samples"})
+    unit = spoken(task["unit"], str(task.get("meaning")))
 
     def last(kind: str) -> Mapping[str, Any]:
         found = (record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == split)
@@ -111,7 +118,7 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
     if not final.get("items") or not point.get("items") or point["items"] == final["items"]:
         return None
     name = "perplexity" if "perplexity" in final else "loss"
-    over, of_curve = (f"{record['items']:,} {spoken(unit)}" for record in (final, point))
+    over, of_curve = (f"{record['items']:,} {unit}" for record in (final, point))
     return f"final {name}, over {over}: {format_value(final[name])}", of_curve
 
 

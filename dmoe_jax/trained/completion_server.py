@@ -103,7 +103,7 @@ class _Served:
         for completion, each in zip(written, done, strict=True):
             completion.end()
             completion.tokens = len(each.ids)
-        return Answer(answers.whole(written, sum(map(len, prompts))), content_type=_JSON)
+        return Answer(answers.whole(written, sum(map(len, prompts[:: asked.number]))), content_type=_JSON)
 
     async def _stream(
         self,

@@ -60,13 +60,15 @@ class CompletionRequest:
     """Text that somebody wants.
 
     Attributes:
-      prompts: each `n` times, if several completions of it are wanted.
+      prompts: each `number` times in a row.
+      number: completions of each prompt that are wanted.
       words: most tokens of each.
       stop: texts before which a completion ends.
       streams: True if it is sent as it is written.
     """
 
     prompts: tuple[str | tuple[int, ...], ...]
+    number: int
     words: int
     sampling: Sampling
     stop: tuple[str, ...]
@@ -93,6 +95,7 @@ def completion_request_untrusted(body: bytes, limits: CompletionLimits, *, seed:
         raise CompletionError(f"stream must be true or false, got {streams!r:.80}", param="stream")
     return CompletionRequest(
         prompts=tuple(prompt for prompt in prompts for _ in range(number)),
+        number=number,
         words=_integer(told, "max_tokens", 16, 1, limits.most_words),
         sampling=_sampling_untrusted(told, seed),
         stop=_stops_untrusted(told.get("stop")),
@@ -200,7 +203,7 @@ class Answers:
     """Seconds since 1970."""
 
     def whole(self, completions: Sequence[Completion], prompt_tokens: int) -> bytes:
-        """Return the answer with all completions."""
+        """Return the answer with all completions, of prompts that have so many tokens, each counted once."""
         choices = [_choice(number, each.text, _reason(each)) for number, each in enumerate(completions)]
         written = sum(each.tokens for each in completions)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}

@@ -37,7 +37,7 @@ class RankLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """exp(loss); NaN without a target."""
         return _exp(self.loss)
 
 
@@ -108,4 +108,4 @@ def _figures(targets: Int[np.ndarray, " tokens"], nll: Float[np.ndarray, " token
 
 
 def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)

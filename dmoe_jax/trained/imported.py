@@ -115,6 +115,9 @@ def read_trunk_for(
       ValueError: as of `read_export`, or the export is of another model, or of other words.
     """
     export = _open(path)
+    if differ := contradiction(export.facts.meaning, words):
+        theirs = f"{differ[0]} of the text {export.facts.corpus!r}"
+        raise ValueError(f"the words of the model in {path} are others: {theirs}, expected {differ[1]}")
     for name in _SAME:
         theirs, ours = getattr(export.config, name), getattr(config, name)
         if theirs != ours:
@@ -122,8 +125,6 @@ def read_trunk_for(
     heads, expected = export.config.layer.num_heads, config.layer.num_heads
     if config.routes_tokens and heads != expected:
         raise ValueError(f"the attention of the model in {path} has {heads} heads, expected {expected}")
-    if differ := contradiction(export.facts.meaning, words):
-        raise ValueError(f"the words of the model in {path} are others: {differ[0]}, expected {differ[1]}")
     trunk: dict[str, PyTree] = read_export(path, router=router, trust=trust).trunk
     return trunk
 

@@ -224,6 +224,7 @@ class TrainedModel:
 
     Args:
       wait: carries out what an `AsyncTrainedModel` does, and waits for it.
+      name: the place that it came from, for people.
     """
 
     def __init__(
@@ -233,8 +234,10 @@ class TrainedModel:
         split: Callable[[str], Int[np.ndarray, " tokens"]],
         reader: Reader | None = None,
         wait: Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any] = lambda start: without_waiting(start()),
+        *,
+        name: str = "",
     ) -> None:
-        self._saved, self._reader, self._wait = saved, reader, wait
+        self._saved, self._reader, self._wait, self._name = saved, reader, wait, name
         self._local: LocalReader | None = None
         self.model = LanguageModel(saved.config, saved.router)
         """The model without parameters."""
@@ -251,6 +254,12 @@ class TrainedModel:
         cannot be had."""
         self.step: int = saved.step
         """Number of trunk updates that the model has taken."""
+
+    def __repr__(self) -> str:
+        config, known = self.model.config, self.known
+        experts = f"{known.sum()} of {known.size} experts" if self._reader is None else "experts of a swarm"
+        sizes = f"num_layers {config.num_layers}, d_model {config.d_model}, router {self.model.router.name}"
+        return f"<TrainedModel {self._name or 'of no name'}: Transformer-XL, {sizes}, step {self.step}, {experts}>"
 
     def log_probs(self, text: Text) -> Float[np.ndarray, "tokens vocab"]:
         """Log-probability of every token after each one of a text, nats. It begins without a memory.
@@ -306,7 +315,7 @@ class TrainedModel:
         if changes and isinstance(self._reader, SwarmReader):
             raise ValueError(f"experts of a swarm keep the lengths of training, got {changes}")
         saved = replace(self._saved, config=self._saved.config.replace(**changes))
-        return TrainedModel(saved, self.vocabulary, self.split)
+        return TrainedModel(saved, self.vocabulary, self.split, name=self._name)
 
     def on(self, swarm: Any, *, timeout_s: float = 10.0, patience_s: float = 60.0) -> Any:
         """The model with the experts of a living swarm, which answer and do not learn from it.
@@ -320,7 +329,7 @@ class TrainedModel:
         reader = SwarmReader(saved.config, saved.router, saved.trunk, inner, timeout_s=timeout_s, patience_s=patience_s)
         if inner is swarm:
             return self._with(reader)
-        return TrainedModel(saved, self.vocabulary, self.split, reader, swarm.run)
+        return TrainedModel(saved, self.vocabulary, self.split, reader, swarm.run, name=self._name)
 
     def under_trio(self) -> AsyncTrainedModel:
         """The model for code under trio, with the experts that were saved; it computes in a worker thread.

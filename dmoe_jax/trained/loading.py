@@ -1,6 +1,7 @@
 """The way from a run folder, or an export, to a trained model."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from jaxtyping import Int32
 from dmoe_jax.data.corpora import Corpus, load_corpus
 from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.data.saved_vocabulary import VOCABULARY, load_vocabulary
+from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.trained.export_files import is_export, vocabulary_folder
 from dmoe_jax.trained.imported import read_export
 from dmoe_jax.trained.language_model import TrainedModel
@@ -22,6 +24,8 @@ from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.trained.saved_model import Checkpoint, load_model, open_corpus
 from dmoe_jax.trained.saved_run import find_run
 from dmoe_jax.training.prepared_run import check_code, check_meaning_of_run, is_code
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "valid", "test")
 """Parts of a text."""
@@ -59,18 +63,28 @@ def load_run(
             raise ValueError("expected the folder of a run, or a swarm")
         model: TrainedModel = swarm.run(partial(fetch_run, swarm.swarm, data=data, router=router))
     else:
-        model = _load(Path(path), [*map(Path, experts)], checkpoint, data, router, trust_run)
+        model = load_folder(Path(path), [*map(Path, experts)], checkpoint, data, router, trust_run)
+    lost = [layer_prefix(number) for number, known in enumerate(model.known) if not known.any()]
+    if path is not None and swarm is None and lost:
+        what = f"{path} has no experts of {', '.join(lost)}"
+        logger.warning("%s: give experts= with the folders in which nodes saved them, or use model.on(swarm)", what)
     return model if swarm is None else cast(TrainedModel, model.on(swarm))
 
 
-def _load(
-    path: Path, experts: Sequence[Path], checkpoint: Checkpoint, data: str | None, router: str | None, trust_run: bool
+def load_folder(
+    path: Path,
+    experts: Sequence[Path] = (),
+    checkpoint: Checkpoint = "last",
+    data: str | None = None,
+    router: str | None = None,
+    trust_run: bool = False,
 ) -> TrainedModel:
+    """Load what is at a path, which may lack experts: see `load_run`."""
     with ExitStack() as stack:
         found = stack.enter_context(local_copy(path))
         folders = [stack.enter_context(local_copy(folder)) for folder in experts]
         if is_export(found):
-            return _load_export(found, data, router, trust_run)
+            return _load_export(found, data, router, trust_run, name=str(path))
         run = find_run(found, data=data, unfinished=True)
         if router is not None and not is_code(run.router):
             raise ValueError(f"router {router!r} would have no effect: that of the run is {run.router!r}")
@@ -82,7 +96,7 @@ def _load(
         vocabulary = load_vocabulary(run.path) if has_words else text().vocabulary
         check_meaning_of_run(run.path, vocabulary.meaning)
         saved = load_model(run, len(vocabulary), folders, checkpoint)
-        return TrainedModel(saved, vocabulary, _splits(text))
+        return TrainedModel(saved, vocabulary, _splits(text), name=str(path))
 
 
 async def fetch_run(swarm: Any, *, data: str | None = None, router: str | None = None) -> TrainedModel:
@@ -97,15 +111,16 @@ async def fetch_run(swarm: Any, *, data: str | None = None, router: str | None =
       NoModelOffered: no trainer gives its model. ValueError: its router is out of a file, which would have to be named.
     """
     saved, vocabulary = await fetch_model(swarm.peer, swarm.name, router=router)
-    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"swarm {swarm.name!r}"))
+    name = f"swarm {swarm.name!r}"
+    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, name), name=f"of {name}")
 
 
-def _load_export(path: Path, data: str | None, router: str | None, trust_run: bool) -> TrainedModel:
+def _load_export(path: Path, data: str | None, router: str | None, trust_run: bool, name: str) -> TrainedModel:
     vocabulary = load_vocabulary(vocabulary_folder(path))
     saved = read_export(path, router=router, trust=trust_run)
     if saved.config.vocab_size != len(vocabulary):
         raise ValueError(f"{path} has {saved.config.vocab_size} words, the vocabulary beside it {len(vocabulary)}")
-    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"the export {path}"))
+    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"the export {name}"), name=name)
 
 
 def text_in(vocabulary: AnyVocabulary, data: str | None, what: str) -> Callable[[str], Int32[np.ndarray, " tokens"]]:
@@ -114,7 +129,7 @@ def text_in(vocabulary: AnyVocabulary, data: str | None, what: str) -> Callable[
     @functools.cache
     def text() -> Corpus:
         if data is None:
-            raise ValueError(f"{what} does not say where its text is: name it with --data (data=), or give a text")
+            raise ValueError(f"{what} does not say where its text is: name it with data=, or give a text")
         return load_corpus(source=data, vocabulary=vocabulary)
 
     return _splits(text)

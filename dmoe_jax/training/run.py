@@ -326,7 +326,7 @@ class _Ledger:
             if not self.plan.pause:
                 self.log_balance()
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
-        over = f"over {evaluation.items:,} {spoken(self.task.unit)}"
+        over = f"over {evaluation.items:,} {spoken(self.task.unit, self.task.meaning)}"
         if kind == "final_eval":
             self.progress.say(f"{self.engine.name}, final, {over}: {name} {shown}")
         elif is_new:

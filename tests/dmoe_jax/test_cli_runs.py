@@ -3,6 +3,7 @@
 import builtins
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dmoe_jax.cli import main
+from dmoe_jax.cli import main, run_list
 from dmoe_jax.cli.leftovers import find_leftovers, remove
 from dmoe_jax.cli.run_list import command_of, ending_of, list_runs, main_figure
 from dmoe_jax.machine.disk import FolderInUse, hold_folder
@@ -88,6 +89,30 @@ def test_runs_are_listed_by_their_time(tmp_path: Path, capsys: pytest.CaptureFix
     assert [line.split()[0] for line in table.splitlines()[2:]] == list(runs)
     assert "interrupted at step 3" in table
     assert "perplexity 148.4" in table
+
+
+def test_what_vanishes_while_it_is_listed_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run beside which a checkpoint is renamed, and a run that is removed: each just as it is looked at."""
+    make_run(tmp_path / "live", *STEPS)
+    make_run(tmp_path / "removed", *STEPS)
+    touch(tmp_path, "live/checkpoints/.unfinished-50.x/state/a", "live/checkpoints/40/state/b")
+    scanned, begun = os.scandir, run_list._begun
+
+    def scandir(path: Any) -> Any:
+        if str(path).endswith(".unfinished-50.x"):
+            shutil.rmtree(path)
+        return scanned(path)
+
+    def _begun(path: Path, config: Any) -> str:
+        if path.name == "removed":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return begun(path, config)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(run_list, "_begun", _begun)
+    (live,) = list_runs(tmp_path)
+    assert (live.name, live.steps) == ("live", 3)
+    assert live.size_bytes == sum(file.stat().st_size for file in (tmp_path / "live").iterdir() if file.is_file())
 
 
 def test_one_run_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +240,7 @@ def zoo(root: Path) -> None:
         ),
         *("with-notes/notes.md", "only-records-lost/checkpoints/200/state/"),
         *("up1.logs/up.json", "up1.logs/dht.log", "up1.logs/node0.log", "up1.nodes/node0/layer0.0.1/.in-use"),
+        *("up1.nodes/node0/layer0.0.1/0/state/", "up2.nodes/shared/layer0.0.1/0/state/"),
         *("up2.logs/up.json", "up2.nodes/shared/layer0.0.1/40/state/"),
         *("up3.logs/up.json", "up3.nodes/node1/layer0.0.1/.unfinished-9.x/", "up3.nodes/node1/layer0.0.1/8/"),
         *("up4.logs/up.json", "up4.logs/dht.log", "up5.logs/up.json", "up5.logs/mine.log", "other.logs/web.log"),

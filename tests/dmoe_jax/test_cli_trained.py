@@ -23,6 +23,7 @@ import trio
 from dmoe_jax import connect, load_run
 from dmoe_jax.checkpoints import Checkpoints
 from dmoe_jax.cli import main
+from dmoe_jax.cli.evaluate import _table
 from dmoe_jax.cli.serve import ServeCommand
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.training import run_training
@@ -37,6 +38,7 @@ from dmoe_jax.routing.product_key import product_key
 from dmoe_jax.runs.run_folder import RunFolder, read_metrics
 from dmoe_jax.trained.completion_server import open_completions
 from dmoe_jax.trained.completions import CompletionLimits
+from dmoe_jax.trained.evaluation import _figures
 from dmoe_jax.trained.language_model import TrainedModel
 from dmoe_jax.trained.settings import Sampling
 from dmoe_net.identity import Address
@@ -143,8 +145,21 @@ def test_a_model_is_the_same_from_wherever_it_comes(tmp_path: Path, capsys: Any,
         np.testing.assert_allclose(model.log_probs(text), expected, atol=1e-6)
         assert (model.step, model.vocabulary.words, bool(model.known.all())) == (6, models[0].vocabulary.words, True)
     np.testing.assert_array_equal(models[1].split("test"), models[0].split("test"))
-    with pytest.raises(ValueError, match=r"the export .* does not say where its text is: name it with --data"):
+    with pytest.raises(ValueError, match=r"the export .* does not say where its text is: name it with data="):
         models[3].split("test")
+
+
+def test_a_model_says_what_it_is_and_what_it_lacks(tmp_path: Path, folder: Path, caplog: Any) -> None:
+    """A run without experts is told of as it is loaded, in one line; commands have an error of their own for it."""
+    sizes = "Transformer-XL, num_layers 1, d_model 8, router product_key, step 6"
+    model = load_run(folder)
+    assert repr(model) == f"<TrainedModel {folder}: {sizes}, 4 of 4 experts>"
+    assert repr(model.with_lengths(mem_len=9)) == repr(model)
+    assert not caplog.messages
+    alone = make_run(tmp_path / "none", experts="none")
+    assert repr(load_run(alone)) == f"<TrainedModel {alone}: {sizes}, 0 of 4 experts>"
+    (line,) = caplog.messages
+    assert line.startswith(f"{alone} has no experts of layer0: give experts= with the folders")
 
 
 def test_log_probs_are_pure_and_have_gradients(folder: Path) -> None:
@@ -178,6 +193,20 @@ def test_evaluate_tells_the_perplexity(folder: Path, capsys: Any) -> None:
     status, out, _ = dmoe(capsys, "evaluate", folder, "--split", "valid")
     assert (status, out.splitlines()[0].strip()) == (0, "step 6, valid")
     assert re.search(r"1 to 14 .* all +\d+ +\d+\.?\d*", " ".join(out.split("\n")))
+
+
+def test_a_class_without_a_target_has_no_figure() -> None:
+    """Among frequent and rare words; and a tokenizer's pieces are called so."""
+    found = _figures(np.array([3, 5]), np.array([1.0, 2.0]), 200)
+    assert math.isnan(found.by_rank[1].perplexity)
+    table = _table(found, "step 1", "pieces")
+    assert [[*column.cells] for column in table.columns] == [
+        ["1 to 100", "101 to 200", "all"],
+        ["2", "0", "2"],
+        ["4.482", "-", "4.482"],
+        ["2.164", "-", "2.164"],
+    ]
+    assert table.columns[0].header == "pieces by frequency"
 
 
 def test_checkpoints_and_lengths_change_the_figure(folder: Path, capsys: Any) -> None:
@@ -270,7 +299,7 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("evaluate", "expected RUN, the folder of a run, or --join"),
         ("serve", "expected RUN, the folder of a run, or --join"),
         ("generate RUN --join 127.0.0.1:1 --experts .", "--experts would have no effect beside --join"),
-        ("evaluate --join 127.0.0.1:1 --checkpoint best", "--checkpoint best would have no effect without RUN"),
+        ("evaluate --join 127.0.0.1:1 --text one.txt --checkpoint best", "--checkpoint best would have no effect"),
         ("evaluate RUN --join 127.0.0.1:1 --mem-len 9", "--mem-len 9 beside --join: experts of a swarm keep"),
         ("evaluate RUN --join 127.0.0.1:1 --clamp-len 9", "--clamp-len 9 beside --join: experts of a swarm keep"),
         ("generate nowhere", "there is no run folder nowhere"),
@@ -288,7 +317,8 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("generate RUN --prompts missing.txt", "--prompts missing.txt: No such file or directory"),
         ("generate RUN --prompts empty.txt", "--prompts empty.txt: the file has no line with a prompt"),
         ("generate RUN --router switch", "router 'switch' would have no effect: that of the run is 'product_key'"),
-        ("evaluate EXPORT", "the export .* does not say where its text is: name it with --data"),
+        ("evaluate EXPORT", "the export .* does not say where its text is: name it with --data, or a text of your own"),
+        ("evaluate --join 127.0.0.1:1", "a swarm does not say where its text is: name it with --data, or a text of"),
         ("evaluate EXPORT --checkpoint best", "EXPORT|export"),
         ("evaluate LOST", r"my\.txt"),
         ("generate LOST", r"my\.txt"),
@@ -423,7 +453,7 @@ def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         for text in texts:
             exec(compile(text.replace('"PEER"', repr(swarm.contact)), str(page), "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"6 {NUM_WORDS} 4 experts"
+    assert said[1] == f"6 {NUM_WORDS} 4 experts"
     assert sorted(line[:5] for line in said if line.startswith(("the cat", "a dog"))) == ["a dog", "the c"]
 
 

@@ -29,7 +29,7 @@ def read(body: Any, limits: CompletionLimits = LIMITS) -> CompletionRequest:
 def test_what_is_not_said_is_as_at_openai() -> None:
     """16 tokens at temperature 1, in one piece; the seed is the server's."""
     assert read({"prompt": "a"}) == CompletionRequest(
-        prompts=("a",), words=16, sampling=Sampling(seed=7), stop=(), streams=False
+        prompts=("a",), number=1, words=16, sampling=Sampling(seed=7), stop=(), streams=False
     )
     assert read({}).prompts == ("",)
 
@@ -130,6 +130,8 @@ async def test_completions_are_what_the_model_writes() -> None:
         assert [choice["text"] for choice in told["choices"]] == [each.text for each in expected]
         assert {choice["finish_reason"] for choice in told["choices"]} == {"length"}
         assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+        _, body = await ask(address, post({"prompt": ["w1 w2", "w3"], "n": 2, "max_tokens": 5}))
+        assert json.loads(body)["usage"] == {"prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23}
         assert told["model"] == json.loads((await fetch(address, "/v1/models"))[1])["data"][0]["id"] == "small"
         status, body = await ask(address, post({"prompt": [40]}))
         assert (status, json.loads(body)["error"]["param"]) == (400, "prompt")

@@ -17,7 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from dmoe_jax.checkpoints import Checkpoints, numbers_in
 from dmoe_jax.cli import main
-from dmoe_jax.cli.train_options import TrainOptions
+from dmoe_jax.cli.init_flags import _setting_untrusted
+from dmoe_jax.cli.node_options import KindOptions, SavingOptions
+from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, TrainOptions
+from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.data.vocabulary import Vocabulary
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.machine.disk import CheckpointError
@@ -27,6 +30,7 @@ from dmoe_jax.node.backend import make_backends
 from dmoe_jax.optim.recipe import make_optimizer
 from dmoe_jax.routing.base import RouterError
 from dmoe_jax.routing.product_key import product_key
+from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trained.export_files import ExportFacts, is_export, read_facts, read_header, vocabulary_folder
 from dmoe_jax.trained.exporting import write_export
@@ -458,13 +462,44 @@ def test_trainers_begin_with_the_trunk_of_the_same_model_alone(tmp_path: Path) -
     ):
         with pytest.raises(ValueError, match=line):
             read(config.replace(**changes))
-    with pytest.raises(ValueError, match=r"words of the model in .* are others: vocabulary: 20 words, 0123"):
+    with pytest.raises(ValueError, match=r"are others: vocabulary: 20 words, 0123\w+ of the text 'my.txt'"):
         read(config, words="vocabulary: 20 words, 9876543210fedcba")
     with pytest.raises(ValueError, match="is product_key, not switch"):
         read(config, router="switch")
     token = export(trained("token"), tmp_path / "token.safetensors")
     with pytest.raises(ValueError, match="has 2 heads, expected 4"):
         read_trunk_for(token, trained("token").config.replace(num_heads=4), router="product_key", words="")
+
+
+def test_commands_say_which_flags_fit_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dmoe up` before anything starts; a node and a trainer where the export is not theirs, and only then."""
+    out = export(trained("token"), tmp_path / "token.safetensors")
+    monkeypatch.chdir(tmp_path)
+    up = UpCommand(data=DataOptions(data="embedded", init=out), folder=FolderOptions(out=Path("run")))
+    with pytest.raises(UsageError) as error:
+        up.check()
+    flags = "--route token --d-model 8 --num-heads 2 --d-ff 12 --grid-size 2 2"
+    assert str(error.value) == f"the model in {out} was trained with other flags; give {flags}"
+    layer = trained("token").config.layer
+    fits = LanguageModelOptions(layer=layer, route="token", grid_size=(2, 2))
+    dataclasses.replace(up, language=fits).check()
+    with pytest.raises(UsageError, match=r"give --router product_key$"):
+        dataclasses.replace(up, language=dataclasses.replace(fits, router="switch")).check()
+    dataclasses.replace(up, folder=FolderOptions(out=Path("run"), resume=True)).check()
+    saving = SavingOptions(checkpoint_dir=tmp_path / "experts", init=out)
+    other = KindOptions(kind="feedforward")
+    for kind, line in ((KindOptions(expert=layer), r"give --route token$"), (other, r"is of another model")):
+        with pytest.raises((UsageError, ValueError), match=line):
+            saving.begin(UIDS[0], kind.make(), None, kind.settings)
+    kind = KindOptions(expert=layer, route="token")
+    assert saving.begin(UIDS[0], kind.make(), None, kind.settings) == 4
+
+
+def test_only_flags_are_offered_of_an_export(tmp_path: Path) -> None:
+    """What a stranger's file has in place of a size or a name is not repeated; nor is a file of Python."""
+    for theirs in ("x; rm -rf /", "evil.py:router", "\x1b[31m", -1, True, {"a": 1}, [1, "x"], [], None, 1.5):
+        assert _setting_untrusted(theirs) is None, theirs
+    assert [_setting_untrusted(each) for each in (4, [4, 4], "switch+balance=0.1")] == [4, (4, 4), "switch+balance=0.1"]
 
 
 def swarm_run(path: Path, states: Mapping[int, Any], losses: Mapping[int, float]) -> Path:

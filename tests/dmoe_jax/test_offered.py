@@ -235,7 +235,7 @@ def test_text_of_a_model_that_a_swarm_gave() -> None:
             network.start("trainer", train, network, swarm.contact)
             await trio.sleep(20)
             model = await fetch_run(swarm)
-            with pytest.raises(ValueError, match="swarm 'dmoe' does not say where its text is: name it with --data"):
+            with pytest.raises(ValueError, match="swarm 'dmoe' does not say where its text is: name it with data="):
                 model.split("test")
             return await swarm.generate(model, PROMPTS, words=5, **asdict(DRAWN))
 

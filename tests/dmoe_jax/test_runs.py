@@ -352,6 +352,8 @@ def test_the_final_figure_is_told_from_the_curve(tmp_path: Path) -> None:
     sentence = "The final perplexity, over 16,384 words: 73.5. Each point of the curve is over 8,192 words."
     assert sentence in write_report(folder, {}).read_text()
     assert final_evaluation(folder.metrics()) == ("final perplexity, over 16,384 words: 73.5", "8,192 words")
+    folder.log("task", name="text", unit="tokens", meaning="vocabulary: 1,280 pieces, abc")
+    assert final_evaluation(folder.metrics()[1:]) == ("final perplexity, over 16,384 pieces: 73.5", "8,192 pieces")
     folder.log("eval", step=5, split="valid", perplexity=73.5, loss=4.3, items=16384)
     assert sentence not in write_report(folder, {}).read_text()
 
