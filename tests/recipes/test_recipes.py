@@ -3,8 +3,11 @@
 Slurm's has a cluster of its own, `test_slurm.py`.
 """
 
+import contextlib
 import json
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -159,7 +162,12 @@ def commands(engine: Engine, container: Container) -> list[Any]:
     notes.mkdir(parents=True)
     script = f'export ENGINE_NOTES={notes}; exec "$@"'
     engine.start([container], ["sh", "-c", script, "sh", *container.argv])
-    assert engine.processes[container.name].wait(20) == 0, engine.log_of(container).read_text()
+    process = engine.processes[container.name]
+    assert process.wait(20) == 0, engine.log_of(container).read_text()
+    with contextlib.suppress(ProcessLookupError):  # what it has started beside itself may note its words yet
+        for _ in range(2000):
+            os.killpg(process.pid, 0)
+            time.sleep(0.01)
     found = []
     for file in sorted(notes.glob("*.words")):
         name, *typed = file.read_text().split("\0")[:-1]
