@@ -3,7 +3,6 @@
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import trio
 
 from dmoe_jax.arrays import PyTree, sent, stored
-from dmoe_jax.averaging.replica import CopyTogether, copied_pieces
+from dmoe_jax.averaging.replica import ComingCopy, CopyTogether, copied_pieces
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.optim.host_state import host_state, without_taken
 from dmoe_jax.shards import held_pieces, with_pieces
@@ -86,7 +85,7 @@ class LoopState:
         self._num_waiting = 0
         self._left_at: float | None = None
         self._patience_s = _PATIENCE_S
-        self._coming: _Coming | None = None
+        self._coming: ComingCopy | None = None
         self.wanted = trio.Event()
         """Set while a newcomer waits for a copy that all processes make."""
         self.version = 0
@@ -145,7 +144,7 @@ class LoopState:
 
     async def _snapshot_together(self) -> SharedState:
         """Wait for the copy that all processes make at the next step. Raises as `_snapshot`."""
-        coming = self._coming = self._coming or _Coming()
+        coming = self._coming = self._coming or ComingCopy()
         self.wanted.set()
         with trio.move_on_at(self._patient_until):
             await coming.is_there.wait()
@@ -159,11 +158,3 @@ class LoopState:
 
     def _stands_still(self) -> CallRefused:
         return CallRefused(f"the training loop of this peer has made no step for {self._patience_s:g} s")
-
-
-@dataclass(slots=True, eq=False)
-class _Coming:
-    """A copy that newcomers wait for."""
-
-    is_there: trio.Event = field(default_factory=trio.Event)
-    state: SharedState | None = None

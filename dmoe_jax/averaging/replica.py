@@ -8,6 +8,7 @@ there which copy it has, and has its other processes fetch the same one from the
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -87,6 +88,14 @@ def _exchanged(contact: str, told: bytes) -> list[Contact]:
 def copied_pieces(tree: PyTree) -> tuple[Array, ...]:
     """Copies of all that this process holds of a tree, on the host, in the form that travels."""
     return tuple(np.array(sent(piece)) for leaf in jax.tree.leaves(tree) for piece in held_pieces(leaf))
+
+
+@dataclass(slots=True, eq=False)
+class ComingCopy:
+    """A copy that newcomers wait for."""
+
+    is_there: trio.Event = field(default_factory=trio.Event)
+    state: SharedState | None = None
 
 
 class CopyTogether:

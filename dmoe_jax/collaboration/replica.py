@@ -9,13 +9,13 @@ order, as `jax.distributed` wants it. What they average are their own pieces (`d
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import trio
 
 from dmoe_jax.averaging.donor import table_of
-from dmoe_jax.averaging.replica import CopyTogether
+from dmoe_jax.averaging.replica import ComingCopy, CopyTogether
 from dmoe_jax.collaboration.peer_state import PeerState
 from dmoe_jax.collaboration.settings import GlobalStep
 from dmoe_jax.collaboration.state import CollaborationState
@@ -49,14 +49,6 @@ _GLOBAL_STEP: dict[str, Field[Any]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class _Coming:
-    """A copy that newcomers wait for."""
-
-    is_there: trio.Event = field(default_factory=trio.Event)
-    state: SharedState | None = None
-
-
 @dataclass(kw_only=True, eq=False)
 class Leading:
     """The first process's end: gives orders, and carries them out here, too."""
@@ -67,7 +59,7 @@ class Leading:
     together: CopyTogether
 
     def __post_init__(self) -> None:
-        self._coming: _Coming | None = None
+        self._coming: ComingCopy | None = None
         self._num_averages = 0
         self.follows = False
         """True while the other processes fetch what steps bring."""
@@ -118,7 +110,7 @@ class Leading:
         Raises:
           CallRefused: the loop makes no micro-batch.
         """
-        coming = self._coming = self._coming or _Coming()
+        coming = self._coming = self._coming or ComingCopy()
         with trio.move_on_after(_COPY_TIMEOUT_S):
             await coming.is_there.wait()
         if coming.state is None:

@@ -496,7 +496,7 @@ def test_commands_say_which_flags_fit_an_export(tmp_path: Path, monkeypatch: pyt
 
 
 def test_only_flags_are_offered_of_an_export(tmp_path: Path) -> None:
-    """What a stranger's file has in place of a size or a name is not repeated; nor is a file of Python."""
+    """Words of a stranger's file in place of a size or a name are not repeated; nor is a file of Python."""
     for theirs in ("x; rm -rf /", "evil.py:router", "\x1b[31m", -1, True, {"a": 1}, [1, "x"], [], None, 1.5):
         assert _setting_untrusted(theirs) is None, theirs
     assert [_setting_untrusted(each) for each in (4, [4, 4], "switch+balance=0.1")] == [4, (4, 4), "switch+balance=0.1"]
