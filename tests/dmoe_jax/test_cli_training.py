@@ -105,7 +105,7 @@ async def test_a_run_is_resumed(trained: tuple[Path, dict[str, Any]], text: str,
         changes: dict[str, Any] = {"compression": Compression.BFLOAT16, "staleness_power": 0.0}
         await run(command(out, text, steps=12, resume=True, json=True, **changes), swarm)
     captured = capsys.readouterr()
-    assert "another setting than before: optimizer.staleness_power: 0.5 -> 0.0" in captured.err
+    assert "another setting than before: trunk.staleness_power: 0.5 -> 0.0" in captured.err
     assert "another setting than before: run_length.steps: 8 -> 12" in captured.err
     headline = json.loads(captured.out.splitlines()[-1])
     assert (headline["steps"], headline["training_tokens"]) == (12, 12 * 2 * 4)
@@ -385,7 +385,7 @@ async def test_training_begins_with_an_export(trained: tuple[Path, dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"router": "switch"}, "the router of the model in .*model.safetensors is product_key, not switch"),
+        ({"router": "switch"}, "model.safetensors was trained with other flags; give --router product_key"),
         ({"data": "other"}, "the words of the model in .*model.safetensors are others"),
         ({"init": Path("/nowhere/x.safetensors")}, "there is no export /nowhere/x.safetensors"),
     ],
