@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dmoe_jax.arrays import PyTree, stored
-from dmoe_jax.machine.disk import TRASH, UNFINISHED, CheckpointError, check_room
+from dmoe_jax.machine.disk import TRASH, UNFINISHED, CheckpointError, check_room, errors_name
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class CheckpointFiles:
           CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
         """
         path = path.absolute()
-        with _one_error(f"checkpoint {path} cannot be written", CheckpointError):
+        beside = path.with_name(f"{UNFINISHED}{path.name}.")
+        with _one_error(f"checkpoint {path} cannot be written", CheckpointError), errors_name(path, beside):
             if path.exists():
                 raise CheckpointError(f"{path} is there already")
             path.parent.mkdir(parents=True, exist_ok=True)

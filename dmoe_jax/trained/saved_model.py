@@ -36,7 +36,7 @@ _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
 
 
-_MOST_LAYERS, _MOST_LENGTH = 1 << 12, 1 << 20
+_MOST_LAYERS, MOST_LENGTH = 1 << 12, 1 << 20
 """Layers, and words of a segment or a memory, of the largest model that is read: its sizes may be a stranger's."""
 
 Checkpoint = Literal["last", "best"] | int
@@ -171,7 +171,7 @@ def config_of(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
         config = TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
     except (KeyError, TypeError) as error:
         raise ValueError(f"the sizes were made by another version, or are damaged: {error!r:.200}") from error
-    if config.num_layers > _MOST_LAYERS or max(config.seq_len, config.mem_len) > _MOST_LENGTH:
+    if config.num_layers > _MOST_LAYERS or max(config.seq_len, config.mem_len) > MOST_LENGTH:
         lengths = f"segments of {config.seq_len} words and a memory of {config.mem_len}"
         raise ValueError(f"a model of {config.num_layers} layers, {lengths} is beyond all reason")
     return config

@@ -55,7 +55,7 @@ def test_an_interpreter_without_hivemind_is_refused_at_once(status: int, tmp_pat
         with pytest.raises(ValueError, match="--hivemind must be a Python interpreter with hivemind and torch, got "):
             hivemind_python(settings)
     else:
-        assert hivemind_python(settings) == str(python)
+        assert str(hivemind_python(settings)) == str(python)
 
 
 def test_bars_without_and_with_hivemind(tmp_path: Path) -> None:
