@@ -308,6 +308,13 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("evaluate RUN --checkpoint 999", "there is no checkpoint 999 in .*; those that are there: 4, 6"),
         ("evaluate RUN --checkpoint first", "--checkpoint"),
         ("evaluate RUN --rows 0", "--rows must be at least 1, got 0"),
+        (
+            "evaluate RUN --rows 99999999999999999999",
+            "rows must be at least 1, and 262,144 states of a layer in all",
+        ),
+        ("evaluate RUN --mem-len 999999", "a segment of 4 and a memory of 999,999; got 16 rows"),
+        ("evaluate RUN --mem-len 9999999", "lengths are at most 1,048,576, got mem_len 9999999"),
+        ("evaluate RUN --clamp-len 9999999999", "lengths are at most 1,048,576, got clamp_len 9999999999"),
         ("evaluate RUN --mem-len 0", "mem_len must be a positive integer, got 0"),
         ("evaluate RUN --text missing.txt", "--text missing.txt: No such file or directory"),
         ("evaluate RUN --text latin.txt", "--text latin.txt: 'utf-8' codec can't decode"),
