@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dmoe_jax.machine.disk import may_be_held
 from dmoe_jax.runs.report import spoken
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder, flat
-from dmoe_jax.trained.saved_run import LOGS, NODES, UP_FLAGS, saved_experts, up_logs
+from dmoe_jax.trained.saved_run import LOGS, NODES, UP_FLAGS, first_trainer, saved_experts, up_logs
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER
 
 DEPTH = 4
@@ -174,7 +174,7 @@ def main_figure(records: Sequence[Mapping[str, Any]]) -> tuple[str, float | None
 
 
 def measure_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the main figure of a run is over: see `ListedRun.measure`."""
+    """The `ListedRun.measure` of a run with these records."""
     task = next((record for record in records if record["kind"] == "task"), None)
     if task is None:
         return ""
@@ -209,11 +209,6 @@ def command_of(path: Path, config: Mapping[str, Any]) -> str:
     experiments = [word.split(".")[1] for word in words if word.startswith("experiments.")]
     scripts = [Path(word).name for word in words if word.endswith(".py")]
     return next(iter([*experiments, *scripts, *words]), "")
-
-
-def first_trainer(path: Path) -> Path:
-    """The run folder of the first trainer process of the `dmoe up` that made this one: itself, or it lies beside."""
-    return path.with_name(re.sub(r"\.trainer\d+$", "", path.name))
 
 
 def size_of(path: Path) -> int:

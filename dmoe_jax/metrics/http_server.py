@@ -84,7 +84,7 @@ Page = Callable[[Request], Awaitable[Answer]]
 
 
 class _Site(NamedTuple):
-    """What is served: see `open_http_server`."""
+    """Pages, limits and form of errors of a server: see `open_http_server`."""
 
     pages: Mapping[str, Page]
     max_body_bytes: int

@@ -52,6 +52,7 @@ class SavedModel:
       trunk: parameters of everything but the experts.
       experts: parameters of each layer's experts, stacked; zeros for those that were not saved.
       known: bool [layers, *grid], true for experts that were saved.
+      is_checkpoint: true if it is one of several checkpoints of a run.
     """
 
     config: TransformerXLConfig
@@ -60,6 +61,7 @@ class SavedModel:
     trunk: PyTree
     experts: tuple[PyTree, ...]
     known: np.ndarray
+    is_checkpoint: bool = False
 
     @property
     def depth(self) -> int:
@@ -131,7 +133,9 @@ def load_model(
     known = np.full((config.num_layers, *config.grid_size), all(layer is not None for layer in experts))
     if not known.all():
         experts = _from_nodes(nodes or _beside(run.path), shapes, known)
-    return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
+    return SavedModel(
+        config=config, router=router, step=step, trunk=trunk, experts=experts, known=known, is_checkpoint=True
+    )
 
 
 def step_of(run: SavedRun, checkpoint: Checkpoint) -> int | None:

@@ -228,7 +228,7 @@ TWO: list[tuple[tuple[str, str, int], str]] = [
 def test_perplexities_that_do_not_compare_are_told_apart(
     other: tuple[str, str, int], measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of other texts, words, pieces, or so many of them; those that do compare have no letter."""
+    """By other texts, words, pieces, or so many of them; those that do compare have no letter."""
     make_run(tmp_path / "a", *measured("my.txt", WORDS, 50))
     make_run(tmp_path / "b", *measured(*other))
     words = ["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
