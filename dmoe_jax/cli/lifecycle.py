@@ -5,11 +5,14 @@ to talk: a node withdraws its experts from the DHT. So only the command's *body*
 around it close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
 """
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import trio
 
@@ -77,6 +80,19 @@ def run_until_done(
       SystemExit: after one line, with status 2 for a mistake of the user's, 75 for a failure that time may heal, 1 for
         any other; see docs/how_to/commands.md.
     """
+    status = 1
+    try:
+        status = _run(main, exit_on_stdin_eof, leave_timeout_s)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
+        raise
+    finally:
+        if _threads_at_work():
+            atexit.register(_end_beside_threads, status)  # before JAX's, which it has registered already
+    return status
+
+
+def _run(main: Callable[[Stop], Awaitable[int]], exit_on_stdin_eof: bool, leave_timeout_s: float) -> int:
     level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
     if level not in logging.getLevelNamesMapping():
         raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
@@ -110,6 +126,23 @@ def run_until_done(
     return status
 
 
+def _threads_at_work() -> bool:
+    """True if a command that was cancelled has left work behind in a thread: trio names it after its function then."""
+    return any(" from " in thread.name for thread in threading.enumerate())
+
+
+def _end_beside_threads(status: int) -> None:
+    """End the process at once if such work goes on still.
+
+    As it ends, Python throws an exception through a thread that comes back from JAX, which aborts the process.
+    """
+    if _threads_at_work():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no reader, is closed, or missing
+                stream.flush()
+        os._exit(status)
+
+
 def _status_of(error: BaseException) -> int:
     """Exit status for what ended a command."""
     if isinstance(error, UsageError | ProcessFailed):
@@ -131,6 +164,8 @@ async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> Non
 async def _stop_on_stdin_eof(stop: Stop) -> None:
     # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
     if sys.stdin is not None:  # else it is at its end already
-        while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+        read = partial(os.read, sys.stdin.fileno(), 4096)
+        name = "standard input"  # not trio's: such a thread does no harm at the end
+        while await trio.to_thread.run_sync(read, thread_name=name, abandon_on_cancel=True):
             pass
     stop.request()

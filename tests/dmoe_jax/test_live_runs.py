@@ -275,6 +275,27 @@ def test_a_simulated_swarm_is_recorded_and_repeats(tmp_path: Path) -> None:
         run(partial(_recorded, tmp_path / "first"), seed=1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_recording_of_the_page_has_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented simulation trains: the page that plays it shows calls, the load of experts, and a node's death."""
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "watch.md").read_text()
+    (block,) = (
+        text for text in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "record_swarm" in text
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "watch.md", "exec"), {"__name__": "__main__"})
+    events = told(open_folder(tmp_path / "runs" / "simulated"))
+    states = [last_state(events[:stop]) for stop in range(2, len(events))]
+    totals = [state["totals"] for state in states]
+    assert max(each["calls_per_s"] for each in totals) > 10
+    assert totals[-1]["step"] > 100
+    assert totals[-1]["failed_calls"] > 0
+    peers = states[-1]["peers"].values()
+    assert sum(count for peer in peers for count, _ in peer.get("experts", {}).values()) > 100
+    assert totals[-1]["nodes"] == 3 or any(peer["state"] == "no answer" for peer in peers)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.lifecycle import Stop, _threads_at_work, run_until_done
 from dmoe_jax.cli.network import ListenOptions, MetricsOptions, NetworkOptions, join_swarm
 from dmoe_jax.directory.grid import all_uids, expand_grid_pattern
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
@@ -75,6 +75,44 @@ def test_what_failed_ends_in_one_line(error: Exception, status: int, capsys: pyt
         run_until_done(fail)
     assert exit_.value.code == status
     assert capsys.readouterr().err == "dmoe: error: why\n"
+
+
+LEAVES_WORK = """
+import itertools, sys, threading, trio
+from dmoe_jax.cli.lifecycle import run_until_done
+
+def work():
+    import jax
+    started.set()
+    for number in itertools.count():
+        jax.jit(lambda x, number=number: x + number)(1.0)
+
+async def main(stop):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: trio.to_thread.run_sync(work, abandon_on_cancel=True))
+        await trio.to_thread.run_sync(started.wait)
+        print("working")
+        stop.request()
+        await trio.sleep_forever()
+
+started = threading.Event()
+sys.exit(run_until_done(main))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_is_stopped_amid_work_of_jax_ends_in_order() -> None:
+    """As one that loads a model in a thread; Python would abort the process, and standard output would be lost."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_WORK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "working\n", "")
+
+
+async def test_work_in_a_thread_is_seen_until_it_is_over() -> None:
+    """By the names that trio gives: if these change, commands would abort again. The reader of standard input is
+    none."""
+    found = await trio.to_thread.run_sync(_threads_at_work)
+    assert (found, _threads_at_work()) == (True, False)
+    assert not await trio.to_thread.run_sync(_threads_at_work, thread_name="standard input")
 
 
 async def test_a_port_that_is_taken_may_be_free_later() -> None:
