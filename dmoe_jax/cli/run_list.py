@@ -29,7 +29,7 @@ _OWN_KEYS = {"settings", "command", "started"}
 _OF_ITS_PROCESS = {"out", "resume", "json", "join", "network", "listening", "tracker", "exit_on_stdin_eof"}
 """Settings that decide nothing about a run's results, or groups of these, such as whom a process joined."""
 
-_OF_A_TEXT = re.compile(r"(^|_)(perplexity|loss)(_|$)|^(validation|test)_(?!bits_per_byte)")
+OF_A_TEXT = re.compile(r"(^|_)(perplexity|loss)(_|$)|^(validation|test)_(?!bits_per_byte)")
 """Figures that compare only where runs were evaluated alike. Bits for each byte do whatever a text is cut into."""
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
@@ -247,16 +247,7 @@ class ComparedRuns:
     def marks(self) -> tuple[str, ...]:
         """Letter of each run's measure; empty where all runs have one measure, or none says its own."""
         distinct = [*dict.fromkeys(self.measures)]
-        return tuple(_letters(distinct.index(each)) if len(distinct) > 1 else "" for each in self.measures)
-
-    def is_of_a_text(self, figure: str) -> bool:
-        """True for a figure that compares only between runs of one measure, such as "validation_perplexity"."""
-        return _OF_A_TEXT.search(figure) is not None
-
-
-def _letters(number: int) -> str:
-    """a, b ... z, aa, ab ..."""
-    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
+        return tuple(chr(ord("a") + distinct.index(each)) if len(distinct) > 1 else "" for each in self.measures)
 
 
 def compare_runs(paths: Sequence[Path]) -> ComparedRuns:

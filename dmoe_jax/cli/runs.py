@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.leftovers import Leftover, find_leftovers, remove
-from dmoe_jax.cli.run_list import ComparedRuns, ListedRun, compare_runs, list_runs, size_text
+from dmoe_jax.cli.run_list import OF_A_TEXT, ComparedRuns, ListedRun, compare_runs, list_runs, size_text
 from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.report import format_value
@@ -171,7 +171,7 @@ def _side_by_side(
         table.add_column(shown(run, one_line=True), overflow="fold")
     for name, values in rows.items():
         words = [*map(format_value, values)]
-        if found is not None and found.is_of_a_text(name):
+        if found is not None and OF_A_TEXT.search(name):
             known = zip(words, values, found.marks, strict=True)
             words = [f"{word} ({mark})" if mark and value is not None else word for word, value, mark in known]
         table.add_row(*(shown(word, one_line=True) for word in (name, *words)))
