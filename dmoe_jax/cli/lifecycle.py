@@ -27,6 +27,9 @@ _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 
+_CUT = (NetError, trio.BrokenResourceError, trio.ClosedResourceError)
+"""Errors of a command that is leaving already, whose connections are cut: they fail nothing."""
+
 _PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse, IdentityInUse)
 """Errors that time may heal: who is away may come back, and who holds a folder or a key may end."""
 
@@ -38,6 +41,8 @@ class Stop:
         self._everything = everything
         self._leave_timeout_s = leave_timeout_s
         self._body: trio.CancelScope | None = None
+        self.is_wanted = False
+        """True once somebody has asked for it."""
 
     @contextlib.contextmanager
     def body(self, *, patience: float = 1) -> Iterator[trio.CancelScope]:
@@ -53,6 +58,7 @@ class Stop:
 
     def request(self) -> None:
         """End the body if the command has one just now, else everything; the second time everything anyhow."""
+        self.is_wanted = True
         if self._body is None or self._body.cancel_called:
             self._everything.cancel()
         else:
@@ -98,9 +104,10 @@ def _run(main: Callable[[Stop], Awaitable[int]], exit_on_stdin_eof: bool, leave_
         raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = EXIT_INTERRUPTED
+    stop: Stop | None = None
 
     async def supervise() -> None:
-        nonlocal status
+        nonlocal status, stop
         async with trio.open_nursery() as nursery:
             stop = Stop(nursery.cancel_scope, leave_timeout_s)
             await nursery.start(_stop_on_signal, stop)
@@ -113,7 +120,8 @@ def _run(main: Callable[[Stop], Awaitable[int]], exit_on_stdin_eof: bool, leave_
         trio.run(supervise)
     except BaseException as error:
         errors = BaseExceptionGroup("", [error])
-        if errors.subgroup(KeyboardInterrupt) is not None:
+        is_cut = stop is not None and stop.is_wanted and errors.split(_CUT)[1] is None
+        if is_cut or errors.subgroup(KeyboardInterrupt) is not None:
             return EXIT_INTERRUPTED
         mistakes, bugs = errors.split(_MISTAKES)
         # A process that failed explains whatever else went wrong beside it.

@@ -128,9 +128,9 @@ async def open_http_server(
             return
         try:
             await (_send(stream, as_error(full)) if is_full else _serve_client(stream, site))
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # it has gone
-        except Exception:
+        except* Exception:  # also beside a Cancelled, as the server ends
             _log.exception("serving a client of %s failed", address)
         finally:
             places.release()

@@ -18,7 +18,15 @@ from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.peers.joining import NotAdmitted
 from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
-from dmoe_net.errors import CallRefused, DialFailed, ListenFailed, NoQuorum, PeerTimeout, VersionMismatch
+from dmoe_net.errors import (
+    CallRefused,
+    ConnectionLost,
+    DialFailed,
+    ListenFailed,
+    NoQuorum,
+    PeerTimeout,
+    VersionMismatch,
+)
 from dmoe_net.identity import Contact
 from dmoe_net.keys import IdentityInUse
 
@@ -145,6 +153,33 @@ def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:
     with pytest.raises(ExceptionGroup):
         run_until_done(partial(end, ExceptionGroup("", [UsageError("wrong"), KeyError("bug")])))
     assert run_until_done(partial(end, BaseExceptionGroup("", [KeyboardInterrupt()]))) == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConnectionLost("its node"), 130),
+        (ExceptionGroup("", [NoQuorum("layer0"), ExceptionGroup("", [trio.ClosedResourceError()])]), 130),
+        (CheckpointError("why"), 1),
+        (ExceptionGroup("", [NoQuorum("layer0"), KeyError("bug")]), None),
+    ],
+    ids=repr,
+)
+def test_connections_that_are_cut_as_a_command_leaves_fail_nothing(error: Exception, status: int | None) -> None:
+    """Ctrl-C while a swarm is busy is an interruption, whatever waits for an answer then; other errors are told."""
+
+    async def leaving(stop: Stop) -> int:
+        with stop.body():
+            stop.request()
+            await trio.sleep_forever()
+        raise error
+
+    if status == 130:
+        assert run_until_done(leaving) == status
+    else:
+        with pytest.raises(ExceptionGroup if status is None else SystemExit) as ended:
+            run_until_done(leaving)
+        assert getattr(ended.value, "code", None) == status
 
 
 def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:
