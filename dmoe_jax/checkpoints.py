@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dmoe_jax.arrays import PyTree, stored
-from dmoe_jax.machine.disk import TRASH, UNFINISHED, CheckpointError, check_room, errors_name
+from dmoe_jax.machine.disk import TRASH, UNFINISHED, CheckpointError, check_room
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ class CheckpointFiles:
           CheckpointError: there is something at the path already, or it cannot be written; then nothing is there.
         """
         path = path.absolute()
-        beside = path.with_name(f"{UNFINISHED}{path.name}.")
-        with _one_error(f"checkpoint {path} cannot be written", CheckpointError), errors_name(path, beside):
+        with _one_error(f"checkpoint {path} cannot be written", CheckpointError):
             if path.exists():
                 raise CheckpointError(f"{path} is there already")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +305,9 @@ def _one_error(text: str, kind: Callable[[str], CheckpointError]) -> Iterator[No
     except CheckpointError:
         raise
     except Exception as error:  # Orbax, TensorStore and the system each have their own
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        # A file that cannot be written lies beside the checkpoint, which is named already.
+        why = getattr(error, "strerror", None) if kind is CheckpointError else None
+        reason = why or str(error).strip().partition("\n")[0] or type(error).__name__
         not_damaged = isinstance(error, MemoryError) or getattr(error, "errno", None) in _NOT_DAMAGED
         raise (CheckpointError if not_damaged else kind)(f"{text}: {reason[:300]}") from error
 
