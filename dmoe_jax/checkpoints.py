@@ -305,7 +305,9 @@ def _one_error(text: str, kind: Callable[[str], CheckpointError]) -> Iterator[No
     except CheckpointError:
         raise
     except Exception as error:  # Orbax, TensorStore and the system each have their own
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        # A file that cannot be written lies beside the checkpoint, which is named already.
+        why = getattr(error, "strerror", None) if kind is CheckpointError else None
+        reason = why or str(error).strip().partition("\n")[0] or type(error).__name__
         not_damaged = isinstance(error, MemoryError) or getattr(error, "errno", None) in _NOT_DAMAGED
         raise (CheckpointError if not_damaged else kind)(f"{text}: {reason[:300]}") from error
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from dmoe_jax.cli.checks import check_at_least
@@ -21,11 +18,13 @@ from dmoe_jax.cli.trained_options import TrainedModelOptions
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.report import unit_of
 from dmoe_jax.runs.run_folder import plain
-from dmoe_jax.runs.speech import say
+from dmoe_jax.runs.speech import say, shown
 from dmoe_jax.trained.export_files import SUFFIX, is_export
+from dmoe_jax.training.progress import TrainingProgress
 
 if TYPE_CHECKING:
     from dmoe_jax.trained.evaluation import TextEvaluation
+    from dmoe_jax.trained.saved_model import SavedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +62,37 @@ class EvaluateCommand(TrainedModelOptions):
                 raise UsageError(f"{name} {value} beside --join: experts of a swarm keep the lengths of training")
         if self.text is None and self.data is None:
             self._check_text_known()
-        with _progress() as on_batch:
+        name = self.split if self.text is None else str(self.text)
+        with TrainingProgress(0) as progress, progress.evaluation(f"{self.model_name} on {name}") as on_batch:
             async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
                 text = model.split(self.split) if self.text is None else _read(self.text)
                 found = await model.evaluate(text, rows=self.rows, on_batch=on_batch)
-        step, name = model.saved.step, self.split if self.text is None else str(self.text)
         if self.json:
-            say(json.dumps(plain({"model": self.model_name, "step": step, "text": name, **_figures(found)})))
+            told = {"model": self.model_name, **self._origin(model.saved), "text": name, **_figures(found)}
+            say(json.dumps(plain(told)))
         else:
-            unit = unit_of(model.vocabulary.meaning)
-            Console(soft_wrap=True, highlight=False).print(_table(found, f"step {step:,}, {name}", unit))
+            console = Console(soft_wrap=True, highlight=False, markup=False)
+            console.print(shown(f"{self._origin_text(model.saved)}: {name}", one_line=True))
+            console.print(_table(found, unit_of(model.vocabulary.meaning)))
         return 0
+
+    def _origin(self, saved: "SavedModel") -> dict[str, Any]:
+        """The place that the model's parameters are from; the checkpoint is None where there are not several."""
+        return {
+            "run": self.run_folder,
+            "checkpoint": self.checkpoint if saved.is_checkpoint else None,
+            "step": saved.step,
+            "experts": None if self.join else int(saved.known.sum()),
+            "of_experts": saved.known.size,
+        }
+
+    def _origin_text(self, saved: "SavedModel") -> str:
+        swarm = f"swarm {self.network.swarm!r}"
+        parts = [swarm if self.run_folder is None else str(self.run_folder)]
+        if saved.is_checkpoint:
+            parts.append(f"{self.checkpoint} checkpoint" if isinstance(self.checkpoint, str) else "checkpoint")
+        experts = f"experts of {swarm}" if self.join else f"{saved.known.sum()} of {saved.known.size} experts"
+        return ", ".join([*parts, f"step {saved.step:,}", experts])
 
     def _check_text_known(self) -> None:
         run = self.run_folder
@@ -93,24 +112,14 @@ def _read(path: Path) -> str:
         raise UsageError(f"--text {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, if that is a terminal; yields what moves it."""
-    console = Console(stderr=True)
-    # Where it is no terminal, rich would still end it with an empty line.
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=None)
-        yield lambda done, batches: progress.update(task, completed=done, total=batches)
-
-
 def _figures(found: "TextEvaluation") -> dict[str, Any]:
     ranges = [{**asdict(each), "perplexity": each.perplexity} for each in found.by_rank]
     own = {"perplexity": found.perplexity, "loss": found.loss, "bits": found.bits, "tokens": found.tokens}
     return {**own, "by_rank": ranges}
 
 
-def _table(found: "TextEvaluation", title: str, unit: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+def _table(found: "TextEvaluation", unit: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{unit} by frequency")
     for column in ("targets", "perplexity", "bits"):
         table.add_column(column, justify="right")

@@ -12,10 +12,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmoe_jax.cli.run_list import DEPTH, INNER_FOLDERS, config_of, ending_of, first_trainer, records_of, size_of
+from dmoe_jax.cli.run_list import DEPTH, INNER_FOLDERS, config_of, ending_of, records_of, size_of
 from dmoe_jax.machine.disk import HOLDER, TRASH, UNFINISHED, hold_folder, is_empty, may_be_held
 from dmoe_jax.runs.run_folder import CONFIG, RUN_FILES
-from dmoe_jax.trained.saved_run import LOGS, NODES, SHARED_FOLDER, UP_FLAGS, saved_experts, up_logs
+from dmoe_jax.trained.saved_run import (
+    LOGS,
+    NODES,
+    SHARED_FOLDER,
+    UP_FLAGS,
+    first_trainer,
+    saved_experts,
+    trainer_folders,
+    up_logs,
+)
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER
 
 _BEFORE_STEPS = {
@@ -118,19 +127,12 @@ def _run_of(path: Path) -> Path:
     return first_trainer(path.with_suffix("") if path.suffix in (LOGS, NODES) else path)
 
 
-def _runs_of(path: Path) -> list[Path]:
-    """The run folders of all trainer processes to which a folder belongs, as far as they are there."""
-    run = _run_of(path)
-    trainer = re.compile(rf"{re.escape(run.name)}(\.trainer\d+)?")
-    return [each for each in run.parent.iterdir() if trainer.fullmatch(each.name)]
-
-
 def _held_with(path: Path) -> list[Path]:
     """The folders that processes hold while they use what lies at a path: those of one `dmoe up` belong together."""
     if not path.is_dir():
         return []
     experts = [holder.parent for holder in path.glob(f"*/*/{HOLDER}")] if path.suffix == NODES else []
-    beside = [path, *_runs_of(path), up_logs(_run_of(path)), *experts]
+    beside = [path, *trainer_folders(_run_of(path)).values(), up_logs(_run_of(path)), *experts]
     return list(dict.fromkeys(each for each in beside if each.is_dir()))
 
 
@@ -149,7 +151,8 @@ def _why(path: Path) -> str | None:
     run = _run_of(path)
     beside = [each for each in (up_logs(run), saved_experts(run)) if each.exists()]
     if path.suffix in (LOGS, NODES):
-        return "of a start that came to nothing" if all(map(_is_nothing, [*_runs_of(path), *beside])) else None
+        is_nothing = all(map(_is_nothing, [*trainer_folders(run).values(), *beside]))
+        return "of a start that came to nothing" if is_nothing else None
     if not _is_nothing(path) or (saved_experts(run) in beside and not _is_nothing(saved_experts(run))):
         return None
     return "empty" if config_of(path) is None else "a run without a step"

@@ -5,11 +5,14 @@ to talk: a node withdraws its experts from the DHT. So only the command's *body*
 around it close from the inside out. Whatever is not over in time, or at a second signal, is cancelled as a whole.
 """
 
+import atexit
 import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import trio
 
@@ -24,6 +27,9 @@ _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 
+_CUT = (NetError, trio.BrokenResourceError, trio.ClosedResourceError)
+"""Errors of a command that is leaving already, whose connections are cut: they fail nothing."""
+
 _PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse, IdentityInUse)
 """Errors that time may heal: who is away may come back, and who holds a folder or a key may end."""
 
@@ -35,6 +41,8 @@ class Stop:
         self._everything = everything
         self._leave_timeout_s = leave_timeout_s
         self._body: trio.CancelScope | None = None
+        self.is_wanted = False
+        """True once somebody has asked for it."""
 
     @contextlib.contextmanager
     def body(self, *, patience: float = 1) -> Iterator[trio.CancelScope]:
@@ -50,6 +58,7 @@ class Stop:
 
     def request(self) -> None:
         """End the body if the command has one just now, else everything; the second time everything anyhow."""
+        self.is_wanted = True
         if self._body is None or self._body.cancel_called:
             self._everything.cancel()
         else:
@@ -77,14 +86,28 @@ def run_until_done(
       SystemExit: after one line, with status 2 for a mistake of the user's, 75 for a failure that time may heal, 1 for
         any other; see docs/how_to/commands.md.
     """
+    status = 1
+    try:
+        status = _run(main, exit_on_stdin_eof, leave_timeout_s)
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
+        raise
+    finally:
+        if _threads_at_work():
+            atexit.register(_end_beside_threads, status)  # before JAX's, which it has registered already
+    return status
+
+
+def _run(main: Callable[[Stop], Awaitable[int]], exit_on_stdin_eof: bool, leave_timeout_s: float) -> int:
     level = os.environ.get("DMOE_LOGLEVEL", "WARNING").upper()
     if level not in logging.getLevelNamesMapping():
         raise UsageError(f"DMOE_LOGLEVEL must be a level such as INFO or DEBUG, got {level!r}")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     status = EXIT_INTERRUPTED
+    stop: Stop | None = None
 
     async def supervise() -> None:
-        nonlocal status
+        nonlocal status, stop
         async with trio.open_nursery() as nursery:
             stop = Stop(nursery.cancel_scope, leave_timeout_s)
             await nursery.start(_stop_on_signal, stop)
@@ -97,7 +120,8 @@ def run_until_done(
         trio.run(supervise)
     except BaseException as error:
         errors = BaseExceptionGroup("", [error])
-        if errors.subgroup(KeyboardInterrupt) is not None:
+        is_cut = stop is not None and stop.is_wanted and errors.split(_CUT)[1] is None
+        if is_cut or errors.subgroup(KeyboardInterrupt) is not None:
             return EXIT_INTERRUPTED
         mistakes, bugs = errors.split(_MISTAKES)
         # A process that failed explains whatever else went wrong beside it.
@@ -108,6 +132,23 @@ def run_until_done(
             leaf = leaf.exceptions[0]
         fail(one_line(leaf), status=_status_of(leaf))
     return status
+
+
+def _threads_at_work() -> bool:
+    """True if a command that was cancelled has left work behind in a thread: trio names it after its function then."""
+    return any(" from " in thread.name for thread in threading.enumerate())
+
+
+def _end_beside_threads(status: int) -> None:
+    """End the process at once if such work goes on still.
+
+    As it ends, Python throws an exception through a thread that comes back from JAX, which aborts the process.
+    """
+    if _threads_at_work():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no reader, is closed, or missing
+                stream.flush()
+        os._exit(status)
 
 
 def _status_of(error: BaseException) -> int:
@@ -131,6 +172,8 @@ async def _stop_on_signal(stop: Stop, task_status: trio.TaskStatus[None]) -> Non
 async def _stop_on_stdin_eof(stop: Stop) -> None:
     # In a thread: Windows knows no other way, and a non-blocking pipe would be one for whoever shares it, too.
     if sys.stdin is not None:  # else it is at its end already
-        while await trio.to_thread.run_sync(os.read, sys.stdin.fileno(), 4096, abandon_on_cancel=True):
+        read = partial(os.read, sys.stdin.fileno(), 4096)
+        name = "standard input"  # not trio's: such a thread does no harm at the end
+        while await trio.to_thread.run_sync(read, thread_name=name, abandon_on_cancel=True):
             pass
     stop.request()

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dmoe_jax.machine.disk import may_be_held
+from dmoe_jax.runs.report import spoken
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder, flat
-from dmoe_jax.trained.saved_run import LOGS, NODES, UP_FLAGS, saved_experts, up_logs
+from dmoe_jax.trained.saved_run import LOGS, NODES, UP_FLAGS, first_trainer, saved_experts, up_logs
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER
 
 DEPTH = 4
@@ -25,8 +26,11 @@ State = Literal["complete", "running", "interrupted", "failed", "unreadable"]
 _OWN_KEYS = {"settings", "command", "started"}
 """Keys that tell the config.json of a run from that of something else."""
 
-_OF_ITS_PROCESS = {"out", "resume", "json"}
-"""Settings that decide nothing about a run's results."""
+_OF_ITS_PROCESS = {"out", "resume", "json", "join", "network", "listening", "tracker", "exit_on_stdin_eof"}
+"""Settings that decide nothing about a run's results, or groups of these, such as whom a process joined."""
+
+OF_A_TEXT = re.compile(r"(^|_)(perplexity|loss)(_|$)|^(validation|test)_(?!bits_per_byte)")
+"""Figures that compare only where runs were evaluated alike. Bits for each byte do whatever a text is cut into."""
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
 
@@ -48,6 +52,9 @@ class ListedRun:
     """Name of its main figure, perplexity or loss; empty if it has none."""
     value: float | None
     """The main figure: of the last evaluation, or of the last step if there was no evaluation."""
+    measure: str
+    """Text and vocabulary that the main figure is over, and the number of words or samples that were evaluated: with
+    others it does not compare. Empty if the run does not say."""
     size_bytes: int
     """Size of its files, with the logs and the nodes' experts beside it."""
 
@@ -126,6 +133,7 @@ def listed(path: Path, root: Path) -> ListedRun:
         state=state_of(path, records),
         figure=figure,
         value=value,
+        measure=measure_of(records or ()),
         size_bytes=sum(map(size_of, (path, up_logs(path), saved_experts(path)))),
     )
 
@@ -161,13 +169,31 @@ def steps_of(records: Iterable[Mapping[str, Any]]) -> int | None:
 
 def main_figure(records: Sequence[Mapping[str, Any]]) -> tuple[str, float | None]:
     """Name and value of the figure that stands for a run: see `ListedRun`."""
+    name, record = _main(records)
+    return name, float(record[name]) if name else None
+
+
+def measure_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """The `ListedRun.measure` of a run with these records."""
+    task = next((record for record in records if record["kind"] == "task"), None)
+    if task is None:
+        return ""
+    meaning, items = str(task.get("meaning") or ""), _main(records)[1].get("items")
+    unit = spoken(str(task.get("unit", "samples")), meaning)
+    evaluated = f"{items:,} {unit} evaluated" if isinstance(items, int) else ""
+    vocabulary = meaning.removeprefix("vocabulary: ").replace("\n", "; ")
+    return ", ".join(filter(None, (str(task.get("name") or ""), vocabulary, evaluated)))
+
+
+def _main(records: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """Name of the main figure, and the record that has it; nothing if there is none."""
     for kinds in (("eval", "final_eval"), ("train",)):
         for record in reversed(records):
             if record["kind"] in kinds and record.get("split", "valid") == "valid":
                 for name in ("perplexity", "loss"):
                     if isinstance(value := record.get(name), int | float) and abs(value) < 1e300:
-                        return name, float(value)
-    return "", None
+                        return name, record if kinds[0] == "eval" else {name: value}
+    return "", {}
 
 
 def command_of(path: Path, config: Mapping[str, Any]) -> str:
@@ -183,11 +209,6 @@ def command_of(path: Path, config: Mapping[str, Any]) -> str:
     experiments = [word.split(".")[1] for word in words if word.startswith("experiments.")]
     scripts = [Path(word).name for word in words if word.endswith(".py")]
     return next(iter([*experiments, *scripts, *words]), "")
-
-
-def first_trainer(path: Path) -> Path:
-    """The run folder of the first trainer process of the `dmoe up` that made this one: itself, or it lies beside."""
-    return path.with_name(re.sub(r"\.trainer\d+$", "", path.name))
 
 
 def size_of(path: Path) -> int:
@@ -217,25 +238,37 @@ class ComparedRuns:
     runs: tuple[str, ...]
     settings: Mapping[str, Sequence[Any]]
     """Settings that are not the same for all, nested ones as "expert.d_model"."""
+    measures: tuple[str, ...]
+    """Text, vocabulary and size of each run's evaluation: `ListedRun.measure`."""
     figures: Mapping[str, Sequence[Any]]
     """Final figures of all, beginning with state, steps and main figure."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Letter of each run's measure; empty where all runs have one measure, or none says its own."""
+        distinct = [*dict.fromkeys(self.measures)]
+        return tuple(chr(ord("a") + distinct.index(each)) if len(distinct) > 1 else "" for each in self.measures)
 
 
 def compare_runs(paths: Sequence[Path]) -> ComparedRuns:
     """Set the runs in these folders side by side. Raises ValueError naming the first that is no run folder."""
     settings: list[dict[str, Any]] = []
     figures: list[dict[str, Any]] = []
+    measures: list[str] = []
     for path in paths:
         run, config, records = listed(path, path), config_of(path) or {}, records_of(path) or []
         flags = flat(config.get("settings", {})).items()
-        settings.append({name: value for name, value in flags if name not in _OF_ITS_PROCESS})
+        settings.append({name: value for name, value in flags if name.partition(".")[0] not in _OF_ITS_PROCESS})
+        measures.append(run.measure)
         headlines = [record for record in records if record["kind"] == "headline"]
         final = flat(headlines[-1] if headlines else {}).items()
         facts = {"state": run.state_text, "steps": run.steps, **({run.figure: run.value} if run.figure else {})}
         shown = {name: value for name, value in final if name not in ("kind", "complete", "steps")}
         figures.append(facts | {name: value for name, value in shown.items() if not isinstance(value, list)})
     differ = {name: row for name, row in _side_by_side(settings).items() if any(value != row[0] for value in row[1:])}
-    return ComparedRuns(runs=tuple(map(str, paths)), settings=differ, figures=_side_by_side(figures))
+    return ComparedRuns(
+        runs=tuple(map(str, paths)), settings=differ, measures=tuple(measures), figures=_side_by_side(figures)
+    )
 
 
 def _side_by_side(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

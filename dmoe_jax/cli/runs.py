@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dmoe_jax.cli.leftovers import Leftover, find_leftovers, remove
-from dmoe_jax.cli.run_list import ListedRun, compare_runs, list_runs, size_text
+from dmoe_jax.cli.run_list import OF_A_TEXT, ComparedRuns, ListedRun, compare_runs, list_runs, size_text
 from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.report import format_value
@@ -73,7 +73,12 @@ class CompareRunsCommand:
             _print(_side_by_side("settings that differ", found.runs, found.settings))
         else:
             say("all settings are the same")
-        _print(_side_by_side("final figures", found.runs, found.figures))
+        _print(_side_by_side("final figures", found.runs, found.figures, found))
+        for mark, measure in dict(zip(found.marks, found.measures, strict=True)).items():
+            if mark:
+                say(shown(f"({mark}) over {measure or 'a text that the run does not name'}", one_line=True))
+        if any(found.marks):
+            say("Perplexities and losses with different letters do not compare; bits per byte do, over one text.")
         return 0
 
 
@@ -156,13 +161,20 @@ def _list_table(runs: Sequence[ListedRun]) -> Table:
     return table
 
 
-def _side_by_side(title: str, runs: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> Table:
+def _side_by_side(
+    title: str, runs: Sequence[str], rows: Mapping[str, Sequence[Any]], found: ComparedRuns | None = None
+) -> Table:
+    """The rows as a table; the figures of `found` with the letters of what they are over."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     table.add_column("", overflow="fold")
     for run in runs:
         table.add_column(shown(run, one_line=True), overflow="fold")
     for name, values in rows.items():
-        table.add_row(*(shown(word, one_line=True) for word in (name, *map(format_value, values))))
+        words = [*map(format_value, values)]
+        if found is not None and OF_A_TEXT.search(name):
+            known = zip(words, values, found.marks, strict=True)
+            words = [f"{word} ({mark})" if mark and value is not None else word for word, value, mark in known]
+        table.add_row(*(shown(word, one_line=True) for word in (name, *words)))
     return table
 
 

@@ -45,7 +45,8 @@ class TrainCommand(TrainOptions):
             if out is not None and run.goes_on:
                 check_changes(out, saved, settings)
             if resume and not run.has_checkpoint:
-                raise ValueError(f"there is no checkpoint in {out} to resume from")
+                hint = "to begin anew, leave --resume out and take a new folder for --out"
+                raise ValueError(f"there is no checkpoint in {out} to resume from; {hint}")
         return run
 
     def run(self) -> int:

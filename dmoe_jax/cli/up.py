@@ -36,7 +36,7 @@ from dmoe_jax.runs.processes import (
     open_local_swarm,
 )
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
-from dmoe_jax.trained.saved_run import SHARED_FOLDER, UP_FLAGS, saved_experts, up_logs
+from dmoe_jax.trained.saved_run import SHARED_FOLDER, UP_FLAGS, saved_experts, trainer_folder, up_logs
 
 LEAVE_TIMEOUT_S = 90.0
 """Seconds for all processes to end in order: trainers write their reports, nodes their checkpoints."""
@@ -245,8 +245,7 @@ class UpCommand:
 
     def folders(self) -> list[Path]:
         """The run folder of each trainer process: --out, and others beside it."""
-        out = self.out
-        return [out.parent / f"{out.name}.trainer{index}" if index else out for index in range(self.swarm.trainers)]
+        return [trainer_folder(self.out, index) for index in range(self.swarm.trainers)]
 
     def check(self) -> None:
         """Raise `UsageError` for a flag that cannot be meant, before anything is started."""

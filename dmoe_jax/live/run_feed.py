@@ -13,7 +13,9 @@ from dmoe_jax.live.events import State, about, changes, line_of
 from dmoe_jax.live.feeds import Timeline
 from dmoe_jax.live.recording import RECORDING
 from dmoe_jax.live.run_states import RunStates
+from dmoe_jax.live.snapshot import number_untrusted
 from dmoe_jax.runs.run_folder import METRICS
+from dmoe_jax.trained.saved_run import trainer_folders
 
 MAX_FILE_BYTES = 256 * 2**20
 """Largest file that is shown."""
@@ -61,13 +63,13 @@ class RunFeed:
     """Fills a timeline from a folder. Made by `open_folder`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
-        self._title = str(path.parent)
+        self._path = path
+        self._files: dict[int, GrowingFile] = {}  # by the number of the trainer process
         self._is_recording = path.name == RECORDING
         self._states = RunStates()
         self._before: State = {}
         self.timeline = Timeline(self._head())
-        lines, _ = self._file.lines()
+        lines, _ = self._look()
         self._take(lines, is_another=True)
 
     async def run(self) -> None:
@@ -75,19 +77,40 @@ class RunFeed:
         while True:
             await trio.sleep(_LOOK_S)
             try:
-                lines, is_another = await trio.to_thread.run_sync(self._file.lines)
+                lines, is_another = await trio.to_thread.run_sync(self._look)
             except (OSError, ValueError):
+                self._files = {}  # some may have been read already: all are read anew
                 continue
-            if lines or is_another:
+            if is_another or any(lines.values()):
                 self._take(lines, is_another)
 
-    def _take(self, lines: list[bytes], is_another: bool) -> None:
-        if self._is_recording:
-            self._take_recording(lines, is_another)
-        else:
-            self._take_records(lines, is_another)
+    def _look(self) -> tuple[dict[int, list[bytes]], bool]:
+        """Return the lines since the last call by process, and True if they are all that there are.
 
-    def _take_recording(self, lines: list[bytes], is_another: bool) -> None:
+        Raises:
+          ValueError: a file is too large. OSError: one cannot be read.
+        """
+        is_first, paths = not self._files, {0: self._path}
+        if not self._is_recording:
+            paths |= {number: each / METRICS for number, each in trainer_folders(self._path.parent).items() if number}
+        lines = {}
+        for number, path in paths.items():
+            if number and not path.is_file():  # just begun
+                continue
+            file = self._files.setdefault(number, GrowingFile(path))
+            lines[number], is_another = file.lines()
+            if is_another:
+                self._files = {}
+                return self._look()
+        return lines, is_first
+
+    def _take(self, lines: Mapping[int, Sequence[bytes]], is_another: bool) -> None:
+        if self._is_recording:
+            self._take_recording(lines[0], is_another)
+        else:
+            self._take_records({number: [*map(_object_of, each)] for number, each in lines.items()}, is_another)
+
+    def _take_recording(self, lines: Sequence[bytes], is_another: bool) -> None:
         """Pass the events on as they stand there."""
         events = [(_object_of(line), line.decode(errors="replace")) for line in lines]
         if is_another:
@@ -95,27 +118,37 @@ class RunFeed:
         kept = [line for each, line in events if each.get("what") in ("all", "changes")]
         self.timeline.add(kept, is_over=any(each.get("what") == "end" for each, _ in events))
 
-    def _take_records(self, lines: list[bytes], is_another: bool) -> None:
-        records = [_object_of(line) for line in lines]
+    def _take_records(self, records: Mapping[int, Sequence[Mapping[str, Any]]], is_another: bool) -> None:
         if is_another:
             self._states, self._before = RunStates(), {}
-            tasks = [each for each in records if each.get("kind") == "task"]
+            tasks = [each for each in records[0] if each.get("kind") == "task"]
             self.timeline.restart(self._head(unit=str(tasks[0].get("unit"))[:MAX_TEXT] if tasks else "items"))
-        self.timeline.add(list(self._events(records)), is_over=self._states.is_over)
+        self.timeline.add(list(self._events(_by_time(records))), is_over=self._states.is_over)
 
     def _head(self, unit: str = "items") -> str:
-        return about(self._title, "recorded", load="samples", unit=unit)
+        return about(str(self._path.parent), "recorded", load="samples", unit=unit)
 
-    def _events(self, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Events of the states after these records."""
+    def _events(self, records: Sequence[tuple[int, Mapping[str, Any]]]) -> Iterator[str]:
+        """Events of the states after these records, each with the number of its process."""
         each, last_s, taken = -(-len(records) // MAX_STATES), -math.inf, 0
-        for number, record in enumerate(records, start=1):
-            self._states.take(record)
+        for number, (process, record) in enumerate(records, start=1):
+            self._states.take(record, process)
             taken += 1
             if number == len(records) or (taken >= each and self._states.time_s - last_s >= _BETWEEN_S):
                 time_s, state = self._states.state()
                 yield line_of("changes", time_s, state=changes(self._before, state))
                 self._before, last_s, taken = state, time_s, 0
+
+
+def _by_time(records: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[tuple[int, Mapping[str, Any]]]:
+    """All records, each with the number of its process, by their time; those of one process keep their order."""
+    timed = []
+    for number, own in records.items():
+        time_s = 0.0
+        for record in own:
+            time_s = max(time_s, number_untrusted(record.get("time_s")) or 0.0)
+            timed.append((time_s, number, record))
+    return [(number, record) for _, number, record in sorted(timed, key=lambda each: each[0])]
 
 
 def _object_of(line: bytes) -> Mapping[str, Any]:
@@ -133,7 +166,7 @@ def _refuse(word: str) -> None:
 
 
 def open_folder(folder: Path) -> RunFeed:
-    """Open the recording in a folder, else the records of the run.
+    """Open the recording in a folder, else the records of the run, of all its trainer processes.
 
     Raises:
       ValueError: the folder has neither, or a file of it is too large. OSError: it cannot be read.

@@ -1,10 +1,13 @@
 """The states of a run, of the records in its `metrics.jsonl`: a core, told one record after the other.
 
 A run folder knows of its nodes what its trainers saw of them: which one answered for which expert, and the samples that
-each expert got.
+each expert got. Of a run whose trainers are several processes each has a folder of its own, and a clock that begins
+with its first step.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dmoe_jax.directory.members import MAX_TEXT
@@ -21,14 +24,25 @@ _HERE = "this process"
 """Name of what serves experts that no node serves: a model that is not remote."""
 
 
+@dataclass(slots=True)
+class _Process:
+    """Counters that one process's records have told last."""
+
+    calls: float = 0.0
+    failed: int | float = 0
+    averages: int = 0
+    load: dict[str, int | float] = field(default_factory=dict)
+    per_s: dict[str, float] = field(default_factory=dict)
+    load_at_s: float = 0.0
+    is_over: bool = False
+
+
 class RunStates:
     """Turns records into states. What a damaged record lacks is left as it was."""
 
     def __init__(self) -> None:
         self.unit = "items"
         """Name of what trainers count."""
-        self.is_over = False
-        """True once the run has ended."""
         self.time_s = 0.0
         """Seconds of the run at the last record."""
         self._totals: dict[str, int | float] = {}
@@ -36,14 +50,20 @@ class RunStates:
         self._trainers: dict[str, dict[str, Any]] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._news: list[list[object]] = []
-        self._load: dict[str, int | float] = {}
-        self._load_at_s = 0.0
+        self._served: dict[str, str] = {}  # expert -> the node that answered for it last
         self._rated_s = 0.0
         self._since = dict.fromkeys(("items", "staleness", "steps", "calls"), 0.0)
-        self._calls = 0.0
+        self._processes: defaultdict[int, _Process] = defaultdict(_Process)
+        self._number = 0  # of the process whose record is taken
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Take the next record."""
+    @property
+    def is_over(self) -> bool:
+        """True once the run has ended, in all of its processes."""
+        return bool(self._processes) and all(process.is_over for process in self._processes.values())
+
+    def take(self, record: Mapping[str, Any], number: int = 0) -> None:
+        """Take the next record, of the process of this number."""
+        self._number, process = number, self._processes[number]
         time_s = number_untrusted(record.get("time_s"))
         self.time_s = max(self.time_s, float(time_s or 0.0))
         taken = {
@@ -60,7 +80,7 @@ class RunStates:
         kind = record.get("kind")
         if kind in taken:
             taken[str(kind)](record)
-        self.is_over = self.is_over or kind == "headline"
+        process.is_over |= kind == "headline"
 
     def state(self) -> tuple[float, State]:
         """Return the seconds of the run, and its state, with rates over at least `RATES_S`."""
@@ -72,7 +92,8 @@ class RunStates:
             self._rated_s, self._since = self.time_s, dict.fromkeys(since, 0.0)
         nodes = {f"node {name}": node for name, node in self._nodes.items()}
         peers = {key: _copy(peer) for key, peer in [*nodes.items(), *self._trainers.items()]}
-        counts = {"peers": len(peers), "nodes": len(nodes), "trainers": len(self._trainers), "experts": len(self._load)}
+        counts = {"peers": len(peers), "nodes": len(nodes), "trainers": len(self._trainers)}
+        counts["experts"] = len(self._served)
         groups = {key: dict(group) for key, group in self._groups.items()}
         return self.time_s, {
             "totals": {**counts, **self._totals},
@@ -80,6 +101,11 @@ class RunStates:
             "groups": groups,
             "news": list(self._news[-MAX_NEWS:]),
         }
+
+    @property
+    def _place(self) -> str:
+        """Words that tell the trainers of further processes from those of the first one."""
+        return f"process {self._number}, " if self._number else ""
 
     def _set(self, name: str, value: object) -> None:
         if (number := number_untrusted(value)) is not None:
@@ -102,7 +128,7 @@ class RunStates:
         self._since["items"] += items
         self._since["steps"] += 1
         self._since["staleness"] += known.get("staleness", 0)
-        name = f"trainer {known.get('trainer', 0)}"
+        name = f"{self._place}trainer {known.get('trainer', 0)}"
         peer = self._trainers.setdefault(name, {"role": "trainer", "name": name, "state": "training", "facts": {}})
         peer["facts"] |= {each: known[each] for each in ("step", "loss", "staleness") if each in known}
         peer["facts"][self.unit] = peer["facts"].get(self.unit, 0) + items
@@ -110,26 +136,30 @@ class RunStates:
     def _take_calls(self, record: Mapping[str, Any]) -> None:
         ok, failed = number_untrusted(record.get("ok")), number_untrusted(record.get("failed"))
         if ok is not None and failed is not None:
-            self._since["calls"] += max(0.0, ok + failed - self._calls)
-            self._calls = ok + failed
-            self._totals["failed_calls"] = failed
+            process = self._processes[self._number]
+            self._since["calls"] += max(0.0, ok + failed - process.calls)
+            process.calls, process.failed = ok + failed, failed
+            self._totals["failed_calls"] = sum(each.failed for each in self._processes.values())
 
     def _take_experts(self, record: Mapping[str, Any]) -> None:
         load, peers = record.get("load"), record.get("peer")
         served = peers if isinstance(peers, Mapping) else {}
-        seconds = self.time_s - self._load_at_s
+        process = self._processes[self._number]
+        seconds = self.time_s - process.load_at_s
         if not isinstance(load, Mapping):
             return
+        for uid, value in load.items():
+            if (count := number_untrusted(value)) is not None:
+                grown = max(0.0, count - process.load.get(uid, 0.0))
+                process.load[uid], process.per_s[uid] = count, grown / seconds if seconds > 0 else 0.0
+                self._served[uid] = str(served.get(uid) or self._served.get(uid, _HERE))
+        process.load_at_s = self.time_s
         for node in self._nodes.values():
             node["experts"] = {}
-        for uid, value in load.items():
-            count = number_untrusted(value)
-            if count is None:
-                continue
-            per_s = max(0.0, count - self._load.get(uid, 0.0)) / seconds if seconds > 0 else 0.0
-            self._load[uid] = count
-            self._node(str(served.get(uid, _HERE)))["experts"][uid] = [count, float(f"{per_s:.3g}")]
-        self._load_at_s = self.time_s
+        for uid, name in self._served.items():
+            per_s = sum(each.per_s.get(uid, 0.0) for each in self._processes.values())
+            count = sum(each.load.get(uid, 0) for each in self._processes.values())
+            self._node(name)["experts"][uid] = [count, float(f"{per_s:.3g}")]
 
     def _node(self, name: str) -> dict[str, Any]:
         """The node of this address."""
@@ -138,14 +168,17 @@ class RunStates:
         return self._nodes.setdefault(name, usual)
 
     def _take_evaluation(self, record: Mapping[str, Any]) -> None:
-        for name, field in (("validation_loss", "loss"), ("validation_perplexity", "perplexity")):
-            self._set(name, record.get(field))
+        if self._number:  # processes beside the first one read less: its evaluations are the run's
+            return
+        for name in ("loss", "perplexity"):
+            self._set(f"validation_{name}", record.get(name))
 
     def _take_average(self, record: Mapping[str, Any]) -> None:
-        group = self._groups.setdefault("averages", {"averages": 0})
+        group, process = self._groups.setdefault("averages", {}), self._processes[self._number]
         told = {name: number_untrusted(record.get(name)) for name in ("peers", "peers_lost", "took_s")}
         group |= {name: value for name, value in told.items() if value is not None}
-        group["averages"] += 1
+        process.averages += 1
+        group["averages"] = max(each.averages for each in self._processes.values())
         self._set("sent_mb", self._totals.get("sent_mb", 0.0) + (number_untrusted(record.get("sent_bytes")) or 0) / 1e6)
 
     def _take_global_step(self, record: Mapping[str, Any]) -> None:
@@ -155,7 +188,7 @@ class RunStates:
 
     def _take_event(self, record: Mapping[str, Any]) -> None:
         detail = record.get("detail")
-        self._say(f"{str(record.get('name', 'event')).replace('_', ' ')}{f': {detail}' if detail else ''}")
+        self._say(f"{self._place}{str(record.get('name', 'event')).replace('_', ' ')}{f': {detail}' if detail else ''}")
         if record.get("name") == "node_killed" and (lost := str(record.get("peer", ""))) in self._nodes:
             self._nodes[lost]["state"] = "killed"
 

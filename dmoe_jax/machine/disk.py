@@ -35,6 +35,18 @@ class FolderInUse(OSError):
     """Another process writes to a folder. The message says which process, where, and since when."""
 
 
+@contextmanager
+def errors_name(path: Path, beside: Path) -> Iterator[None]:
+    """Have an OSError of the block name the path that somebody asked for, where it names what is written beside it
+    first, or nothing: `beside` is that path, or how it begins."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or not str(error.filename or beside).startswith(str(beside)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def url_of(path: Path) -> str | None:
     """The URL that a path was made of: gs://bucket/run for gs:/bucket/run; None for a path of this machine."""
     found = re.match(r"(gs|s3):/+(?=[^/])", str(path))

@@ -17,7 +17,7 @@ Environment:
   {PREFIX}<FLAG>             stands for a flag where that is not given, such as {PREFIX}K_BEST and {JOIN_VARIABLE}
   {SECRET_VARIABLE}  stands for --swarm-secret-file where that is not given
   DMOE_DATA               folder of WikiText-2, for --data auto and wikitext-2
-  DMOE_LOGLEVEL           INFO or DEBUG tell more, such as each failed call and why (default: WARNING)
+  DMOE_LOGLEVEL           INFO tells more, DEBUG also each failed call and why (default: WARNING)
   DMOE_XLA_CACHE          folder for compiled code; empty turns the cache off (default: a folder in ~/.cache/dmoe_jax)
 """
 """Text about them in `dmoe --help`."""

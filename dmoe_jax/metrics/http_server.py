@@ -24,7 +24,7 @@ from dmoe_net.nursery import background_nursery
 _log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16
-"""Number of clients at once; further ones are turned away. A scraper and a few probes need one each."""
+"""Number of clients at once; further ones are told to come again. A scraper and a few probes need one each."""
 MAX_HEADER_BYTES = 8192
 """Longest request line and headers together."""
 REQUEST_S = 5.0
@@ -83,16 +83,30 @@ Page = Callable[[Request], Awaitable[Answer]]
 """Makes a page when it is asked for. An error in it is answered with status 500 and logged."""
 
 
+class _Site(NamedTuple):
+    """Pages, limits and form of errors of a server: see `open_http_server`."""
+
+    pages: Mapping[str, Page]
+    max_body_bytes: int
+    as_error: Callable[[Answer], Answer]
+
+
 @asynccontextmanager
 async def open_http_server(
-    address: Address, pages: Mapping[str, Page], *, max_body_bytes: int = 0, max_clients: int = MAX_CLIENTS
+    address: Address,
+    pages: Mapping[str, Page],
+    *,
+    max_body_bytes: int = 0,
+    max_clients: int = MAX_CLIENTS,
+    as_error: Callable[[Answer], Answer] = lambda answer: answer,
 ) -> AsyncIterator[Address]:
     """Serve pages while the block runs; yields the address with the port chosen.
 
     Args:
       pages: by path, such as "/metrics", for GET and HEAD; by method and path, such as "POST /tokens", for others.
       max_body_bytes: longest body of a request.
-      max_clients: clients at once; further ones are turned away.
+      max_clients: clients at once; as many further ones are told to come again, and those beyond are left.
+      as_error: makes of each answer with a status from 400 on, a line of text unless a page made it, what is sent.
 
     Raises:
       ListenFailed: the port is taken, or the address is not this machine's. The message names it.
@@ -101,18 +115,22 @@ async def open_http_server(
         listeners = await trio.open_tcp_listeners(address.port, host=address.host)
     except (OSError, ValueError, OverflowError) as error:
         raise ListenFailed(f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from error
-    places = trio.Semaphore(max_clients)
+    site = _Site(pages, max_body_bytes, as_error)
+    full = Answer(f"clients at once are at most {max_clients}: ask again\n".encode(), HTTPStatus.SERVICE_UNAVAILABLE)
+    served, turned_away = trio.Semaphore(max_clients), trio.Semaphore(max_clients)
 
     async def serve(stream: trio.SocketStream) -> None:
+        is_full = not served.value
+        places = turned_away if is_full else served
         try:
             places.acquire_nowait()
         except trio.WouldBlock:
             return
         try:
-            await _serve_client(stream, pages, max_body_bytes)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            await (_send(stream, as_error(full)) if is_full else _serve_client(stream, site))
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # it has gone
-        except Exception:
+        except* Exception:  # also beside a Cancelled, as the server ends
             _log.exception("serving a client of %s failed", address)
         finally:
             places.release()
@@ -152,19 +170,21 @@ def _is_ours(named: str, host: str) -> bool:
     return True
 
 
-async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page], max_body_bytes: int) -> None:
+async def _serve_client(stream: trio.SocketStream, site: _Site) -> None:
     """Answer one request and close; a client that is too slow, or none, is left without a word."""
     with trio.move_on_after(REQUEST_S) as waiting:
-        request = await _receive_untrusted(stream, pages, max_body_bytes)
+        request = await _receive_untrusted(stream, site)
     if waiting.cancelled_caught or request is None:
         return
     if isinstance(request, Answer):
-        await _send(stream, request)
+        await _send(stream, site.as_error(request))
         return
-    page = _page_of(request, pages)
+    page = _page_of(request, site.pages)
     answer = await (_made(page, request) if request.method in _PLAIN else _made_unless_gone(stream, page, request))
     if answer is None:
         return
+    if answer.status >= HTTPStatus.BAD_REQUEST:
+        answer = site.as_error(answer)
     if request.method == "HEAD":
         await _send(stream, answer, without_body=True)
     elif isinstance(answer.body, bytes):
@@ -173,9 +193,7 @@ async def _serve_client(stream: trio.SocketStream, pages: Mapping[str, Page], ma
         await _send_stream(stream, answer, answer.body, in_chunks=not request.is_old)
 
 
-async def _receive_untrusted(
-    stream: trio.SocketStream, pages: Mapping[str, Page], max_body_bytes: int
-) -> Request | Answer | None:
+async def _receive_untrusted(stream: trio.SocketStream, site: _Site) -> Request | Answer | None:
     """Return the request of a client; the answer to one that is none or too long; None if the client leaves."""
     received = b""
     while _END not in received and len(received) <= MAX_HEADER_BYTES:
@@ -189,13 +207,13 @@ async def _receive_untrusted(
     request = _parse_untrusted(head)
     if request is None:
         return Answer(_NO_REQUEST, HTTPStatus.BAD_REQUEST)
-    if (refusal := _refusal_of(request, pages)) or request.method in _PLAIN:
+    if (refusal := _refusal_of(request, site.pages)) or request.method in _PLAIN:
         return refusal or request
     length = request.headers.get("content-length", "")
     if "transfer-encoding" in request.headers or not re.fullmatch("[0-9]{1,18}", length):
         return Answer(b"expected a body with a Content-Length\n", HTTPStatus.LENGTH_REQUIRED)
-    if int(length) > max_body_bytes:
-        most = f"expected a body of at most {max_body_bytes} bytes\n".encode()
+    if int(length) > site.max_body_bytes:
+        most = f"expected a body of at most {site.max_body_bytes} bytes\n".encode()
         return Answer(most, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     if request.headers.get("expect", "").lower() == "100-continue":
         await stream.send_all(b"HTTP/1.1 100 Continue" + _END)

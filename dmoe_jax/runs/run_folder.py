@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.machine.disk import check_local, is_empty
+from dmoe_jax.machine.disk import check_local, errors_name, is_empty
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -192,12 +192,13 @@ def records_in(data: bytes, path: Path) -> list[dict[str, Any]]:
 def replaced_file(path: Path) -> Iterator[Path]:
     """Write a file at once: yields a temporary path of the same suffix, moved to `path` after the body.
 
-    If the body raises, `path` keeps what it had and the temporary file goes.
+    If the body raises, `path` keeps what it had and the temporary file goes; an OSError names `path`.
     """
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with errors_name(path, temporary):
+            yield temporary
+            os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()

@@ -24,6 +24,7 @@ from dmoe_jax.trained.completions import (
     CompletionLimits,
     CompletionRequest,
     completion_request_untrusted,
+    error_body,
 )
 from dmoe_jax.trained.language_model import AsyncTrainedModel, Text
 from dmoe_net.errors import NetError
@@ -55,9 +56,21 @@ async def open_completions(
     served = _Served(model, name, limits, at_once)
     pages: dict[str, Page] = {"POST /v1/completions": served.complete, "/v1/models": served.models}
     pages = {path: partial(_guarded, page, address.host) for path, page in pages.items()}
-    opening = open_http_server(address, pages, max_body_bytes=MAX_BODY_BYTES, max_clients=MAX_CLIENTS)
+    opening = open_http_server(
+        address, pages, max_body_bytes=MAX_BODY_BYTES, max_clients=MAX_CLIENTS, as_error=partial(_as_error, [*pages])
+    )
     async with opening as listening:
         yield listening
+
+
+def _as_error(pages: Sequence[str], answer: Answer) -> Answer:
+    """Put a refusal, or a failure that the HTTP server has met, into the form of OpenAI's errors."""
+    if answer.content_type == _JSON or not isinstance(answer.body, bytes):
+        return answer
+    message = answer.body.decode().strip()
+    if answer.status == HTTPStatus.NOT_FOUND:
+        message += f"; this server has {' and '.join(each if ' ' in each else f'GET {each}' for each in pages)}"
+    return answer._replace(body=error_body(message, status=answer.status), content_type=_JSON)
 
 
 async def _guarded(page: Page, host: str, request: Request) -> Answer:
@@ -145,5 +158,4 @@ class _Served:
 def _failure(error: NetError) -> bytes:
     """The body that says that the swarm could not carry it."""
     logger.warning("a completion was not finished: %s", error)
-    told = {"message": str(error), "type": "server_error", "param": None, "code": None}
-    return json.dumps({"error": told}).encode()
+    return error_body(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)

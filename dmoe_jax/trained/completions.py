@@ -7,6 +7,7 @@ a field that has no meaning here is refused unless it is left at what changes no
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from dmoe_jax.trained.settings import Sampling
@@ -37,8 +38,13 @@ class CompletionError(ValueError):
 
     def body(self) -> bytes:
         """Return the answer to the request."""
-        error = {"message": str(self), "type": "invalid_request_error", "param": self.param, "code": None}
-        return json.dumps({"error": error}).encode()
+        return error_body(str(self), status=HTTPStatus.BAD_REQUEST, param=self.param)
+
+
+def error_body(message: str, *, status: HTTPStatus, param: str | None = None) -> bytes:
+    """Return what clients of OpenAI's read of an answer that is none; `param` is the field that is wrong."""
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": None}}).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +94,9 @@ def completion_request_untrusted(body: bytes, limits: CompletionLimits, *, seed:
             raise CompletionError(f"{name:.40} is not served here", param=name[:40])
     number = _integer(told, "n", 1, 1, limits.most_prompts)
     prompts = _prompts_untrusted(told.get("prompt", ""), limits)
-    if len(prompts) * number > limits.most_prompts:
-        raise CompletionError(f"at most {limits.most_prompts} completions at once, got {len(prompts)} x {number}")
+    most = min(limits.most_prompts, limits.most_tokens)  # each has a token at least
+    if len(prompts) * number > most:
+        raise CompletionError(f"at most {most} completions at once, got {len(prompts)} x {number}")
     streams = told.get("stream") or False
     if not isinstance(streams, bool):
         raise CompletionError(f"stream must be true or false, got {streams!r:.80}", param="stream")

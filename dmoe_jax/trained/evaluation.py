@@ -18,6 +18,9 @@ ROWS = 16
 _MOST_TOKENS = 4096
 """Tokens that are read with one call of each layer, at least a segment of each row."""
 
+MOST_STATES = 1 << 18
+"""Most states of a layer that are held at once: of each row those of a segment and its memory."""
+
 RANKS = (100, 1_000, 10_000)
 """Bounds between words by how frequent they are in training: a word's id is its rank."""
 
@@ -80,9 +83,15 @@ async def evaluate_text(
       on_batch: is told the number of batches that were read, and of all.
 
     Raises:
-      ValueError: the text has no target, or rows is not positive. NetError: the swarm cannot carry it.
+      ValueError: the text has no target, rows is not positive, or rows and memory are beyond `MOST_STATES`. NetError:
+        the swarm cannot carry it.
     """
     decoder, config = reader.decoder, reader.decoder.config
+    if rows < 1 or rows * (config.seq_len + config.mem_len) > MOST_STATES:
+        raise ValueError(
+            f"rows must be at least 1, and {MOST_STATES:,} states of a layer in all at most: of each row a segment of "
+            f"{config.seq_len:,} and a memory of {config.mem_len:,}; got {rows:,} rows"
+        )
     rows = min(rows, max(1, (ids.size - 1) // config.seq_len))
     length = config.seq_len * max(1, min(_MOST_TOKENS, ids.size) // (rows * config.seq_len))
     batches = list(evaluation_segments(ids, batch_size=rows, seq_len=length))

@@ -4,6 +4,7 @@ Names and facts are those of `export_files`, to which `imported` is the way back
 """
 
 import dataclasses
+import errno
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ import numpy as np
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.checkpoints import names_of, read_arrays
 from dmoe_jax.directory.grid import all_uids
-from dmoe_jax.machine.disk import CheckpointError
+from dmoe_jax.machine.disk import CheckpointError, errors_name
 from dmoe_jax.runs.run_folder import RunFolder, replaced_file
 from dmoe_jax.trained.export_files import (
     DTYPES,
@@ -121,20 +122,21 @@ def _write(file: Path, arrays: Mapping[str, Any], metadata: dict[str, str]) -> N
     try:
         save_file(ordered, file, metadata=metadata)
     except SafetensorError as error:
-        raise OSError(f"{file} cannot be written: {error}") from error
+        raise OSError(errno.EIO, str(error), str(file)) from error
     file.chmod(mode)  # it has left the user alone the right to read it
 
 
 @contextmanager
 def _made_folder(path: Path) -> Iterator[Path]:
     """A folder to write into that is moved to its path after the body; if that raises, nothing is left."""
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        (unfinished / path.name).mkdir()
-        yield unfinished / path.name
-        (unfinished / path.name).rename(path)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with errors_name(path, path.with_name(f".{path.name}.")):
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            (unfinished / path.name).mkdir()
+            yield unfinished / path.name
+            (unfinished / path.name).rename(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _files_of_vocabulary(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from dmoe_jax.trained.decoding import Alive, Decoder, Tokens
 from dmoe_jax.trained.evaluation import ROWS, TextEvaluation, evaluate_text
 from dmoe_jax.trained.readers import LocalReader, Reader, SwarmReader, ThreadReader, pure_log_probs
 from dmoe_jax.trained.sampling import Draw, row_keys, sample
-from dmoe_jax.trained.saved_model import SavedModel
+from dmoe_jax.trained.saved_model import MOST_LENGTH, SavedModel
 from dmoe_jax.trained.settings import Sampling
 
 T = TypeVar("T")
@@ -308,10 +308,13 @@ class TrainedModel:
         """The model with a longer or shorter memory, or another clamp, than in training; None: as it was.
 
         Raises:
-          ValueError: a length is not positive, or the experts are a swarm's, which have lengths of their own.
+          ValueError: a length is not positive or above `MOST_LENGTH`, or the experts are a swarm's, which have lengths
+            of their own.
         """
         given = {"mem_len": mem_len, "clamp_len": clamp_len}
         changes = {name: value for name, value in given.items() if value is not None}
+        if beyond := [f"{name} {value}" for name, value in changes.items() if value > MOST_LENGTH]:
+            raise ValueError(f"lengths are at most {MOST_LENGTH:,}, got {', '.join(beyond)}")
         if changes and isinstance(self._reader, SwarmReader):
             raise ValueError(f"experts of a swarm keep the lengths of training, got {changes}")
         saved = replace(self._saved, config=self._saved.config.replace(**changes))

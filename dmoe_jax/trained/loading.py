@@ -84,6 +84,8 @@ def load_folder(
         found = stack.enter_context(local_copy(path))
         folders = [stack.enter_context(local_copy(folder)) for folder in experts]
         if is_export(found):
+            if folders or checkpoint != "last":
+                raise ValueError(f"experts and a checkpoint would have no effect: {path} is an export")
             return _load_export(found, data, router, trust_run, name=str(path))
         run = find_run(found, data=data, unfinished=True)
         if router is not None and not is_code(run.router):

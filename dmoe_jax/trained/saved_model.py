@@ -36,7 +36,7 @@ _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
 
 
-_MOST_LAYERS, _MOST_LENGTH = 1 << 12, 1 << 20
+_MOST_LAYERS, MOST_LENGTH = 1 << 12, 1 << 20
 """Layers, and words of a segment or a memory, of the largest model that is read: its sizes may be a stranger's."""
 
 Checkpoint = Literal["last", "best"] | int
@@ -52,6 +52,7 @@ class SavedModel:
       trunk: parameters of everything but the experts.
       experts: parameters of each layer's experts, stacked; zeros for those that were not saved.
       known: bool [layers, *grid], true for experts that were saved.
+      is_checkpoint: true if it is one of several checkpoints of a run.
     """
 
     config: TransformerXLConfig
@@ -60,6 +61,7 @@ class SavedModel:
     trunk: PyTree
     experts: tuple[PyTree, ...]
     known: np.ndarray
+    is_checkpoint: bool = False
 
     @property
     def depth(self) -> int:
@@ -131,7 +133,9 @@ def load_model(
     known = np.full((config.num_layers, *config.grid_size), all(layer is not None for layer in experts))
     if not known.all():
         experts = _from_nodes(nodes or _beside(run.path), shapes, known)
-    return SavedModel(config=config, router=router, step=step, trunk=trunk, experts=experts, known=known)
+    return SavedModel(
+        config=config, router=router, step=step, trunk=trunk, experts=experts, known=known, is_checkpoint=True
+    )
 
 
 def step_of(run: SavedRun, checkpoint: Checkpoint) -> int | None:
@@ -171,7 +175,7 @@ def config_of(sizes: Mapping[str, Any], vocab_size: int) -> TransformerXLConfig:
         config = TransformerXLConfig(**{**sizes, **changes, "layer": LayerConfig(**sizes["layer"])})
     except (KeyError, TypeError) as error:
         raise ValueError(f"the sizes were made by another version, or are damaged: {error!r:.200}") from error
-    if config.num_layers > _MOST_LAYERS or max(config.seq_len, config.mem_len) > _MOST_LENGTH:
+    if config.num_layers > _MOST_LAYERS or max(config.seq_len, config.mem_len) > MOST_LENGTH:
         lengths = f"segments of {config.seq_len} words and a memory of {config.mem_len}"
         raise ValueError(f"a model of {config.num_layers} layers, {lengths} is beyond all reason")
     return config

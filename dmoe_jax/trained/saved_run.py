@@ -1,5 +1,6 @@
 """The contents of a run folder by its records: its model, its text, and its end. Imports no JAX, to refuse at once."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,24 @@ def saved_experts(run: Path) -> Path:
 def up_logs(run: Path) -> Path:
     """Folder in which `dmoe up` and `dmoe demo` keep the logs of their processes."""
     return run.with_name(run.name + LOGS)
+
+
+def trainer_folder(run: Path, number: int) -> Path:
+    """Run folder of a trainer process of `dmoe up`, by its number: that of the first one is the run's."""
+    return run.with_name(f"{run.name}.trainer{number}") if number else run
+
+
+def trainer_folders(run: Path) -> dict[int, Path]:
+    """The run folders of the trainer processes of a run that are there, by number."""
+    named = run if run.name not in ("", "..") else run.resolve()
+    name = re.compile(rf"{re.escape(named.name)}(?:\.trainer([1-9]\d*))?")
+    found = ((name.fullmatch(each.name), each) for each in named.parent.iterdir())
+    return {int(match[1] or 0): each for match, each in found if match is not None}
+
+
+def first_trainer(path: Path) -> Path:
+    """The run folder of the first trainer process of the `dmoe up` that made this one: itself, or it lies beside."""
+    return path.with_name(re.sub(r"\.trainer\d+$", "", path.name))
 
 
 def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:

@@ -42,8 +42,8 @@ class PreparedRun:
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if there may be a checkpoint to go on from."""
-        return self.path is not None and (self.path / CHECKPOINT_FOLDER).is_dir()
+        """True if there may be a checkpoint to go on from: its folder has the number of a step for a name."""
+        return self.path is not None and any(each.name.isdigit() for each in (self.path / CHECKPOINT_FOLDER).glob("*"))
 
     @property
     def headline(self) -> dict[str, Any] | None:

@@ -202,7 +202,7 @@ def _table(curves: Mapping[str, np.ndarray], steps: list[int]) -> ReportTable:
         return f"{values.mean():.3f}{spread}"
 
     return ReportTable(
-        title="Accuracy",
+        title="Accuracy, mean +- standard deviation over the seeds",
         head=("curve", "seeds", *(f"{steps[place]} updates" for place in shown)),
         rows=[(label, len(values), *(cell(values[:, place]) for place in shown)) for label, values in curves.items()],
     )

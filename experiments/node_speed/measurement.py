@@ -7,6 +7,7 @@ machine to itself while it trains, as the jitted program has before and after it
 
 import math
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,14 +139,23 @@ def hivemind_python(settings: SpeedSettings) -> str | None:
     """The interpreter that has hivemind: the one that is named, or .hv/bin/python; None if that is not there.
 
     Raises:
-      ValueError: the one that is named does not exist.
+      ValueError: the one that is named does not exist, or has no hivemind.
     """
     python = settings.hivemind or Path(".hv/bin/python")
     # Not `resolve`: the link's place says which environment is meant.
     found = shutil.which(python.expanduser().absolute())
-    if found is None and settings.hivemind is not None:
-        raise ValueError(f"--hivemind must be a Python interpreter, got {python}")
+    if settings.hivemind is not None and (found is None or not _has_hivemind(found)):
+        raise ValueError(f"--hivemind must be a Python interpreter with hivemind and torch, got {python}")
     return found
+
+
+def _has_hivemind(python: str) -> bool:
+    """True if this program is an interpreter that finds both packages; nothing is imported, which takes long."""
+    look = "import importlib.util as u, sys; sys.exit(not (u.find_spec('hivemind') and u.find_spec('torch')))"
+    try:
+        return subprocess.run([python, "-c", look], capture_output=True, timeout=30, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def measure(run: Run[SpeedSettings]) -> None:

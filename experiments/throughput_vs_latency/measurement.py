@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import mean, median, pstdev
+from statistics import mean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,6 +14,7 @@ from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from dmoe_net import NetError
 from experiments.bench import Experiment, Run
+from experiments.intervals import Interval, t_interval
 from experiments.results import Bar, Result, finals_of
 from experiments.throughput_vs_latency.costs import Costs, measure_costs, under_load
 from experiments.throughput_vs_latency.settings import BLOCKS, Block, LatencySettings, Load
@@ -170,17 +171,24 @@ def _table(points: Sequence[Mapping[str, Any]]) -> ReportTable:
     for (block, passes, cloud, delay_s), own in grouped(points, "block", "passes", "cloud", "delay_s").items():
         by_method = grouped(own, "method")
         texts = [
-            f"{mean(rates(each)):,.4g} ± {pstdev(rates(each)):.2g}" if (each := by_method.get((method,))) else "–"
+            _mean_text(t_interval(rates(each))) if (each := by_method.get((method,))) else "–"
             for method in ("asynchronous", "model_parallel")
         ]
         delay = "three regions" if cloud else f"{1e3 * delay_s:.0f} ms"
         over = mean(found) if (found := ratios(own)) else None
         rows.append((block, passes, delay, *texts, over, own[0]["lag_ceiling"], own[0]["compute_ceiling"]))
     return ReportTable(
-        title="Throughput, mean and standard deviation over the seeds",
+        title="Throughput, mean over the seeds ± half of its 95 % interval (Student's t)",
         head=("block", "passes", "delay", "asynchronous", "model parallel", "ratio", "lag ceiling", "compute ceiling"),
         rows=rows,
     )
+
+
+def _mean_text(found: Interval) -> str:
+    """The mean, and how far its interval reaches; the mean alone of a single seed."""
+    # By way of a float: "g" alone writes 155 as 1.6e+02.
+    reach = "" if found.high is None else f" ± {float(f'{found.high - found.mean:.2g}'):,g}"
+    return f"{found.mean:,.4g}{reach}"
 
 
 def draw(run: Run[LatencySettings], _: Result) -> Figure | None:
@@ -198,15 +206,16 @@ def draw(run: Run[LatencySettings], _: Result) -> Figure | None:
 
 
 def _draw(axes: Axes, points: Sequence[Mapping[str, Any]]) -> None:
-    """Dashed: what delays alone would allow to each method. Dotted: what the devices allow."""
+    """Dashed: what delays alone would allow to each method. Dotted: what the devices allow. Bars: 95 % intervals."""
     axes.set_yscale("log")
     for (method, cloud), own in grouped(points, "method", "cloud").items():
         colour = VALID if method == "asynchronous" else KILLED
         label = f"{method.replace('_', ' ')}{', three regions' if cloud else ''}"
-        by_delay = {1e3 * delay_s: rates(each) for (delay_s,), each in grouped(own, "delay_s").items()}
-        means, errors = map(mean, by_delay.values()), map(pstdev, by_delay.values())
+        by_delay = {1e3 * delay_s: t_interval(rates(each)) for (delay_s,), each in grouped(own, "delay_s").items()}
+        means = [each.mean for each in by_delay.values()]
+        reaches = [0.0 if each.high is None else each.high - each.mean for each in by_delay.values()]
         style: dict[str, Any] = {"fmt": "*", "color": INK} if cloud else {"fmt": "o-", "color": colour, "capsize": 2}
-        axes.errorbar(list(by_delay), list(means), list(errors), label=label, **style)
+        axes.errorbar(list(by_delay), means, reaches, label=label, **style)
         lag = {1e3 * each["delay_s"]: each["lag_ceiling"] for each in own if each["lag_ceiling"] is not None}
         if not cloud:
             axes.plot(list(lag), list(lag.values()), "--", color=colour, linewidth=1, label="its lag ceiling")

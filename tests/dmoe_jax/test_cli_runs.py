@@ -207,6 +207,52 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "empty is no run folder" in said(["runs", "compare", a, str(tmp_path / "empty")], capsys, status=2)
 
 
+def measured(name: str, meaning: str, items: int) -> list[Record]:
+    """Records of a run over a text, whose evaluation ends with a perplexity of 100."""
+    final = {"kind": "final_eval", "split": "valid", "loss": 4.6, "perplexity": 100.0, "items": items}
+    end = {"kind": "headline", "complete": True, "validation_perplexity": 100.0, "validation_bits_per_byte": 2.0}
+    return [TASK | {"name": name, "meaning": meaning}, *STEPS, final, end]
+
+
+WORDS, PIECES = "vocabulary: 33,278 words, 5c31", "vocabulary: 8,000 pieces, 97d8"
+TWO: list[tuple[tuple[str, str, int], str]] = [
+    (("my.txt", PIECES, 50), "my.txt, 8,000 pieces, 97d8, 50 pieces evaluated"),
+    (("your.txt", WORDS, 50), "your.txt, 33,278 words, 5c31, 50 words evaluated"),
+    (("my.txt", WORDS.replace("5c31", "0000"), 50), "my.txt, 33,278 words, 0000, 50 words evaluated"),
+    (("my.txt", WORDS, 16_384), "my.txt, 33,278 words, 5c31, 16,384 words evaluated"),
+    (("my.txt", WORDS, 50), ""),
+]
+
+
+@pytest.mark.parametrize(("other", "measure"), TWO)
+def test_perplexities_that_do_not_compare_are_told_apart(
+    other: tuple[str, str, int], measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By other texts, words, pieces, or so many of them; those that do compare have no letter."""
+    make_run(tmp_path / "a", *measured("my.txt", WORDS, 50))
+    make_run(tmp_path / "b", *measured(*other))
+    words = ["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    lines = said(words, capsys).splitlines()
+    shown = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    marked = ["100", "(a)", "100", "(b)"] if measure else ["100", "100"]
+    assert shown["validation_perplexity"] == shown["perplexity"] == marked
+    assert shown["validation_bits_per_byte"] == ["2", "2"]
+    below = [line for line in lines if line.startswith("(")]
+    own = "my.txt, 33,278 words, 5c31, 50 words evaluated"
+    assert below == ([f"(a) over {own}", f"(b) over {measure}"] if measure else [])
+    assert json.loads(said([*words, "--json"], capsys))["measures"] == [own, measure or own]
+
+
+def test_whom_a_process_joined_is_no_setting_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A contact is as wide as a terminal, and decides nothing about a run's results."""
+    contact = "12D3KooWKd4rVGb1qTWNdGu4rHpuXvQcGTZzW2A9yMJmPpEEkYvD@192.0.2.17:41234"
+    for name in ("a", "b"):
+        network = {"join": [f"{name}{contact}"], "network": {"swarm": name}, "listening": {"listen": name}}
+        make_run(tmp_path / name, *STEPS, **network, router=name)
+    found = json.loads(said(["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"], capsys))
+    assert found["settings"] == {"router": ["a", "b"]}
+
+
 def zoo(root: Path) -> None:
     """Folders of every kind: those that `LEFTOVERS` names, and others that are to stay."""
     make_run(root / "complete", *STEPS, COMPLETE)

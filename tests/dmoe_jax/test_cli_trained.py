@@ -1,5 +1,6 @@
 """`dmoe evaluate`, `dmoe generate` and `dmoe serve` on small runs, and `load_run` from all places that have a model."""
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -8,7 +9,7 @@ import math
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from dmoe_jax.trained.completions import CompletionLimits
 from dmoe_jax.trained.evaluation import _figures
 from dmoe_jax.trained.language_model import TrainedModel
 from dmoe_jax.trained.settings import Sampling
+from dmoe_jax.training.progress import TrainingProgress
 from dmoe_net.identity import Address
 from tests.dmoe_jax.http_client import ask
 from tests.dmoe_jax.training_rig import command, served_swarm
@@ -191,15 +193,46 @@ def test_evaluate_tells_the_perplexity(folder: Path, capsys: Any) -> None:
     (test,) = told(capsys, "evaluate", folder)
     assert test["tokens"] == model.split("test").size - 1
     status, out, _ = dmoe(capsys, "evaluate", folder, "--split", "valid")
-    assert (status, out.splitlines()[0].strip()) == (0, "step 6, valid")
+    assert (status, out.splitlines()[0]) == (0, f"{folder}, last checkpoint, step 6, 4 of 4 experts: valid")
     assert re.search(r"1 to 14 .* all +\d+ +\d+\.?\d*", " ".join(out.split("\n")))
+
+
+def test_evaluate_says_how_far_it_is(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the model is loaded, and then batch by batch to the last one; as all commands do that take their time."""
+    heard: list[Any] = []
+
+    @contextlib.contextmanager
+    def evaluation(self: TrainingProgress, text: str) -> Iterator[Any]:
+        heard.append(text)
+        yield lambda done, total: heard.append((done, total))
+        heard.append("over")
+
+    monkeypatch.setattr(TrainingProgress, "evaluation", evaluation)
+    told(capsys, "evaluate", folder, "--rows", 1)
+    total = heard[1][1]
+    assert heard == ["run on test", *((done, total) for done in range(1, total + 1)), "over"]
+
+
+def test_evaluate_says_what_it_has_evaluated(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """The checkpoint and its run, or an export, which has one state only; and how many experts were there."""
+    text = tmp_path / "own.txt"
+    text.write_text("the cat ran .")
+    origin = {"run": str(folder), "checkpoint": "best", "step": 4, "experts": 4, "of_experts": 4}
+    assert told(capsys, "evaluate", folder, "--text", text, "--checkpoint", "best")[0].items() >= origin.items()
+    assert f"{folder}, checkpoint, step 4, 4 of 4" in dmoe(capsys, "evaluate", folder, "--checkpoint", 4)[1]
+    export = tmp_path / "m.safetensors"
+    assert dmoe(capsys, "export", folder, export)[0] == 0
+    origin |= {"run": str(export), "checkpoint": None, "step": 6}
+    assert told(capsys, "evaluate", export, "--text", text)[0].items() >= origin.items()
+    status, out, _ = dmoe(capsys, "evaluate", export, "--text", text)
+    assert (status, out.splitlines()[0]) == (0, f"{export}, step 6, 4 of 4 experts: {text}")
 
 
 def test_a_class_without_a_target_has_no_figure() -> None:
     """Among frequent and rare words; and a tokenizer's pieces are called so."""
     found = _figures(np.array([3, 5]), np.array([1.0, 2.0]), 200)
     assert math.isnan(found.by_rank[1].perplexity)
-    table = _table(found, "step 1", "pieces")
+    table = _table(found, "pieces")
     assert [[*column.cells] for column in table.columns] == [
         ["1 to 100", "101 to 200", "all"],
         ["2", "0", "2"],
@@ -212,7 +245,7 @@ def test_a_class_without_a_target_has_no_figure() -> None:
 def test_checkpoints_and_lengths_change_the_figure(folder: Path, capsys: Any) -> None:
     """The best one, one by its step, the last; a longer memory, and a clamp."""
     best, first, last = (told(capsys, "evaluate", folder, "--checkpoint", each)[0] for each in ("best", "4", "last"))
-    assert (best["step"], first["step"], last["step"]) == (4, 4, 6)
+    assert [(each["checkpoint"], each["step"]) for each in (best, first, last)] == [("best", 4), (4, 4), ("last", 6)]
     assert best["loss"] == first["loss"] != last["loss"]
     longer, clamped = (told(capsys, "evaluate", folder, flag, 2)[0]["loss"] for flag in ("--mem-len", "--clamp-len"))
     assert len({last["loss"], longer, clamped}) == 3
@@ -308,6 +341,13 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("evaluate RUN --checkpoint 999", "there is no checkpoint 999 in .*; those that are there: 4, 6"),
         ("evaluate RUN --checkpoint first", "--checkpoint"),
         ("evaluate RUN --rows 0", "--rows must be at least 1, got 0"),
+        (
+            "evaluate RUN --rows 99999999999999999999",
+            "rows must be at least 1, and 262,144 states of a layer in all",
+        ),
+        ("evaluate RUN --mem-len 999999", "a segment of 4 and a memory of 999,999; got 16 rows"),
+        ("evaluate RUN --mem-len 9999999", "lengths are at most 1,048,576, got mem_len 9999999"),
+        ("evaluate RUN --clamp-len 9999999999", "lengths are at most 1,048,576, got clamp_len 9999999999"),
         ("evaluate RUN --mem-len 0", "mem_len must be a positive integer, got 0"),
         ("evaluate RUN --text missing.txt", "--text missing.txt: No such file or directory"),
         ("evaluate RUN --text latin.txt", "--text latin.txt: 'utf-8' codec can't decode"),
@@ -319,7 +359,14 @@ def test_what_nobody_reads_is_not_written(folder: Path, monkeypatch: pytest.Monk
         ("generate RUN --router switch", "router 'switch' would have no effect: that of the run is 'product_key'"),
         ("evaluate EXPORT", "the export .* does not say where its text is: name it with --data, or a text of your own"),
         ("evaluate --join 127.0.0.1:1", "a swarm does not say where its text is: name it with --data, or a text of"),
-        ("evaluate EXPORT --checkpoint best", "EXPORT|export"),
+        (
+            "evaluate EXPORT --checkpoint best --text one.txt",
+            "a checkpoint would have no effect: EXPORT.safetensors",
+        ),
+        (
+            "generate EXPORT --experts .",
+            "experts and a checkpoint would have no effect: EXPORT.safetensors is an",
+        ),
         ("evaluate LOST", r"my\.txt"),
         ("generate LOST", r"my\.txt"),
         ("serve RUN --port=-1", "--port must be from 0 to 65535, got -1"),

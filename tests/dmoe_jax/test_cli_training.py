@@ -138,6 +138,17 @@ def test_what_a_resumed_run_cannot_change(
     assert files() == before
 
 
+@pytest.mark.parametrize("left", [(), ("checkpoints",), ("checkpoints/.unfinished-4.x", "checkpoints/set-aside-3")])
+def test_a_run_without_a_checkpoint_says_what_to_do(left: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    """It was killed before it saved: nothing, or nothing whole, is there to go on from."""
+    command(tmp_path / "run", text).prepared().begin()
+    for each in left:
+        (tmp_path / "run" / each).mkdir(parents=True)
+    line = f"there is no checkpoint in {tmp_path / 'run'} to resume from; to begin anew, leave --resume out and"
+    with pytest.raises(UsageError, match=line):
+        command(tmp_path / "run", text, resume=True).prepared()
+
+
 def test_a_run_from_before_a_flag_had_its_default() -> None:
     """A config.json without the route is of a run that routed sequences."""
     saved = plain(TrainOptions(join=()).settings())

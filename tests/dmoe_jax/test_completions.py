@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
+from dmoe_jax.trained import completion_server
 from dmoe_jax.trained.completion_server import open_completions
 from dmoe_jax.trained.completions import (
     Completion,
@@ -14,7 +16,9 @@ from dmoe_jax.trained.completions import (
     CompletionRequest,
     completion_request_untrusted,
 )
+from dmoe_jax.trained.language_model import AsyncTrainedModel
 from dmoe_jax.trained.settings import Sampling
+from dmoe_net.errors import NoQuorum
 from dmoe_net.identity import Address
 from tests.dmoe_jax.http_client import ask, fetch
 from tests.dmoe_jax.test_trained_model import make_model
@@ -179,10 +183,55 @@ async def test_pages_of_other_sites_get_nothing(header: bytes, status: int) -> N
         assert (await ask(address, b"GET /v1/models HTTP/1.1\r\n%b\r\n\r\n" % header))[0] == status
 
 
-async def test_long_requests_are_refused() -> None:
-    """By their length, before they are read."""
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
+PATHS = "there is no such page; this server has POST /v1/completions and GET /v1/models"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "message"),
+    [
+        (CHAT, 404, PATHS),
+        (b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405, "expected POST"),
+        (b"POST /v1/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n", 405, "expected GET or HEAD"),
+        (b"POST /v1/completions HTTP/1.1\r\n\r\n", 411, "expected a body with a Content-Length"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413, "expected a body of at most"),
+        (b"GET /v1/models HTTP/1.1\r\nX: %b" % (b"a" * 20_000), 431, "expected an HTTP/1.1 request"),
+        (b"nonsense\r\n\r\n", 400, "expected an HTTP/1.1 request"),
+        (b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421, "expected this server's address"),
+        (post([1]), 400, "expected a JSON object, got list"),
+        (post({"prompt": "w1", "temperature": 0.5}), 500, "the page could not be made"),
+        (post({"prompt": "w1", "temperature": 0.25}), 503, "no expert"),
+    ],
+)
+async def test_every_error_has_the_form_that_clients_read(
+    request_: bytes, status: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a page is found, of the page, and of what the model met, which is a bug or the swarm's."""
+
+    async def generate(self: Any, prompts: Any, *, temperature: float, **settings: Any) -> None:
+        raise ZeroDivisionError if temperature == 0.5 else NoQuorum("no expert")
+
+    monkeypatch.setattr(AsyncTrainedModel, "generate", generate)
     async with serving() as address:
-        head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n"
-        assert (await ask(address, head))[0] == 413
-        assert (await ask(address, b"POST /v1/completions HTTP/1.1\r\n\r\n"))[0] == 411
-        assert (await fetch(address, "/v1/completions"))[0] == 405
+        found, body = await ask(address, request_)
+    error = json.loads(body)["error"]
+    assert (found, error["message"][: len(message)]) == (status, message)
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    assert error == {"message": error["message"], "type": kind, "param": None, "code": None}
+
+
+async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same form, with a status after which clients ask again."""
+    monkeypatch.setattr(completion_server, "MAX_CLIENTS", 1)
+    async with serving() as address, await trio.open_tcp_stream(address.host, address.port):
+        await trio.testing.wait_all_tasks_blocked()
+        status, body = await ask(address, post({"prompt": "w1"}))
+        assert (status, json.loads(body)["error"]["message"]) == (503, "clients at once are at most 1: ask again")
+
+
+def test_no_more_completions_than_tokens() -> None:
+    """However many its operator allows, a request makes none that its tokens do not suffice for."""
+    limits = CompletionLimits(most_prompts=10**12, most_tokens=100)
+    assert read({"n": 100}, limits).number == 100
+    with pytest.raises(CompletionError, match="at most 100 completions at once, got 1 x 1000000000"):
+        read({"n": 10**9}, limits)

@@ -117,7 +117,7 @@ def test_a_running_run_is_followed(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('nonsense\n{"kind":"train","time_s":2.0,')
     assert growing.lines() == ([b"nonsense"], False)
-    feed._take([b"nonsense"], is_another=False)
+    feed._take({0: [b"nonsense"]}, is_another=False)
     with path.open("a") as file:
         file.write('"step":5,"loss":NaN}\n')
     lines, is_another = growing.lines()
@@ -128,10 +128,76 @@ def test_a_running_run_is_followed(tmp_path: Path) -> None:
     other.replace(path)
     lines, is_another = growing.lines()
     assert (len(lines), is_another) == (1, True)
-    feed._take(lines, is_another)
+    feed._take({0: lines}, is_another)
     events = told(feed)
     assert [event["what"] for event in events] == ["about", "changes"]
     assert last_state(events)["totals"]["step"] == 7
+
+
+def of_process(folder: Path, *records: dict[str, Any]) -> None:
+    """Append the records of one trainer process."""
+    folder.mkdir(exist_ok=True)
+    for record in records:
+        append_metric(folder / "metrics.jsonl", **record)
+
+
+def test_all_processes_of_a_run_are_shown(tmp_path: Path) -> None:
+    """Their counts are added up, evaluations are the first one's, and the run ends with the last of them."""
+    first, second, third = (tmp_path / name for name in ("run", "run.trainer1", "run.trainer2"))
+    (tmp_path / "run.trainer9").mkdir()
+    (tmp_path / "running.trainer1").mkdir()
+    (tmp_path / "running.trainer1" / "metrics.jsonl").write_text('{"kind": "train", "step": 99}\n')
+    load = {"kind": "experts", "time_s": 2.0, "peer": {"a.0": "h:1"}}
+    average = {"kind": "average", "time_s": 2.0, "peers": 2, "sent_bytes": 1e6}
+    of_process(
+        first,
+        {"kind": "task", "unit": "tokens"},
+        {"kind": "train", "time_s": 1.0, "step": 1, "loss": 4.0, "items": 10},
+        {"kind": "calls", "time_s": 2.0, "ok": 6, "failed": 1},
+        load | {"load": {"a.0": 10}},
+        average,
+        {"kind": "eval", "time_s": 2.0, "loss": 3.0},
+    )
+    of_process(
+        second,
+        {"kind": "train", "time_s": 2.0, "step": 5, "loss": 2.0, "items": 30},
+        {"kind": "calls", "time_s": 2.0, "ok": 2, "failed": 2},
+        load | {"load": {"a.0": 4, "a.1": 2}, "peer": {"a.1": "h:2"}},
+        average,
+        {"kind": "eval", "time_s": 2.0, "loss": 9.0},
+        {"kind": "headline"},
+    )
+    feed = open_folder(first)
+    state = last_state(told(feed))
+    trainers = {key: peer["facts"] for key, peer in state["peers"].items() if peer["role"] == "trainer"}
+    assert trainers == {
+        "trainer 0": {"step": 1, "loss": 4.0, "tokens": 10},
+        "process 1, trainer 0": {"step": 5, "loss": 2.0, "tokens": 30},
+    }
+    assert state["totals"].items() >= {"step": 5, "failed_calls": 3, "trainers": 2, "experts": 2}.items()
+    assert state["totals"].items() >= {"validation_loss": 3.0, "sent_mb": 2.0}.items()
+    assert state["peers"]["node h:1"]["experts"] == {"a.0": [14, 7.0]}
+    assert state["peers"]["node h:2"]["experts"] == {"a.1": [2, 1.0]}
+    assert state["groups"]["averages"]["averages"] == 1
+    assert told(feed)[-1]["what"] != "end"
+    of_process(third, {"kind": "train", "time_s": 3.0, "step": 6}, {"kind": "headline"})  # begun later
+    of_process(first, {"kind": "headline"})
+    feed._take(*feed._look())
+    assert last_state(told(feed))["totals"]["trainers"] == 3
+    assert told(feed)[-1]["what"] == "end"
+
+
+def test_a_process_that_goes_on_from_a_checkpoint_begins_all_anew(tmp_path: Path) -> None:
+    """Its records were cut and replaced: the others are read again, too."""
+    of_process(tmp_path / "run", {"kind": "train", "time_s": 1.0, "step": 1})
+    of_process(tmp_path / "run.trainer1", {"kind": "train", "time_s": 1.0, "step": 8})
+    feed = open_folder(tmp_path / "run")
+    assert last_state(told(feed))["totals"]["step"] == 8
+    (tmp_path / "other.jsonl").write_text('{"kind": "train", "time_s": 1.0, "step": 4}\n')
+    (tmp_path / "other.jsonl").replace(tmp_path / "run.trainer1" / "metrics.jsonl")
+    feed._take(*feed._look())
+    state = last_state(told(feed))
+    assert (state["totals"]["step"], state["totals"]["trainers"]) == (4, 2)
 
 
 def test_a_long_run_has_a_bounded_number_of_states(tmp_path: Path) -> None:
@@ -209,6 +275,27 @@ def test_a_simulated_swarm_is_recorded_and_repeats(tmp_path: Path) -> None:
         run(partial(_recorded, tmp_path / "first"), seed=1)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_recording_of_the_page_has_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented simulation trains: the page that plays it shows calls, the load of experts, and a node's death."""
+    page = (Path(__file__).parents[2] / "docs" / "how_to" / "watch.md").read_text()
+    (block,) = (
+        text for text in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "record_swarm" in text
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "watch.md", "exec"), {"__name__": "__main__"})
+    events = told(open_folder(tmp_path / "runs" / "simulated"))
+    states = [last_state(events[:stop]) for stop in range(2, len(events))]
+    totals = [state["totals"] for state in states]
+    assert max(each.get("calls_per_s", 0) for each in totals) > 10
+    assert totals[-1]["step"] > 100
+    assert totals[-1]["failed_calls"] > 0
+    peers = states[-1]["peers"].values()
+    assert sum(count for peer in peers for count, _ in peer.get("experts", {}).values()) > 100
+    assert totals[-1]["nodes"] == 3 or any(peer["state"] == "no answer" for peer in peers)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -268,5 +355,5 @@ def test_the_command_watches_a_swarm_and_a_folder(tmp_path: Path, capsys: Any) -
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["watch", str(tmp_path), "--port", url.rstrip("/").rpartition(":")[2]])
-        assert ended.value.code == 2
+        assert ended.value.code == 75
         assert re.search(r"--port: cannot listen on 127\.0\.0\.1:\d+: .*in use", capsys.readouterr().err)

@@ -196,18 +196,36 @@ async def test_a_stream_that_fails_is_not_taken_for_whole(caplog: Any) -> None:
     assert caplog.text.count("on purpose") >= 2
 
 
+async def test_a_page_that_fails_as_the_server_ends_is_logged(caplog: Any) -> None:
+    """It would come out of the server's block beside what has ended it, and a command would not end in order."""
+    asked = trio.Event()
+
+    async def page(request: Request) -> Answer:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                asked.set()
+                await trio.sleep_forever()
+            finally:
+                raise ZeroDivisionError("on purpose")
+
+    async with trio.open_nursery() as nursery, open_http_server(ANY_PORT, {"/page": page}) as address:
+        nursery.start_soon(fetch, address, "/page")
+        await asked.wait()
+    assert "on purpose" in caplog.text
+
+
 async def test_no_more_clients_than_there_are_places() -> None:
-    """The next one is turned away at once; when one leaves there is room again."""
+    """The next ones are told to come again, at once; when one leaves there is room again."""
     async with server() as address:
         others = [await trio.open_tcp_stream(address.host, address.port) for _ in range(MAX_CLIENTS)]
         await trio.testing.wait_all_tasks_blocked(0.01)  # accepted
-        one_more = await trio.open_tcp_stream(address.host, address.port)
-        assert await one_more.receive_some(100) == b""
+        for _ in range(MAX_CLIENTS + 1):  # those that were told leave their places
+            assert await fetch(address, "/page") == (503, b"clients at once are at most 16: ask again\n")
         for other in others:
             await other.aclose()
         await trio.testing.wait_all_tasks_blocked(0.01)
         assert await fetch(address, "/page") == (200, b"hello\n")
-        await one_more.aclose()
 
 
 async def test_families_come_back_as_they_were() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from dmoe_jax.cli.lifecycle import Stop, run_until_done
+from dmoe_jax.cli.lifecycle import Stop, _threads_at_work, run_until_done
 from dmoe_jax.cli.network import ListenOptions, MetricsOptions, NetworkOptions, join_swarm
 from dmoe_jax.directory.grid import all_uids, expand_grid_pattern
 from dmoe_jax.machine.disk import CheckpointError, FolderInUse
@@ -18,7 +18,15 @@ from dmoe_jax.machine.environment import JOIN_VARIABLE, SECRET_VARIABLE
 from dmoe_jax.peers.joining import NotAdmitted
 from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, SwarmProcess, check_status, deal, open_local_swarm
-from dmoe_net.errors import CallRefused, DialFailed, ListenFailed, NoQuorum, PeerTimeout, VersionMismatch
+from dmoe_net.errors import (
+    CallRefused,
+    ConnectionLost,
+    DialFailed,
+    ListenFailed,
+    NoQuorum,
+    PeerTimeout,
+    VersionMismatch,
+)
 from dmoe_net.identity import Contact
 from dmoe_net.keys import IdentityInUse
 
@@ -77,6 +85,44 @@ def test_what_failed_ends_in_one_line(error: Exception, status: int, capsys: pyt
     assert capsys.readouterr().err == "dmoe: error: why\n"
 
 
+LEAVES_WORK = """
+import itertools, sys, threading, trio
+from dmoe_jax.cli.lifecycle import run_until_done
+
+def work():
+    import jax
+    started.set()
+    for number in itertools.count():
+        jax.jit(lambda x, number=number: x + number)(1.0)
+
+async def main(stop):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: trio.to_thread.run_sync(work, abandon_on_cancel=True))
+        await trio.to_thread.run_sync(started.wait)
+        print("working")
+        stop.request()
+        await trio.sleep_forever()
+
+started = threading.Event()
+sys.exit(run_until_done(main))
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_is_stopped_amid_work_of_jax_ends_in_order() -> None:
+    """As one that loads a model in a thread; Python would abort the process, and standard output would be lost."""
+    done = subprocess.run([sys.executable, "-c", LEAVES_WORK], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "working\n", "")
+
+
+async def test_work_in_a_thread_is_seen_until_it_is_over() -> None:
+    """By the names that trio gives: if these change, commands would abort again. The reader of standard input is
+    none."""
+    found = await trio.to_thread.run_sync(_threads_at_work)
+    assert (found, _threads_at_work()) == (True, False)
+    assert not await trio.to_thread.run_sync(_threads_at_work, thread_name="standard input")
+
+
 async def test_a_port_that_is_taken_may_be_free_later() -> None:
     """An address that is not this machine's will not be."""
     async with join_swarm(NetworkOptions(), join=[], listen=ListenOptions()) as peer:
@@ -107,6 +153,33 @@ def test_a_bug_keeps_its_traceback_and_an_early_interrupt_its_status() -> None:
     with pytest.raises(ExceptionGroup):
         run_until_done(partial(end, ExceptionGroup("", [UsageError("wrong"), KeyError("bug")])))
     assert run_until_done(partial(end, BaseExceptionGroup("", [KeyboardInterrupt()]))) == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConnectionLost("its node"), 130),
+        (ExceptionGroup("", [NoQuorum("layer0"), ExceptionGroup("", [trio.ClosedResourceError()])]), 130),
+        (CheckpointError("why"), 1),
+        (ExceptionGroup("", [NoQuorum("layer0"), KeyError("bug")]), None),
+    ],
+    ids=repr,
+)
+def test_connections_that_are_cut_as_a_command_leaves_fail_nothing(error: Exception, status: int | None) -> None:
+    """Ctrl-C while a swarm is busy is an interruption, whatever waits for an answer then; other errors are told."""
+
+    async def leaving(stop: Stop) -> int:
+        with stop.body():
+            stop.request()
+            await trio.sleep_forever()
+        raise error
+
+    if status == 130:
+        assert run_until_done(leaving) == status
+    else:
+        with pytest.raises(ExceptionGroup if status is None else SystemExit) as ended:
+            run_until_done(leaving)
+        assert getattr(ended.value, "code", None) == status
 
 
 def test_signals_end_the_body_first_and_handlers_are_put_back() -> None:

@@ -1,5 +1,6 @@
 """The folder of a run, never mixed up and never half-written, its figure, its report, and the balance of its load."""
 
+import errno
 import functools
 import itertools
 import json
@@ -147,6 +148,24 @@ def test_files_are_replaced_at_once(tmp_path: Path) -> None:
         raise RuntimeError
     assert report.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "report.md"]
+
+
+@pytest.mark.parametrize("names", ["nothing", "the temporary file", "another file"])
+def test_a_full_disk_names_the_file_that_was_asked_for(names: str, tmp_path: Path) -> None:
+    """And not the one that is written first, of which nobody has heard; an error of another file keeps its name."""
+    report = tmp_path / "report.md"
+    with pytest.raises(OSError, match="No space left") as caught, replaced_file(report) as temporary:  # noqa: PT012
+        temporary.write_text("half")
+        named = {"nothing": (), "the temporary file": (str(temporary),), "another file": ("other",)}[names]
+        raise OSError(errno.ENOSPC, "No space left on device", *named)
+    assert caught.value.filename == ("other" if named == ("other",) else str(report))
+    (tmp_path / "folder").mkdir()
+    with (
+        pytest.raises(IsADirectoryError, match=f"'{tmp_path / 'folder'}'$"),
+        replaced_file(tmp_path / "folder") as file,
+    ):
+        file.write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_plain_values() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run
-from experiments.node_speed.measurement import MEMORY, NodeAndCallers, summarise
+from experiments.node_speed.measurement import MEMORY, NodeAndCallers, hivemind_python, summarise
 from experiments.node_speed.node import hivemind_ffn
 from experiments.node_speed.settings import SINGLE_ROWS, SpeedSettings
 from experiments.rounds import SLICE
@@ -42,6 +42,20 @@ def test_bare_calls_between_two_numbers_of_rows() -> None:
     """Those of 2.5 rows take 2 s, so that there are 1.25 samples a second."""
     own = NodeAndCallers(case=SINGLE_ROWS, node=Node(), callers=())  # type: ignore[arg-type]
     assert own.bare(2.5, 3.0) == {"rows": 2.5, "samples_per_s": pytest.approx(1.25)}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_interpreter_without_hivemind_is_refused_at_once(status: int, tmp_path: Path) -> None:
+    """Before the first round, which would be lost; one that has it is taken."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexit {status}\n")
+    python.chmod(0o755)
+    settings = SpeedSettings(hivemind=python)
+    if status:
+        with pytest.raises(ValueError, match="--hivemind must be a Python interpreter with hivemind and torch, got "):
+            hivemind_python(settings)
+    else:
+        assert str(hivemind_python(settings)) == str(python)
 
 
 def test_bars_without_and_with_hivemind(tmp_path: Path) -> None:
