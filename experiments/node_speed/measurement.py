@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -136,11 +136,8 @@ def open_hivemind(case: Case, seed: int, *, python: str) -> Iterator[HelperProce
 
 
 def hivemind_python(settings: SpeedSettings) -> str | None:
-    """The interpreter that has hivemind: the one that is named, or .hv/bin/python; None if that is not there.
-
-    Raises:
-      ValueError: the one that is named does not exist, or has no hivemind.
-    """
+    """The interpreter that has hivemind: the one that is named, or .hv/bin/python; None if that is not there. Raises
+    ValueError if the one that is named does not exist, or has no hivemind."""
     python = settings.hivemind or Path(".hv/bin/python")
     # Not `resolve`: the link's place says which environment is meant.
     found = shutil.which(python.expanduser().absolute())
@@ -152,10 +149,9 @@ def hivemind_python(settings: SpeedSettings) -> str | None:
 def _has_hivemind(python: str) -> bool:
     """True if this program is an interpreter that finds both packages; nothing is imported, which takes long."""
     look = "import importlib.util as u, sys; sys.exit(not (u.find_spec('hivemind') and u.find_spec('torch')))"
-    try:
+    with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run([python, "-c", look], capture_output=True, timeout=30, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    return False
 
 
 def measure(run: Run[SpeedSettings]) -> None:

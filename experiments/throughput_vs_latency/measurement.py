@@ -14,7 +14,7 @@ from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.style import GREY, INK, KILLED, VALID, dress
 from dmoe_net import NetError
 from experiments.bench import Experiment, Run
-from experiments.intervals import Interval, t_interval
+from experiments.intervals import t_interval
 from experiments.results import Bar, Result, finals_of
 from experiments.throughput_vs_latency.costs import Costs, measure_costs, under_load
 from experiments.throughput_vs_latency.settings import BLOCKS, Block, LatencySettings, Load
@@ -170,25 +170,16 @@ def _table(points: Sequence[Mapping[str, Any]]) -> ReportTable:
     rows = []
     for (block, passes, cloud, delay_s), own in grouped(points, "block", "passes", "cloud", "delay_s").items():
         by_method = grouped(own, "method")
-        texts = [
-            _mean_text(t_interval(rates(each))) if (each := by_method.get((method,))) else "–"
-            for method in ("asynchronous", "model_parallel")
-        ]
+        methods = (by_method.get((method,)) for method in ("asynchronous", "model_parallel"))
+        texts = [str(t_interval(rates(each))) if each else "–" for each in methods]
         delay = "three regions" if cloud else f"{1e3 * delay_s:.0f} ms"
         over = mean(found) if (found := ratios(own)) else None
         rows.append((block, passes, delay, *texts, over, own[0]["lag_ceiling"], own[0]["compute_ceiling"]))
     return ReportTable(
-        title="Throughput, mean over the seeds ± half of its 95 % interval (Student's t)",
+        title="Throughput, mean over the seeds (95 % interval)",
         head=("block", "passes", "delay", "asynchronous", "model parallel", "ratio", "lag ceiling", "compute ceiling"),
         rows=rows,
     )
-
-
-def _mean_text(found: Interval) -> str:
-    """The mean, and how far its interval reaches; the mean alone of a single seed."""
-    # By way of a float: "g" alone writes 155 as 1.6e+02.
-    reach = "" if found.high is None else f" ± {float(f'{found.high - found.mean:.2g}'):,g}"
-    return f"{found.mean:,.4g}{reach}"
 
 
 def draw(run: Run[LatencySettings], _: Result) -> Figure | None:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from dmoe_jax.runs.run_folder import RunFolder
 from experiments.bench import Run, run_experiment
-from experiments.intervals import t_interval
 from experiments.throughput_vs_latency import measurement, settings
 from experiments.throughput_vs_latency.costs import cost_of, under_load
 from experiments.throughput_vs_latency.measurement import EXPERIMENT, compute_ceiling, lag_ceiling, summarise
@@ -49,15 +48,6 @@ def test_ceilings_by_hand() -> None:
     assert lag_ceiling(LOAD, 4) is None
     assert compute_ceiling(load, COSTS) == pytest.approx(2 / (4 * 0.002))
     assert compute_ceiling(replace(load, passes="training"), COSTS) == pytest.approx(2 / (4 * 0.0095))
-
-
-@pytest.mark.parametrize(
-    ("rates", "text"),
-    [([1.0, 2.0, 3.0], "2 ± 2.5"), ([1000.0, 1100.0, 1200.0], "1,100 ± 250"), ([5.0, 5.0], "5 ± 0"), ([7.0], "7")],
-)
-def test_means_have_their_intervals(rates: list[float], text: str) -> None:
-    """Three values one deviation apart: 4.303 / sqrt(3) of these to each side. A single seed has no interval."""
-    assert measurement._mean_text(t_interval(rates)) == text
 
 
 @pytest.mark.slow
