@@ -56,7 +56,7 @@ and wake up takes a third of the time of a call."""
 
 _AWAKE_S = 10.0
 
-_YOUNG_S = 2.0
+_YOUNG_S = 4.0
 """Seconds for which a new connection stays awake: a first call is often followed by others."""
 
 LEAVE_S = 10.0
@@ -251,9 +251,10 @@ class Connection:
             self.end(ConnectionLost(f"{self.link.remote_address} did not say who it is"))
 
     def _may_rest(self) -> bool:
-        is_quiet = self.session.is_idle and not self.session.wants_to_write and not self._is_sending
+        if self.link.when_heard is None or not self.session.is_idle or self._is_sending:  # asked at every frame
+            return False
         is_known = self.takes_calls and self.remote is not None
-        return is_quiet and is_known and self.link.when_heard is not None and self._awake_until <= trio.current_time()
+        return is_known and not self.session.wants_to_write and self._awake_until <= trio.current_time()
 
     def _stir(self) -> None:
         """Let the writer look for something to write; if nothing runs, let the connection run again."""
