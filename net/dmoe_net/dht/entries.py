@@ -22,6 +22,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from dmoe_net.dht.routing_table import NodeId
 from dmoe_net.errors import LocalProtocolError, RemoteProtocolError
@@ -71,7 +72,7 @@ class Subkey(NamedTuple):
     """Tells several entries of one owner apart; ASCII, at most `MAX_SUFFIX_BYTES`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Entry:
     """One signed fact. Made by `sign_entry` or `EntryReader.read_untrusted`."""
 
@@ -219,6 +220,11 @@ def entry_to_wire(entry: Entry, *, left_s: float) -> list[object]:
     ]
 
 
+_KNOWN: WeakValueDictionary[tuple[bytes, NodeId, bytes], Entry] = WeakValueDictionary()
+"""Entries that somebody in this process has read and holds, by swarm, key and signature. Several holders bring the same
+ones; a simulation's nodes, which all read and keep them, share the work and the memory."""
+
+
 class EntryReader:
     """Reads entries that strangers bring, and remembers the signatures that it has verified.
 
@@ -241,6 +247,17 @@ class EntryReader:
         public_key, suffix, sequence, issued_ms, life_ms, value, signature, left_ms = row_untrusted(
             row, "a DHT entry", **_ROW
         )
+        issued_at, life_s, place = issued_ms / 1000, life_ms / 1000, (self.swarm, key, signature)
+        known = _KNOWN.get(place)
+        if known is not None and (public_key, suffix, sequence, issued_at, life_s, value) == (
+            known.public_key,
+            known.suffix,
+            known.sequence,
+            known.issued_at,
+            known.life_s,
+            known.raw_value,
+        ):
+            return known, left_ms / 1000
         if not suffix.isascii():
             raise RemoteProtocolError(f"the suffix of a DHT entry must be ASCII, got {suffix!r:.80}")
         signed = _signed(self.swarm, key, public_key, suffix, sequence, issued_ms, life_ms, value)
@@ -248,14 +265,15 @@ class EntryReader:
         entry = Entry(
             subkey=Subkey(peer_id_of(public_key), suffix),
             sequence=sequence,
-            issued_at=issued_ms / 1000,
-            life_s=life_ms / 1000,
+            issued_at=issued_at,
+            life_s=life_s,
             raw_value=value,
             public_key=public_key,
             signature=signature,
         )
         if value is not None:
             entry.value  # noqa: B018 (a value that cannot be decoded must not be kept)
+        _KNOWN[place] = entry
         return entry, left_ms / 1000
 
     def _verify(self, public_key: bytes, signed: bytes, signature: bytes) -> None:
