@@ -9,6 +9,7 @@ import hashlib
 import random
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dmoe_net.identity import PEER_ID_BYTES, Contact, PeerId
 
@@ -20,10 +21,18 @@ ID_BITS = 8 * PEER_ID_BYTES
 MAX_KEY_BYTES = 512
 """Longest key of a record, UTF-8."""
 
+_MAX_SHARED = 16_384
+"""Most peers of whose places every table gets the same object."""
+
 
 def node_id(peer_id: PeerId) -> NodeId:
     """The place of a peer in the key space."""
-    return int.from_bytes(peer_id.raw, "big")
+    return _place(peer_id.raw)
+
+
+@lru_cache(maxsize=_MAX_SHARED)
+def _place(raw_id: bytes) -> NodeId:
+    return int.from_bytes(raw_id, "big")
 
 
 def key_id(key: str) -> NodeId:
