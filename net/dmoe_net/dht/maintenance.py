@@ -201,4 +201,5 @@ class Maintenance:
     def _sweep(self) -> None:
         for storage in (self.storage, self.read):
             storage.sweep(self.calls.clock.ticks())
+        self.calls.patience.sweep(trio.current_time())
         self.calls.clock.follow()

@@ -56,6 +56,11 @@ class Patience:
         if len(self._peers) > _MAX_PEERS:
             self._peers.popitem(last=False)
 
+    def sweep(self, now: float) -> None:
+        """Forget the peers whose times say nothing any more, not even about a call that is still under way."""
+        while self._peers and next(iter(self._peers.values())).last < now - 2 * _FRESH_S:
+            self._peers.popitem(last=False)
+
     def of(self, peer_id: PeerId, now: float) -> float:
         """Seconds to wait for an answer of this peer, from 0.1 to 1."""
         known = self._fresh(peer_id, now)

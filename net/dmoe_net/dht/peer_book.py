@@ -68,9 +68,8 @@ class PeerBook:
             self._check(contact)
             return
         self._lost.pop(contact.peer_id, None)
-        was_known = contact.peer_id in self.table
         self._add(contact, now)
-        if not was_known and contact.peer_id in self.table:
+        if seen is None and contact.peer_id in self.table:
             self._hand_over(contact)
 
     def failed(self, contact: Contact, now: float, reason: str) -> None:
