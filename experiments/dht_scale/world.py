@@ -64,6 +64,8 @@ class World:
             caller: Caller
             if isinstance(self.network, CallNetwork):
                 caller = self.callers[host] = self.network.caller(host, identity.peer_id, listens=listens)
+                if not listens:  # others may die silently
+                    stack.callback(lambda: self.callers.pop(host).hang_up(tells=True))
             else:
                 transport = self.network.transport(host, identity.peer_id)
                 here = Address(host, PORT) if listens else None

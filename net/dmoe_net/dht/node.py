@@ -168,7 +168,6 @@ class DhtNode:
             remembered=remembered,
             jobs=self._jobs,
             calls=self._calls,
-            lookup=self.find_nearest,
             read=self._read,
             stored_at=self._stored_at,
             rng=rng,
@@ -555,9 +554,9 @@ async def open_dht_node(
         config=config,
     )
     with handlers(caller, node._calls.handlers()):
-        await node._maintenance.join()
+        await node._maintenance.join(node.find_nearest)
         async with background_nursery() as nursery:
-            nursery.start_soon(node._maintenance.run)
+            nursery.start_soon(node._maintenance.run, node.find_nearest)
             yield node
 
 
