@@ -112,19 +112,18 @@ class Maintenance:
         """Walk to the own id: those who keep what is near it, and as many again, learn of this node."""
         await lookup(self.book.table.local_id, 2 * self.config.replicas)
 
-    async def run(self, lookup: Lookup) -> None:
-        """Do everything below until cancelled, whatever peers do.
+    async def run(self, nursery: trio.Nursery, lookup: Lookup) -> None:
+        """Do everything below, in a nursery, until cancelled, whatever peers do.
 
         At rest it is one task: a simulation has thousands of nodes.
         """
-        async with trio.open_nursery() as nursery:
-            self.jobs.begin = partial(self._begin, nursery)
-            for _ in self.jobs.waiting:  # those that joining has left
-                self._begin(nursery)
-            try:
-                await self._tend(nursery, lookup)
-            finally:
-                self.jobs.begin = lambda: None
+        self.jobs.begin = partial(self._begin, nursery)
+        for _ in self.jobs.waiting:  # those that joining has left
+            self._begin(nursery)
+        try:
+            await self._tend(nursery, lookup)
+        finally:
+            self.jobs.begin = lambda: None
 
     def _begin(self, nursery: trio.Nursery) -> None:
         if self._working < WORKERS:

@@ -556,7 +556,7 @@ async def open_dht_node(
     with handlers(caller, node._calls.handlers()):
         await node._maintenance.join(node.find_nearest)
         async with background_nursery() as nursery:
-            nursery.start_soon(node._maintenance.run, node.find_nearest)
+            nursery.start_soon(node._maintenance.run, nursery, node.find_nearest)
             yield node
 
 
