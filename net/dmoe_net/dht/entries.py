@@ -220,9 +220,9 @@ def entry_to_wire(entry: Entry, *, left_s: float) -> list[object]:
     ]
 
 
-_KNOWN: WeakValueDictionary[tuple[bytes, NodeId, bytes], Entry] = WeakValueDictionary()
-"""Entries that somebody in this process has read and holds, by swarm, key and signature. Several holders bring the same
-ones; a simulation's nodes, which all read and keep them, share the work and the memory."""
+_KNOWN: WeakValueDictionary[tuple[Any, ...], Entry] = WeakValueDictionary()
+"""Entries that somebody in this process has read and holds, by swarm, key and the whole of their rows. Several holders
+bring the same ones; the nodes of a simulation, which all read and keep them, share the work and the memory."""
 
 
 class EntryReader:
@@ -244,20 +244,11 @@ class EntryReader:
         Raises:
           RemoteProtocolError: it is malformed, or its signature is wrong.
         """
-        public_key, suffix, sequence, issued_ms, life_ms, value, signature, left_ms = row_untrusted(
-            row, "a DHT entry", **_ROW
-        )
-        issued_at, life_s, place = issued_ms / 1000, life_ms / 1000, (self.swarm, key, signature)
-        known = _KNOWN.get(place)
-        if known is not None and (public_key, suffix, sequence, issued_at, life_s, value) == (
-            known.public_key,
-            known.suffix,
-            known.sequence,
-            known.issued_at,
-            known.life_s,
-            known.raw_value,
-        ):
+        *fields, left_ms = row_untrusted(row, "a DHT entry", **_ROW)
+        name = self.swarm, key, *fields
+        if (known := _KNOWN.get(name)) is not None:
             return known, left_ms / 1000
+        public_key, suffix, sequence, issued_ms, life_ms, value, signature = fields
         if not suffix.isascii():
             raise RemoteProtocolError(f"the suffix of a DHT entry must be ASCII, got {suffix!r:.80}")
         signed = _signed(self.swarm, key, public_key, suffix, sequence, issued_ms, life_ms, value)
@@ -265,15 +256,15 @@ class EntryReader:
         entry = Entry(
             subkey=Subkey(peer_id_of(public_key), suffix),
             sequence=sequence,
-            issued_at=issued_at,
-            life_s=life_s,
+            issued_at=issued_ms / 1000,
+            life_s=life_ms / 1000,
             raw_value=value,
             public_key=public_key,
             signature=signature,
         )
         if value is not None:
             entry.value  # noqa: B018 (a value that cannot be decoded must not be kept)
-        _KNOWN[place] = entry
+        _KNOWN[name] = entry
         return entry, left_ms / 1000
 
     def _verify(self, public_key: bytes, signed: bytes, signature: bytes) -> None:

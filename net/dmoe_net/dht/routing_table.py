@@ -21,18 +21,11 @@ ID_BITS = 8 * PEER_ID_BYTES
 MAX_KEY_BYTES = 512
 """Longest key of a record, UTF-8."""
 
-_MAX_SHARED = 16_384
-"""Most peers of whose places every table gets the same object."""
 
-
+@lru_cache(maxsize=16_384)  # the tables and walks of a process name the same peers, and share the objects
 def node_id(peer_id: PeerId) -> NodeId:
     """The place of a peer in the key space."""
-    return _place(peer_id.raw)
-
-
-@lru_cache(maxsize=_MAX_SHARED)
-def _place(raw_id: bytes) -> NodeId:
-    return int.from_bytes(raw_id, "big")
+    return int.from_bytes(peer_id.raw, "big")
 
 
 def key_id(key: str) -> NodeId:

@@ -83,15 +83,6 @@ class _Link:
         return self.back_at
 
 
-class _Service:
-    """A handler, and the calls that it takes at once."""
-
-    __slots__ = ("handler", "room")
-
-    def __init__(self, handler: Handler, room: int) -> None:
-        self.handler, self.room = handler, room
-
-
 class CallNetwork:
     """Callers that reach each other by address.
 
@@ -191,7 +182,8 @@ class CallingPeer:
         self.sent_bytes = self.received_bytes = 0
         """Bytes of bodies, with what frames add, if the network counts them."""
         self._network = network
-        self._handlers: dict[str, _Service] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._room: dict[str, int] = {}  # by method: calls that it takes beside those under way
         self._links: dict[PeerId, _Link] = {}
         self._links_at_sweep = 0
         self._dials: dict[Contact | Address, trio.Event] = {}
@@ -210,7 +202,7 @@ class CallingPeer:
         """Serve a method, see `Caller.add_handler`."""
         if method in self._handlers:
             raise ValueError(f"a handler for {method} is registered already")
-        self._handlers[method] = _Service(handler, max_concurrent)
+        self._handlers[method], self._room[method] = handler, max_concurrent
 
     def remove_handler(self, method: str) -> None:
         """Serve a method no more."""
@@ -317,20 +309,20 @@ class CallingPeer:
 
     async def _serve(self, method: str, body: Body, source: "CallingPeer") -> Reply:
         """Run a handler as the RPC layer does: foreign errors become `RemoteFailure`."""
-        if (service := self._handlers.get(method)) is None:
+        if (handler := self._handlers.get(method)) is None:
             raise CallRefused(f"unknown method {method}")
-        if not service.room:
+        if not self._room[method]:
             raise PeerBusy(f"too many calls of {method}")
         request = Request(method=method, body=body, tensors=(), peer_id=source.peer_id, peer_address=source.address)
-        service.room -= 1
+        self._room[method] -= 1
         try:
-            return await service.handler(request)
+            return await handler(request)
         except CallFailed:
             raise
         except Exception as error:
             raise RemoteFailure(repr(error)) from error
         finally:
-            service.room += 1
+            self._room[method] += 1
 
     def _link_to(self, target: Contact | Address | PeerId) -> _Link | None:
         """The link that takes calls to this peer, or to whoever answered at this address."""
