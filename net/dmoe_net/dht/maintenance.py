@@ -1,7 +1,6 @@
 """The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ class JobQueue:
     """The bounded queue between the peer book and the workers. Never blocks, may drop."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Contact, bool]] = deque()
+        self.waiting: list[tuple[Contact, bool]] = []
         """Contacts, each with True to ping it, or False to send it the records that it should hold."""
         self.checking: set[Contact] = set()
         """Contacts whose check waits or is under way: one at a time is enough."""
@@ -132,7 +131,7 @@ class Maintenance:
 
     async def _work(self) -> None:
         while self.jobs.waiting:
-            contact, is_check = self.jobs.waiting.popleft()
+            contact, is_check = self.jobs.waiting.pop(0)
             with suppress(*PEER_ERRORS):  # the peer book knows
                 await (self.calls.check(contact) if is_check else self._hand_over(contact))
             if is_check:

@@ -96,7 +96,7 @@ class PeerBook:
         if self.table.has_room(contact.peer_id) if seen is None else seen.contact != contact:
             self._check(contact)
         elif seen is not None:
-            self._add(contact, now)
+            self._add(seen.contact, now)
         # Else it is one of the many callers in a large swarm that fall into full buckets: to check them all would
         # double the traffic.
 

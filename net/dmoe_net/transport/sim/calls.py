@@ -105,6 +105,7 @@ class CallNetwork:
         """Calls placed, by method."""
         self.num_dials = 0
         """Dials of calls."""
+        self.bulk = BulkTraffic()  # of all callers, for there are no bulk calls
         self._rng = random.Random(f"{seed}/calls")
         self._latency = latency
         self.may_dial = may_dial
@@ -176,7 +177,7 @@ class CallingPeer:
         self.address = address
         self.host = host
         self.health = PeerHealth()
-        self.bulk = BulkTraffic()
+        self.bulk = network.bulk
         self.num_placed = self.num_served = 0
         """Calls of this peer to others, and of others to it."""
         self.sent_bytes = self.received_bytes = 0
