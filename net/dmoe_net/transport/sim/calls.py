@@ -51,8 +51,7 @@ _FRAME_BYTES = 32
 
 
 class _Link:
-    """Two callers, one of which has dialled the other. Both hold it, and of ten thousand each holds a hundred: it is
-    small."""
+    """Two callers, one of which has dialled the other; both hold it."""
 
     __slots__ = ("address", "back_at", "dialled", "dialler", "hello_at", "out_at", "ready_at", "used_at")
 
@@ -69,10 +68,6 @@ class _Link:
 
     def far_end(self, caller: "CallingPeer") -> "CallingPeer":
         return self.dialled if caller is self.dialler else self.dialler
-
-    def opens_at(self, caller: "CallingPeer") -> float:
-        """Time from which a caller's frames may leave."""
-        return self.ready_at if caller is self.dialler else self.hello_at
 
     def send(self, sender: "CallingPeer", leaves_at: float, delay_s: float) -> float:
         """Return the time at which a frame arrives: after those that left before it."""
@@ -263,7 +258,7 @@ class CallingPeer:
                 reply = await self._exchange(link, other, method, body)
                 self.health.succeeded((peer_id, method.partition(".")[0]))
                 return reply
-            if link is None or link.opens_at(self) > trio.current_time():
+            if link is None or link.ready_at > trio.current_time():
                 raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
             raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
         except (PeerUnavailable, RemoteProtocolError) as error:
