@@ -21,8 +21,6 @@ from experiments.processes import memory_bytes
 
 Figures = dict[str, Any]
 
-_READERS = 20  # newcomers that choose at once: each reads thousands of entries
-
 
 async def cold(world: World, nodes: int, trials: int) -> Figures:
     """Time of a newcomer's first choice of four experts, one sample and 64, in a swarm with an expert a node."""
@@ -301,9 +299,9 @@ async def joins(world: World, nodes: int, selections: int) -> Figures:
         async with world.opened(f"reader{number}", listens=False) as dht, open_expert_directory(dht) as directory:
             await _chosen(directory, "layer0", square(nodes), 1, numbers)
 
-    for start in range(0, selections, _READERS):
+    for start in range(0, selections, 50):
         async with trio.open_nursery() as nursery:
-            for number in range(start, min(selections, start + _READERS)):
+            for number in range(start, min(selections, start + 50)):
                 nursery.start_soon(select, number)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"joins_cpu_s": joined_s, "cpu_s": time.process_time() - began, "peak_rss_mb": peak_mb}

@@ -33,7 +33,6 @@ class World:
     nursery: trio.Nursery
     """Tasks that go on until the end."""
     rng: random.Random
-    """All draws but those of identities and of the network: a generator takes 3 KB, and there are many nodes."""
     nodes: dict[str, DhtNode] = field(default_factory=dict)
     """Living nodes that listen, by host."""
     callers: dict[str, CallingPeer] = field(default_factory=dict)
@@ -58,17 +57,14 @@ class World:
     ) -> AsyncIterator[DhtNode]:
         """A node that joins through three that are there, drawn at random, and leaves at the end of the block."""
         identity = Identity.from_seed(random.Random(f"{self.seed}/{host}").randbytes(32))
-        if initial is None:
-            known = list(self.nodes.values())
-            initial = [contact_of(node) for node in self.rng.sample(known, min(3, len(known)))]
         async with (
             self._caller(host, identity.peer_id, listens) as caller,
             open_dht_node(
                 caller,
                 identity=identity,
                 clock=SwarmClock(start_s=1e9 + trio.current_time() + ahead_s),
-                rng=self.rng,
-                initial_peers=initial,
+                rng=random.Random(f"{self.seed}/{host}/draws"),
+                initial_peers=self._drawn() if initial is None else initial,
                 remembered=remembered,
             ) as node,
         ):
@@ -81,8 +77,13 @@ class World:
                 if not listens and host in self.callers:  # who listens may die silently
                     self.callers.pop(host).hang_up(tells=True)
 
+    def _drawn(self) -> list[Contact]:
+        """Contacts of three nodes."""
+        known = list(self.nodes.values())
+        return [contact_of(node) for node in self.rng.sample(known, min(3, len(known)))]
+
     def _caller(self, host: str, peer_id: PeerId, listens: bool) -> AbstractAsyncContextManager[Caller]:
-        """The caller of a node. Nothing here is larger than it need be: there are ten thousand nodes."""
+        """The caller of a node."""
         if isinstance(self.network, CallNetwork):
             self.callers[host] = self.network.caller(host, peer_id, listens=listens)
             return nullcontext(self.callers[host])
