@@ -409,7 +409,7 @@ class DhtNode:
                 newest[held.entry.subkey] = held
         return tuple(
             Found(*subkey, held.entry.value, held.ends_at, held.entry.life_s)
-            for subkey, held in sorted(newest.items(), key=lambda item: item[0])
+            for subkey, held in sorted(newest.items(), key=lambda item: (item[0].owner.raw, item[0].suffix))
             if not held.entry.is_withdrawn
         )
 
