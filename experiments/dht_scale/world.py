@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,7 @@ import trio
 
 from dmoe_jax.directory.directory import Announcer
 from dmoe_jax.directory.grid import ExpertUid, all_uids
-from dmoe_net import Address, Caller, Contact, DhtNode, Identity, SwarmClock, open_dht_node, open_rpc_peer
+from dmoe_net import Address, Caller, Contact, DhtNode, Identity, PeerId, SwarmClock, open_dht_node, open_rpc_peer
 from dmoe_net.transport.sim import SimNetwork, simulate
 from dmoe_net.transport.sim.calls import PORT, CallingPeer, CallNetwork
 from dmoe_net.transport.sim.links import Exponential
@@ -57,35 +57,38 @@ class World:
     ) -> AsyncIterator[DhtNode]:
         """A node that joins through three that are there, drawn at random, and leaves at the end of the block."""
         identity = Identity.from_seed(random.Random(f"{self.seed}/{host}").randbytes(32))
-        if initial is None:
-            known = list(self.nodes.values())
-            initial = [contact_of(node) for node in self.rng.sample(known, min(3, len(known)))]
-        async with AsyncExitStack() as stack:
-            caller: Caller
-            if isinstance(self.network, CallNetwork):
-                caller = self.callers[host] = self.network.caller(host, identity.peer_id, listens=listens)
-            else:
-                transport = self.network.transport(host, identity.peer_id)
-                here = Address(host, PORT) if listens else None
-                caller = await stack.enter_async_context(
-                    open_rpc_peer(transport, peer_id=identity.peer_id, listen=here)
-                )
-            node = await stack.enter_async_context(
-                open_dht_node(
-                    caller,
-                    identity=identity,
-                    clock=SwarmClock(start_s=1e9 + trio.current_time() + ahead_s),
-                    rng=random.Random(f"{self.seed}/{host}/draws"),
-                    initial_peers=initial,
-                    remembered=remembered,
-                )
-            )
+        async with (
+            self._caller(host, identity.peer_id, listens) as caller,
+            open_dht_node(
+                caller,
+                identity=identity,
+                clock=SwarmClock(start_s=1e9 + trio.current_time() + ahead_s),
+                rng=random.Random(f"{self.seed}/{host}/draws"),
+                initial_peers=self._drawn() if initial is None else initial,
+                remembered=remembered,
+            ) as node,
+        ):
             if listens:
                 self.nodes[host] = node
             try:
                 yield node
             finally:
                 self.nodes.pop(host, None)
+                if not listens and host in self.callers:  # who listens may die silently
+                    self.callers.pop(host).hang_up(tells=True)
+
+    def _drawn(self) -> list[Contact]:
+        """Contacts of three nodes."""
+        known = list(self.nodes.values())
+        return [contact_of(node) for node in self.rng.sample(known, min(3, len(known)))]
+
+    def _caller(self, host: str, peer_id: PeerId, listens: bool) -> AbstractAsyncContextManager[Caller]:
+        """The caller of a node."""
+        if isinstance(self.network, CallNetwork):
+            self.callers[host] = self.network.caller(host, peer_id, listens=listens)
+            return nullcontext(self.callers[host])
+        here = Address(host, PORT) if listens else None
+        return open_rpc_peer(self.network.transport(host, peer_id), peer_id=peer_id, listen=here)
 
     async def grow(self, count: int, *, ahead_s: Callable[[], float] = lambda: 0.0) -> list[str]:
         """Let nodes `node0`, `node1`, ... join, some at a time, until there are so many; return their hosts."""

@@ -112,6 +112,8 @@ class SwarmClock:
             than three others have answered, and without them nobody sets the clock by more than `STEPPED_S`.
         """
         self._guides = dict(list({**self._guides, **dict.fromkeys(guides)}.items())[-_MAX_READINGS:])
+        oldest = self.ticks() - _READING_LIFE_S
+        self._readings = {peer_id: read for peer_id, read in self._readings.items() if read.read_at >= oldest}
         recent = self._recent()
         known = {peer_id: recent[peer_id] for peer_id in self._guides if peer_id in recent}
         followed = known if len(recent) < _FEWEST or (known and not self._has_followed) else recent

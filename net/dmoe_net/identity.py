@@ -23,6 +23,9 @@ class PeerId:
         if not isinstance(self.raw, bytes) or len(self.raw) != PEER_ID_BYTES:
             raise ValueError(f"a peer id is {PEER_ID_BYTES} bytes, got {self.raw!r}")
 
+    def __hash__(self) -> int:
+        return hash(self.raw)  # which bytes remember: ids are the keys of most tables
+
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
         """A random id: from `random.SystemRandom()` on a real node, from a seeded generator in a simulation."""

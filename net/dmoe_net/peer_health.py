@@ -90,14 +90,16 @@ class PeerHealth:
 
     def why_not(self, target: Hashable, now: float, pause: Pause) -> str | None:
         """Reason to leave it alone at `now`; None if it may be tried."""
-        record = self._records.get(target)
-        if record is None or now >= (until := record.failed_at + pause.after(record.failures)):
+        if not self.blocks(target, now, pause):
             return None
+        record = self._records[target]
+        until = record.failed_at + pause.after(record.failures)
         return f"{record.reason} ({record.failures} times in a row; not tried for {until - now:.1f} s)"
 
     def blocks(self, target: Hashable, now: float, pause: Pause) -> bool:
         """True if it is to be left alone at `now`."""
-        return self.why_not(target, now, pause) is not None
+        record = self._records.get(target) if self._records else None  # see `succeeded`
+        return record is not None and now < record.failed_at + pause.after(record.failures)
 
     def blocked(self, now: float, pause: Pause) -> tuple[Hashable, ...]:
         """Every target that is left alone at `now`, the one that failed first first."""

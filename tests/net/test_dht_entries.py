@@ -105,6 +105,26 @@ def test_each_signature_is_verified_once() -> None:
     assert reader.verified == 3
 
 
+def test_an_entry_that_somebody_holds_is_the_same_for_all_readers() -> None:
+    """One verification for a process, for exactly this entry; once nobody holds it, it has to prove itself again."""
+    first, second, elsewhere = EntryReader(), EntryReader(), EntryReader(Membership(secret=b"s" * 16).tag)
+    row = entry_to_wire(entry("held"), left_s=30.0)
+    held, _ = first.read_untrusted(KEY, row)
+    again, left_s = second.read_untrusted(KEY, [*row[:7], 9000])
+    assert again is held
+    assert (left_s, second.verified) == (9.0, 0)
+    forgeries = [(second, KEY + 1, row), (elsewhere, KEY, row)]
+    forgeries += [(second, KEY, [*row[:place], row[place] + 1, *row[place + 1 :]]) for place in (2, 3, 4)]
+    forgeries += [(second, KEY, [*row[:place], value, *row[place + 1 :]]) for place, value in ((1, "b"), (5, b"\x01"))]
+    for reader, key, forged in forgeries:
+        with pytest.raises(RemoteProtocolError, match="is not signed by it"):
+            reader.read_untrusted(key, forged)
+    del held, again
+    third = EntryReader()
+    third.read_untrusted(KEY, row)
+    assert third.verified == 1
+
+
 def test_a_withdrawn_entry_has_no_value_and_none_is_a_value() -> None:
     """None as a value is stored as CBOR's null; a withdrawal has no value at all."""
     gone, none = entry(None), sign_entry(ALICE, KEY, value=encode_value(None), sequence=1, issued_at=0, life_s=1)
@@ -274,7 +294,8 @@ def test_a_malformed_contact_is_refused() -> None:
     good: list[Any] = [b"x" * 32, "h", 1]
     wrong = ([b"x" * 31], ["", "h" * 256, "h\u00f6st"], [0, 65536, True, 1.0])
     rows = [[*good[:place], value, *good[place + 1 :]] for place, values in enumerate(wrong) for value in values]
-    for item in [*rows, [], {"peer_id": good[0]}, None]:
+    assert messages.parse_contact_untrusted(good) is messages.parse_contact_untrusted([*good])
+    for item in [*rows, [], [*good, 1], [[], "h", 1], {"peer_id": good[0]}, tuple(good), None]:
         with pytest.raises(RemoteProtocolError, match="contact"):
             messages.parse_contact_untrusted(item)
 

@@ -455,3 +455,19 @@ def test_patience_has_bounds_and_forgets_peers_that_were_not_called() -> None:
     first = patience.of(contact(99).peer_id, 10.0)
     assert 0.1 < first < 1.0
     assert patience.of(near, 80.0) == first
+
+
+def test_a_sweep_of_patience_changes_no_answer() -> None:
+    """It forgets whom a call under way could not be measured against, and nobody else."""
+    kept, swept = Patience(), Patience()
+    for number in range(40):
+        for patience in (kept, swept):
+            patience.note(contact(number % 8).peer_id, 0.1 + number / 100, 3.0 * number)
+        swept.sweep(3.0 * number)
+        for now in (3.0 * number, 3.0 * number + 25.0):
+            assert [kept.of(contact(n).peer_id, now) for n in range(9)] == [
+                swept.of(contact(n).peer_id, now) for n in range(9)
+            ]
+    swept.sweep(200.0)
+    assert not swept._peers
+    assert kept._peers

@@ -1,8 +1,10 @@
 """DHT nodes over a direct network in virtual time: joining, storing and finding."""
 
+import gc
 import math
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -460,6 +462,23 @@ async def test_peers_of_an_earlier_life_are_tried(autojump_clock: MockClock) -> 
             network.partition()
             await trio.sleep(20.0)
             assert len(node.contacts()) >= 3
+
+
+async def test_what_a_node_has_read_goes_when_it_is_closed(autojump_clock: MockClock) -> None:
+    """At once, and not when a collector of circles comes by: a process may open and close many."""
+    async with swarm_of(6) as (network, nodes):
+        await nodes[0].store("key", "value", life_s=60)
+        gc.disable()
+        try:
+            async with open_node(network, 9, [address_of(1)]) as node:
+                assert await value_at(node, "key") == "value"
+                await node.store("other", 1, life_s=60)
+                closed = weakref.ref(node)
+            del node
+            await trio.sleep(1.0)
+            assert closed() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_machine_that_slept_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,28 @@ async def test_a_first_call_dials_and_later_ones_take_a_round_trip() -> None:
 
 
 @in_simulation
+async def test_a_link_is_idle_when_neither_end_uses_it() -> None:
+    """Calls of one end keep it for the other; who hangs up takes it from both, and comes back by a dial."""
+    network = light_network()
+    alice, bob = caller_of(network, 0), caller_of(network, 1)
+    for each in (alice, bob):
+        each.add_handler("echo", echo)
+    await alice.call(bob.address, "echo", {}, timeout_s=1.0)
+    for _ in range(4):
+        await trio.sleep(20.0)
+        await alice.call(bob.address, "echo", {}, timeout_s=1.0)
+    await bob.call(Contact(alice.peer_id, alice.address), "echo", {}, timeout_s=1.0)
+    assert network.num_dials == 1
+    assert alice.is_reached(Contact(bob.peer_id, bob.address))
+    assert not bob.is_reached(Contact(alice.peer_id, alice.address)), "that was never dialled"
+    alice.hang_up(tells=True)
+    with pytest.raises(DialFailed, match="no connection"):
+        await bob.call(alice.peer_id, "echo", {}, timeout_s=1.0)
+    await alice.call(bob.address, "echo", {}, timeout_s=1.0)
+    assert network.num_dials == 2
+
+
+@in_simulation
 async def test_errors_are_those_of_the_rpc_layer() -> None:
     network = light_network()
     alice, bob = caller_of(network, 0, listens=False), caller_of(network, 1)

@@ -115,8 +115,10 @@ class DhtCalls:
         asked_at, started = self.clock.ticks(), trio.current_time()
         answer = (await self.caller.call(target, method, body, timeout_s=self.config.rpc_timeout_s)).body
         peer_id = PEER_ID.of_untrusted(answer, "peer_id")
-        if isinstance(target, Contact) and peer_id != target.peer_id:
-            raise RemoteProtocolError(f"expected {target}, but {peer_id.short} answered there")
+        if isinstance(target, Contact):
+            if peer_id != target.peer_id:
+                raise RemoteProtocolError(f"expected {target}, but {peer_id.short} answered there")
+            peer_id = target.peer_id  # which others hold too: what came is a copy
         self.patience.note(peer_id, trio.current_time() - started, trio.current_time())
         self.clock.read(peer_id, messages.SECONDS.of_untrusted(answer, "now"), asked_at=asked_at)
         return answer

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from dmoe_net.dht.routing_table import NodeId
 from dmoe_net.errors import LocalProtocolError, RemoteProtocolError
@@ -48,7 +49,7 @@ MAX_SKEW_S = 120.0
 
 _MAX_VERIFIED = 65_536  # signatures that were found good, 32 bytes each
 _DOMAIN = b"dmoe dht entry 1\0"
-_ROW_BYTES = 40  # the row's numbers and heads of fields on the wire, rounded up
+_ROW_BYTES = 38  # the row's numbers and heads of fields on the wire, where they are longest
 
 _ROW: dict[str, Field[Any]] = {
     "public_key": octets(PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES),
@@ -71,7 +72,7 @@ class Subkey(NamedTuple):
     """Tells several entries of one owner apart; ASCII, at most `MAX_SUFFIX_BYTES`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Entry:
     """One signed fact. Made by `sign_entry` or `EntryReader.read_untrusted`."""
 
@@ -219,6 +220,11 @@ def entry_to_wire(entry: Entry, *, left_s: float) -> list[object]:
     ]
 
 
+_KNOWN: WeakValueDictionary[tuple[Any, ...], Entry] = WeakValueDictionary()
+"""Entries that somebody in this process has read and holds, by swarm, key and the whole of their rows. Several holders
+bring the same ones; the nodes of a simulation, which all read and keep them, share the work and the memory."""
+
+
 class EntryReader:
     """Reads entries that strangers bring, and remembers the signatures that it has verified.
 
@@ -238,9 +244,11 @@ class EntryReader:
         Raises:
           RemoteProtocolError: it is malformed, or its signature is wrong.
         """
-        public_key, suffix, sequence, issued_ms, life_ms, value, signature, left_ms = row_untrusted(
-            row, "a DHT entry", **_ROW
-        )
+        *fields, left_ms = row_untrusted(row, "a DHT entry", **_ROW)
+        name = self.swarm, key, *fields
+        if (known := _KNOWN.get(name)) is not None:
+            return known, left_ms / 1000
+        public_key, suffix, sequence, issued_ms, life_ms, value, signature = fields
         if not suffix.isascii():
             raise RemoteProtocolError(f"the suffix of a DHT entry must be ASCII, got {suffix!r:.80}")
         signed = _signed(self.swarm, key, public_key, suffix, sequence, issued_ms, life_ms, value)
@@ -256,6 +264,7 @@ class EntryReader:
         )
         if value is not None:
             entry.value  # noqa: B018 (a value that cannot be decoded must not be kept)
+        _KNOWN[name] = entry
         return entry, left_ms / 1000
 
     def _verify(self, public_key: bytes, signed: bytes, signature: bytes) -> None:

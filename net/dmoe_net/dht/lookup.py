@@ -96,6 +96,7 @@ class Lookup:
         self._patience = patience
         self._peers: dict[int, _Peer] = {}  # by distance, which names a peer as well as its id does
         self._order: list[int] = []  # the same distances, sorted
+        self._waiting: list[_Peer] = []  # and some that have had an outcome since the last `next`
         self._without_progress = 0
         self._due = math.inf  # when `next` is to be called
         self._finished = False
@@ -113,14 +114,14 @@ class Lookup:
         if self._finished:
             return None
         late_s, self._due = max(0.0, now - self._due), math.inf
-        for peer in self._peers.values():
+        for peer in self._waiting:
             if peer.state is not _State.WAITING or now < peer.slow_at:
                 continue
             if late_s > _LATE_S:
                 peer.slow_at = now + late_s
             else:
                 peer.state = _State.UNRESPONSIVE
-        waiting = [peer for peer in self._peers.values() if peer.state is _State.WAITING]
+        waiting = self._waiting = [peer for peer in self._waiting if peer.state is _State.WAITING]
         until = min((peer.slow_at for peer in waiting), default=math.inf)
         candidate, is_complete = self._scan()
         if candidate is not None and self.queries >= self.config.max_queries:
@@ -132,6 +133,7 @@ class Lookup:
                 return until
             candidate.state = _State.WAITING
             candidate.slow_at = now + self._patience(candidate.contact.peer_id)
+            waiting.append(candidate)
             self.queries += 1
             return candidate.contact
         if not is_complete:

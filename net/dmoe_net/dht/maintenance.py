@@ -1,7 +1,6 @@
 """The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,12 +23,15 @@ WORKERS = 4
 MAX_STALE_BUCKETS = 16  # looked up in one refresh, the stalest first
 LOST_DRAWS = 8  # lost peers tried in one round
 
+Lookup = Callable[[NodeId, int], Awaitable[object]]
+"""Walks towards an id until so many of the nearest peers have answered, and thereby fills the table."""
+
 
 class JobQueue:
     """The bounded queue between the peer book and the workers. Never blocks, may drop."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Contact, bool]] = deque()
+        self.waiting: list[tuple[Contact, bool]] = []
         """Contacts, each with True to ping it, or False to send it the records that it should hold."""
         self.checking: set[Contact] = set()
         """Contacts whose check waits or is under way: one at a time is enough."""
@@ -59,8 +61,10 @@ class JobQueue:
 class Maintenance:
     """The background of one node.
 
+    It does not hold the node, which holds it: what a node has read goes when the node does, and not when a collector of
+    circles comes by. So a `Lookup` is lent to it.
+
     Args:
-      lookup: walks towards an id until so many of the nearest peers have answered, and thereby fills the table.
       read: what the node has read of others.
       stored_at: the peers that keep this node's own entries.
     """
@@ -72,13 +76,12 @@ class Maintenance:
         remembered: Sequence[Contact],
         jobs: JobQueue,
         calls: DhtCalls,
-        lookup: Callable[[NodeId, int], Awaitable[object]],
         read: EntryStorage,
         stored_at: Copies,
         rng: random.Random,
     ) -> None:
         self.remembered = tuple(peer for peer in remembered if peer.peer_id != calls.caller.peer_id)
-        self.jobs, self.calls, self.lookup = jobs, calls, lookup
+        self.jobs, self.calls = jobs, calls
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
         self.read, self.stored_at = read, stored_at
         self.name_initial_peers(initial_peers)
@@ -90,7 +93,7 @@ class Maintenance:
         others = (peer for peer in peers if address_of(peer) != self.calls.caller.address)
         self.initial_peers = tuple(dict.fromkeys(others))
 
-    async def join(self) -> None:
+    async def join(self, lookup: Lookup) -> None:
         """Meet the swarm through the initial peers, and those remembered; DialFailed if initial ones were named, and
         nobody answered."""
         self.book.remember(self.remembered)
@@ -101,26 +104,25 @@ class Maintenance:
             if not self.initial_peers:
                 return  # they are tried again by and by
             raise DialFailed(f"none of the initial peers answered: {', '.join(map(str, self.initial_peers))}")
-        await self._meet_neighbours()
+        await self._meet_neighbours(lookup)
         self.calls.clock.follow()
 
-    async def _meet_neighbours(self) -> None:
+    async def _meet_neighbours(self, lookup: Lookup) -> None:
         """Walk to the own id: those who keep what is near it, and as many again, learn of this node."""
-        await self.lookup(self.book.table.local_id, 2 * self.config.replicas)
+        await lookup(self.book.table.local_id, 2 * self.config.replicas)
 
-    async def run(self) -> None:
-        """Do everything below until cancelled, whatever peers do.
+    async def run(self, nursery: trio.Nursery, lookup: Lookup) -> None:
+        """Do everything below, in a nursery, until cancelled, whatever peers do.
 
         At rest it is one task: a simulation has thousands of nodes.
         """
-        async with trio.open_nursery() as nursery:
-            self.jobs.begin = partial(self._begin, nursery)
-            for _ in self.jobs.waiting:  # those that joining has left
-                self._begin(nursery)
-            try:
-                await self._tend(nursery)
-            finally:
-                self.jobs.begin = lambda: None
+        self.jobs.begin = partial(self._begin, nursery)
+        for _ in self.jobs.waiting:  # those that joining has left
+            self._begin(nursery)
+        try:
+            await self._tend(nursery, lookup)
+        finally:
+            self.jobs.begin = lambda: None
 
     def _begin(self, nursery: trio.Nursery) -> None:
         if self._working < WORKERS:
@@ -129,14 +131,14 @@ class Maintenance:
 
     async def _work(self) -> None:
         while self.jobs.waiting:
-            contact, is_check = self.jobs.waiting.popleft()
+            contact, is_check = self.jobs.waiting.pop(0)
             with suppress(*PEER_ERRORS):  # the peer book knows
                 await (self.calls.check(contact) if is_check else self._hand_over(contact))
             if is_check:
                 self.jobs.checking.discard(contact)
         self._working -= 1
 
-    async def _tend(self, nursery: trio.Nursery) -> None:
+    async def _tend(self, nursery: trio.Nursery, lookup: Lookup) -> None:
         """Sweep, and start what is due."""
         config = self.config
         sweep_at, rejoin_at = self._after(config.sweep_period_s), self._after(config.rejoin_period_s)
@@ -149,12 +151,12 @@ class Maintenance:
                 self._sweep()
             if now >= refresh_at:
                 refresh_at = self._after(config.refresh_period_s)
-                nursery.start_soon(self._refresh)
+                nursery.start_soon(self._refresh, lookup)
             if now >= lonely_at:
                 lonely_at = self._after(config.lonely_rejoin_period_s)
                 if now >= rejoin_at or len(self.book.table) == 0:
                     rejoin_at = self._after(config.rejoin_period_s)
-                    nursery.start_soon(self._rejoin)
+                    nursery.start_soon(self._rejoin, lookup)
 
     def _after(self, period_s: float) -> float:
         """Return the time after a period +-25 %."""
@@ -176,20 +178,20 @@ class Maintenance:
             if held:
                 await self.calls.store(newcomer, key, [(each.entry, each.ends_at - now) for each in held])
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, lookup: Lookup) -> None:
         """Look up buckets without lookups, which would fill with the dead (Kademlia, section 2.3)."""
         before = trio.current_time() - self.config.refresh_period_s
         stale = self.book.table.stale_targets(older_than=before, rng=self._rng)
         for target in stale[:MAX_STALE_BUCKETS]:
-            await self.lookup(target, self.config.replicas)
+            await lookup(target, self.config.replicas)
 
-    async def _rejoin(self) -> None:
+    async def _rejoin(self, lookup: Lookup) -> None:
         """Try the initial peers and some lost ones: a split swarm becomes one again, and clocks stay together."""
         known = {contact.address for contact in self.book.table.contacts()}
         lost = self.book.draw_lost(LOST_DRAWS, self._rng)
         answered = await self._ask(dict.fromkeys((*self.initial_peers, *lost)), grace_s=self.config.rpc_timeout_s)
         if any(contact.address not in known for contact in answered):
-            await self._meet_neighbours()
+            await self._meet_neighbours(lookup)
 
     async def _ask(self, targets: Iterable[Contact | Address], *, grace_s: float) -> tuple[Contact, ...]:
         """Ping peers, follow their clocks, and return those that answered."""
@@ -201,4 +203,5 @@ class Maintenance:
     def _sweep(self) -> None:
         for storage in (self.storage, self.read):
             storage.sweep(self.calls.clock.ticks())
+        self.calls.patience.sweep(trio.current_time())
         self.calls.clock.follow()

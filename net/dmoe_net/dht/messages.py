@@ -57,8 +57,6 @@ MAX_DEAD = 8
 _MAX_SHARED = 16_384
 """Most contacts of which every reader gets the same object: tables, walks and copies name the same peers."""
 
-_RAW_ID: Field[bytes] = Field(PEER_ID.expected, PEER_ID.holds)
-
 _LATEST_S = 2.0**33
 SECONDS: Field[float] = Field(
     f"a number of seconds up to {_LATEST_S:g}",
@@ -148,7 +146,7 @@ def stored_body(verdicts: Iterable[Verdict], nearest: Iterable[Contact], *, owne
     return {"verdicts": [packed(verdict) for verdict in verdicts], "contacts": list(map(contact_to_wire, nearest))}
 
 
-def batches(entries: SignedEntries) -> Iterator[SignedEntries]:
+def batches(entries: Iterable[tuple[Entry, float]]) -> Iterator[SignedEntries]:
     """Cut entries into batches that fit one message each."""
     batch: list[tuple[Entry, float]] = []
     used = 0
@@ -172,7 +170,7 @@ def page(held: Sequence[Held], now: float) -> tuple[SignedEntries, int, bool]:
     Returns: entries with the seconds left, the number of the last change among them (0: there are none), and True if
       more follow.
     """
-    taken = next(batches([(each.entry, each.ends_at - now) for each in held]), ())
+    taken = next(batches((each.entry, each.ends_at - now) for each in held), ())
     return taken, held[len(taken) - 1].change if taken else 0, len(taken) < len(held)
 
 
@@ -237,12 +235,16 @@ def _read_entries_untrusted(raw: object, target: NodeId, reader: EntryReader) ->
 
 def parse_contact_untrusted(item: object) -> Contact:
     """Read a contact as `[peer id, host, port]`; RemoteProtocolError for anything else."""
-    return _contact(*row_untrusted(item, "a contact", id=_RAW_ID, host=HOST, port=PORT))
+    try:
+        return _contact(*item) if type(item) is list else _contact(item)
+    except TypeError as error:  # something in it has no hash
+        raise RemoteProtocolError(f"a contact must be [id, host, port], got {item!r:.80}") from error
 
 
-@lru_cache(maxsize=_MAX_SHARED)
-def _contact(raw_id: bytes, host: str, port: int) -> Contact:
-    return Contact(PeerId(raw_id), Address(host, port))
+@lru_cache(maxsize=_MAX_SHARED, typed=True)  # typed: true is no port, though it equals 1
+def _contact(*row: object) -> Contact:
+    peer_id, host, port = row_untrusted(list(row), "a contact", id=PEER_ID, host=HOST, port=PORT)
+    return Contact(peer_id, Address(host, port))
 
 
 def contact_to_wire(contact: Contact) -> list[object]:

@@ -168,7 +168,6 @@ class DhtNode:
             remembered=remembered,
             jobs=self._jobs,
             calls=self._calls,
-            lookup=self.find_nearest,
             read=self._read,
             stored_at=self._stored_at,
             rng=rng,
@@ -410,7 +409,7 @@ class DhtNode:
                 newest[held.entry.subkey] = held
         return tuple(
             Found(*subkey, held.entry.value, held.ends_at, held.entry.life_s)
-            for subkey, held in sorted(newest.items(), key=lambda item: item[0])
+            for subkey, held in sorted(newest.items(), key=lambda item: (item[0].owner.raw, item[0].suffix))
             if not held.entry.is_withdrawn
         )
 
@@ -555,9 +554,9 @@ async def open_dht_node(
         config=config,
     )
     with handlers(caller, node._calls.handlers()):
-        await node._maintenance.join()
+        await node._maintenance.join(node.find_nearest)
         async with background_nursery() as nursery:
-            nursery.start_soon(node._maintenance.run)
+            nursery.start_soon(node._maintenance.run, nursery, node.find_nearest)
             yield node
 
 

@@ -4,7 +4,6 @@ As TCP's retransmission timer (RFC 6298, section 2): the smoothed time of its ca
 peer that was not called of late has first to be dialled; for it stands what first calls of others took.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from dmoe_net.identity import PeerId
@@ -40,7 +39,7 @@ class Patience:
     """Times of calls by peer, of at most `_MAX_PEERS`. `now` is in seconds on any one clock."""
 
     def __init__(self) -> None:
-        self._peers: OrderedDict[PeerId, _Timer] = OrderedDict()
+        self._peers: dict[PeerId, _Timer] = {}  # from longest to most recently called
         self._first = _Timer()
 
     def note(self, peer_id: PeerId, seconds: float, now: float) -> None:
@@ -49,12 +48,17 @@ class Patience:
         if known is None:
             self._first.note(seconds, now)
             # What a dial adds is not known apart: the next call tells what calls take.
-            self._peers[peer_id] = _Timer(last=now)
+            known = _Timer(last=now)
         else:
             known.note(seconds, now)
-        self._peers.move_to_end(peer_id)
+        self._peers.pop(peer_id, None)
+        self._peers[peer_id] = known
         if len(self._peers) > _MAX_PEERS:
-            self._peers.popitem(last=False)
+            del self._peers[next(iter(self._peers))]
+
+    def sweep(self, now: float) -> None:
+        """Forget the peers whose times say nothing any more, not even about a call that is still under way."""
+        self._peers = {peer_id: each for peer_id, each in self._peers.items() if each.last >= now - 2 * _FRESH_S}
 
     def of(self, peer_id: PeerId, now: float) -> float:
         """Seconds to wait for an answer of this peer, from 0.1 to 1."""

@@ -68,9 +68,8 @@ class PeerBook:
             self._check(contact)
             return
         self._lost.pop(contact.peer_id, None)
-        was_known = contact.peer_id in self.table
         self._add(contact, now)
-        if not was_known and contact.peer_id in self.table:
+        if seen is None and contact.peer_id in self.table:
             self._hand_over(contact)
 
     def failed(self, contact: Contact, now: float, reason: str) -> None:
@@ -97,7 +96,7 @@ class PeerBook:
         if self.table.has_room(contact.peer_id) if seen is None else seen.contact != contact:
             self._check(contact)
         elif seen is not None:
-            self._add(contact, now)
+            self._add(seen.contact, now)
         # Else it is one of the many callers in a large swarm that fall into full buckets: to check them all would
         # double the traffic.
 

@@ -9,6 +9,7 @@ import hashlib
 import random
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from dmoe_net.identity import PEER_ID_BYTES, Contact, PeerId
 
@@ -21,6 +22,7 @@ MAX_KEY_BYTES = 512
 """Longest key of a record, UTF-8."""
 
 
+@lru_cache(maxsize=16_384)  # the tables and walks of a process name the same peers, and share the objects
 def node_id(peer_id: PeerId) -> NodeId:
     """The place of a peer in the key space."""
     return int.from_bytes(peer_id.raw, "big")
@@ -74,6 +76,7 @@ class RoutingTable:
         self._depth_modulo = depth_modulo
         # Sorted by `lower` and covering the whole space without gaps, so that a bucket is found by bisection.
         self._buckets = [_Bucket(lower=0, depth=0, last_lookup=now)]
+        self._lowers = [0]
 
     def __len__(self) -> int:
         return sum(len(bucket.contacts) for bucket in self._buckets)
@@ -141,8 +144,8 @@ class RoutingTable:
     def nearest(self, target: NodeId, count: int) -> tuple[Contact, ...]:
         """The `count` contacts nearest to `target`, nearest first (fewer if the table holds fewer)."""
         # Buckets are aligned ranges, so their distances to the target are ranges that do not overlap: whole buckets
-        # are taken in the order of their nearest end.
-        ordered = sorted(self._buckets, key=lambda bucket: (bucket.lower ^ target) & ~(bucket.width - 1))
+        # are taken in the order of any of their ids.
+        ordered = sorted(self._buckets, key=lambda bucket: bucket.lower ^ target)
         found: list[NodeId] = []
         known: dict[NodeId, Seen] = {}
         for bucket in ordered:
@@ -168,7 +171,7 @@ class RoutingTable:
         return tuple(bucket.lower + rng.randrange(bucket.width) for bucket in stale)
 
     def _bucket_of(self, node: NodeId) -> _Bucket:
-        return self._buckets[bisect_right(self._buckets, node, key=lambda bucket: bucket.lower) - 1]
+        return self._buckets[bisect_right(self._lowers, node) - 1]
 
     def _may_split(self, bucket: _Bucket) -> bool:
         if bucket.depth == ID_BITS:
@@ -184,5 +187,6 @@ class RoutingTable:
             (left if left.covers(node) else right).contacts[node] = seen
         for node, seen in bucket.replacements.items():
             (left if left.covers(node) else right).replacements[node] = seen
-        index = self._buckets.index(bucket)
-        self._buckets[index : index + 1] = [left, right]
+        index = bisect_right(self._lowers, bucket.lower)
+        self._buckets[index - 1 : index] = [left, right]
+        self._lowers.insert(index, right.lower)

@@ -7,7 +7,7 @@ may send parts of the answer ahead of the reply.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -178,8 +178,12 @@ def handlers(caller: Caller, served: Mapping[str, Handler], *, max_concurrent: i
     Raises:
       ValueError: as of `Caller.add_handler`.
     """
-    with ExitStack() as stack:
+    added = list[str]()
+    try:
         for method, handler in served.items():
             caller.add_handler(method, handler, max_concurrent=max_concurrent)
-            stack.callback(caller.remove_handler, method)
+            added.append(method)
         yield
+    finally:
+        for method in added:
+            caller.remove_handler(method)

@@ -135,5 +135,5 @@ def row_untrusted(value: Any, what: str, /, **fields: Field[Any]) -> tuple[Any, 
     for item, (name, field) in zip(value, fields.items(), strict=True):
         if not field.holds(item):
             field.read_untrusted(item, f"the {name} of {what}")
-        found.append(field.unpack(item))
+        found.append(item if field.unpack is _as_it_is else field.unpack(item))
     return tuple(found)

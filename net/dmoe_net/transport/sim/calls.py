@@ -51,16 +51,31 @@ _FRAME_BYTES = 32
 
 
 class _Link:
-    """Two callers that have greeted each other."""
+    """Two callers, one of which has dialled the other; both hold it."""
 
-    __slots__ = ("address", "arrivals", "ready_at", "used_at")
+    __slots__ = ("address", "back_at", "dialled", "dialler", "hello_at", "out_at", "ready_at", "used_at")
 
-    def __init__(self, address: Address, ready_at: float) -> None:
-        self.address = address
-        self.ready_at = ready_at
-        """Time from which frames may leave. To sleep until then would cost a task's turn for each dial."""
+    def __init__(
+        self, dialler: "CallingPeer", dialled: "CallingPeer", address: Address, ready_at: float, hello_at: float
+    ) -> None:
+        self.dialler, self.dialled, self.address = dialler, dialled, address
+        self.ready_at, self.hello_at = ready_at, hello_at
+        """Times from which frames of the dialler, and of the other, may leave. To sleep until then would cost a task's
+        turn for each dial."""
+        self.out_at, self.back_at = hello_at, 0.0
+        """Times at which the last frame of the dialler, and of the other, arrives."""
         self.used_at = ready_at
-        self.arrivals: dict[PeerId, float] = {}  # by sender: when its last frame arrives at the other end
+
+    def far_end(self, caller: "CallingPeer") -> "CallingPeer":
+        return self.dialled if caller is self.dialler else self.dialler
+
+    def send(self, sender: "CallingPeer", leaves_at: float, delay_s: float) -> float:
+        """Return the time at which a frame arrives: after those that left before it."""
+        if sender is self.dialler:
+            self.out_at = max(max(leaves_at, self.ready_at) + delay_s, self.out_at)
+            return self.out_at
+        self.back_at = max(max(leaves_at, self.hello_at) + delay_s, self.back_at)
+        return self.back_at
 
 
 class CallNetwork:
@@ -85,6 +100,7 @@ class CallNetwork:
         """Calls placed, by method."""
         self.num_dials = 0
         """Dials of calls."""
+        self.bulk = BulkTraffic()  # of all callers, for there are no bulk calls
         self._rng = random.Random(f"{seed}/calls")
         self._latency = latency
         self.may_dial = may_dial
@@ -156,14 +172,15 @@ class CallingPeer:
         self.address = address
         self.host = host
         self.health = PeerHealth()
-        self.bulk = BulkTraffic()
+        self.bulk = network.bulk
         self.num_placed = self.num_served = 0
         """Calls of this peer to others, and of others to it."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of bodies, with what frames add, if the network counts them."""
         self._network = network
-        self._handlers: dict[str, tuple[Handler, trio.CapacityLimiter]] = {}
-        self._links: dict[PeerId, tuple[_Link, CallingPeer]] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._room: dict[str, int] = {}  # by method: calls that it takes beside those under way
+        self._links: dict[PeerId, _Link] = {}
         self._links_at_sweep = 0
         self._dials: dict[Contact | Address, trio.Event] = {}
         self._has_greeted = False
@@ -181,7 +198,7 @@ class CallingPeer:
         """Serve a method, see `Caller.add_handler`."""
         if method in self._handlers:
             raise ValueError(f"a handler for {method} is registered already")
-        self._handlers[method] = handler, trio.CapacityLimiter(max_concurrent)
+        self._handlers[method], self._room[method] = handler, max_concurrent
 
     def remove_handler(self, method: str) -> None:
         """Serve a method no more."""
@@ -189,15 +206,15 @@ class CallingPeer:
 
     def hang_up(self, *, tells: bool) -> None:
         """Forget all links; the other ends too, if they are told."""
-        for _, other in self._links.values():
+        for link in self._links.values():
             if tells:
-                other._links.pop(self.peer_id, None)
+                link.far_end(self)._links.pop(self.peer_id, None)
         self._links.clear()
 
     def is_reached(self, contact: Contact) -> bool:
         """True if the peer answered at its address when that was dialled, see `Caller.is_reached`."""
-        found = self._link_to(contact.address)
-        return found is not None and found[1].peer_id == contact.peer_id and found[0].ready_at <= trio.current_time()
+        link = self._reached(contact)
+        return link is not None and link.ready_at <= trio.current_time()
 
     async def reach(self, contact: Contact, *, timeout_s: float) -> None:
         """Dial a peer at its address unless it was reached there, see `Caller.reach`."""
@@ -205,8 +222,7 @@ class CallingPeer:
             await trio.lowlevel.checkpoint()
             return
         with trio.move_on_after(timeout_s):
-            found = self._link_to(contact.address)
-            link, _ = found if found is not None and found[1].peer_id == contact.peer_id else await self._dial(contact)
+            link = self._reached(contact) or await self._dial(contact)
             await self._network.sleep_until(link.ready_at)
             return
         raise DialFailed(f"cannot connect to {contact} within {seconds_of(timeout_s)}")
@@ -229,19 +245,20 @@ class CallingPeer:
         self._network.num_calls[method] += 1
         self.num_placed += 1
         started, peer_id = trio.current_time(), peer_id_of(target)
-        found = None
+        link = None
         try:
             with trio.move_on_after(timeout_s):
-                found = self._link_to(target)
-                if found is None:
+                link = self._link_to(target)
+                if link is None:
                     if isinstance(target, PeerId):
                         raise DialFailed(f"there is no connection with {target}")
-                    found = await self._dial(target)
-                peer_id = found[1].peer_id
-                reply = await self._exchange(*found, method, body)
+                    link = await self._dial(target)
+                other = link.far_end(self)
+                peer_id = other.peer_id
+                reply = await self._exchange(link, other, method, body)
                 self.health.succeeded((peer_id, method.partition(".")[0]))
                 return reply
-            if found is None or found[0].ready_at > trio.current_time():
+            if link is None or link.ready_at > trio.current_time():
                 raise DialFailed(f"cannot connect to {target} within {seconds_of(timeout_s)}")
             raise PeerTimeout(f"{target} did not answer {method!r} within {seconds_of(timeout_s)}")
         except (PeerUnavailable, RemoteProtocolError) as error:
@@ -277,10 +294,8 @@ class CallingPeer:
         """Sleep until a frame to the other end has arrived; for ever if it is lost."""
         if self._network.is_silent(self.host, other.host):
             await trio.sleep_forever()
-        leaves_at = max(trio.current_time(), link.ready_at)
-        arrives_at = leaves_at + self._network.delay_s(self.host, other.host)
-        arrives_at = link.arrivals[self.peer_id] = max(arrives_at, link.arrivals.get(self.peer_id, 0.0))
-        await self._network.sleep_until(arrives_at)
+        delay_s = self._network.delay_s(self.host, other.host)
+        await self._network.sleep_until(link.send(self, trio.current_time(), delay_s))
 
     def _count(self, other: "CallingPeer", body: Body) -> None:
         if self._network.counts_bytes:
@@ -290,15 +305,12 @@ class CallingPeer:
 
     async def _serve(self, method: str, body: Body, source: "CallingPeer") -> Reply:
         """Run a handler as the RPC layer does: foreign errors become `RemoteFailure`."""
-        if method not in self._handlers:
+        if (handler := self._handlers.get(method)) is None:
             raise CallRefused(f"unknown method {method}")
-        handler, limiter = self._handlers[method]
-        borrower = object()
-        try:
-            limiter.acquire_on_behalf_of_nowait(borrower)
-        except trio.WouldBlock:
-            raise PeerBusy(f"too many calls of {method}") from None
+        if not self._room[method]:
+            raise PeerBusy(f"too many calls of {method}")
         request = Request(method=method, body=body, tensors=(), peer_id=source.peer_id, peer_address=source.address)
+        self._room[method] -= 1
         try:
             return await handler(request)
         except CallFailed:
@@ -306,36 +318,39 @@ class CallingPeer:
         except Exception as error:
             raise RemoteFailure(repr(error)) from error
         finally:
-            limiter.release_on_behalf_of(borrower)
+            self._room[method] += 1
 
-    def _link_to(self, target: Contact | Address | PeerId) -> "tuple[_Link, CallingPeer] | None":
+    def _link_to(self, target: Contact | Address | PeerId) -> _Link | None:
         """The link that takes calls to this peer, or to whoever answered at this address."""
-        if not isinstance(target, Address):
-            peer_id = peer_id_of(target)
-            return None if peer_id is None else self._link_with(peer_id)
-        other = self._network.at(target)
-        found = None if other is None else self._link_with(other.peer_id)
-        return found if found is not None and found[0].address == target else None
+        if isinstance(target, Address):
+            other = self._network.at(target)
+            return None if other is None else self._reached(Contact(other.peer_id, target))
+        return self._link_with(target.peer_id if isinstance(target, Contact) else target)
 
-    def _link_with(self, peer_id: PeerId) -> "tuple[_Link, CallingPeer] | None":
-        found = self._links.get(peer_id)
-        if found is not None and found[0].used_at < trio.current_time() - IDLE_S:
+    def _reached(self, contact: Contact) -> _Link | None:
+        """The link on which this peer answered when its address was dialled."""
+        link = self._link_with(contact.peer_id)
+        return link if link is not None and link.dialler is self and link.address == contact.address else None
+
+    def _link_with(self, peer_id: PeerId) -> _Link | None:
+        link = self._links.get(peer_id)
+        if link is not None and link.used_at < trio.current_time() - IDLE_S:
             del self._links[peer_id]
-            found[1]._links.pop(self.peer_id, None)
+            link.far_end(self)._links.pop(self.peer_id, None)
             return None
-        return found
+        return link
 
     def _close_idle(self) -> None:
         """Forget the links that neither end uses: of ten thousand peers they would take half of the memory."""
         before = trio.current_time() - IDLE_S
-        for peer_id, (link, other) in list(self._links.items()):
-            back, _ = other._links.get(self.peer_id, (link, self))
-            if max(link.used_at, back.used_at) < before:
+        for peer_id, link in list(self._links.items()):
+            other = link.far_end(self)
+            if max(link.used_at, other._links.get(self.peer_id, link).used_at) < before:
                 del self._links[peer_id]
                 other._links.pop(self.peer_id, None)
         self._links_at_sweep = len(self._links)
 
-    async def _dial(self, target: Contact | Address) -> "tuple[_Link, CallingPeer]":
+    async def _dial(self, target: Contact | Address) -> _Link:
         """Dial a target, once for all who wait for it.
 
         Raises:
@@ -345,23 +360,23 @@ class CallingPeer:
         while (waiting := self._dials.get(target)) is not None:
             await waiting.wait()
             other = self._network.at(address)
-            if other is not None and (found := self._link_with(other.peer_id)) is not None:
-                return found
+            if other is not None and (link := self._link_with(other.peer_id)) is not None:
+                return link
         for dialled in (address, target):
             if (why_not := self.health.why_not(dialled, trio.current_time(), DIAL_PAUSE)) is not None:
                 raise DialFailed(why_not)
         self._dials[target] = trio.Event()
         try:
-            found = await self._greet(target, address)
+            link = await self._greet(target, address)
         except DialFailed as error:
             self.health.failed(address, trio.current_time(), str(error))
             raise
         finally:
             self._dials.pop(target).set()
         self.health.succeeded(address)
-        return found
+        return link
 
-    async def _greet(self, target: Contact | Address, address: Address) -> "tuple[_Link, CallingPeer]":
+    async def _greet(self, target: Contact | Address, address: Address) -> _Link:
         network, other, now = self._network, self._network.at(address), trio.current_time()
         network.num_dials += 1
         if other is None:
@@ -379,14 +394,12 @@ class CallingPeer:
             raise DialFailed(f"{other.peer_id.short} answers at {address}, not {expected}")
         hello_at = max(proven_at, accepted_at + network.delay_s(other.host, self.host))  # in the order of its frames
         # As in `rpc.peer`: all calls but the first leave when the network has proven who answers.
-        link = _Link(address, proven_at if self._has_greeted else hello_at)
+        ready_at = proven_at if self._has_greeted else hello_at
+        own_hello_at = proven_at + network.delay_s(self.host, other.host)
+        link = self._links[other.peer_id] = _Link(self, other, address, ready_at, own_hello_at)
         self._has_greeted = True
-        self._links[other.peer_id] = link, other
         if len(self._links) > 2 * self._links_at_sweep + 32:
             self._close_idle()
         # The other end calls us over it too, if it has none of its own; that we listen at our address it does not show.
-        link.arrivals[self.peer_id] = proven_at + network.delay_s(self.host, other.host)  # our own hello
-        back = _Link(Address(self.host, 0), link.arrivals[self.peer_id])
-        back.arrivals = link.arrivals
-        other._links.setdefault(self.peer_id, (back, self))
-        return link, other
+        other._links.setdefault(self.peer_id, link)
+        return link
