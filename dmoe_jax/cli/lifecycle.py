@@ -17,6 +17,7 @@ from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.peers.joining import NotAdmitted
 from dmoe_jax.runs.endings import EXIT_AGAIN, EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from dmoe_jax.runs.processes import ProcessFailed
+from dmoe_net.averaging.replica import ReplicaLost
 from dmoe_net.errors import HandshakeFailed, ListenFailed, NetError, NoQuorum, PeerBusy, PeerUnavailable
 from dmoe_net.keys import IdentityError, IdentityInUse
 
@@ -24,7 +25,7 @@ _MISTAKES = (NetError, IdentityError, UsageError, ProcessFailed, CheckpointError
 """Errors that are told in one line: they are the swarm's or the user's, not ours. Any other error is a bug and keeps
 its traceback."""
 
-_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse, IdentityInUse)
+_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, ReplicaLost, FolderInUse, IdentityInUse)
 """Errors that time may heal: who is away may come back, and who holds a folder or a key may end."""
 
 

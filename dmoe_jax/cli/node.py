@@ -60,11 +60,8 @@ class NodeCommand(DhtCommand):
 
     def run(self) -> int:
         """Serve until interrupted; the exit status."""
-        try:
+        with self.devices.failing_at_once():
             return super().run()
-        except SystemExit as failed:
-            self.devices.end(failed.code)
-            raise
 
     async def _serve(self, stop: Stop) -> int:
         faults = self._check()

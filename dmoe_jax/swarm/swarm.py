@@ -330,7 +330,7 @@ class Swarm:
           target_batch_size, average, outer, name, config, on_step: as of `collaboration`; `model.meaning` stands.
         """
         several, seed = iterators_of(batches), self.seed if seed is None else seed
-        params = first_params(model, params, mesh, seed=seed)
+        params = first_params(model, params, mesh, seed=seed, num_trainers=len(several))
         async with self.collaboration(
             params,
             optimizer,
