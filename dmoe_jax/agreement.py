@@ -48,9 +48,8 @@ def word_of(failure: Exception | None, kinds: Kinds, *, checksum: int = 0) -> Ar
     word = np.zeros(_WORD_BYTES, np.uint8)
     word[_CHECKSUM] = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
     if failure is not None:
-        word[0] = next(
-            (code for code, kind in enumerate((ReplicaLost, *kinds), _LOST) if isinstance(failure, kind)), _LOST
-        )
+        known: list[type[Exception]] = [ReplicaLost, *kinds]
+        word[0] = next((code for code, kind in enumerate(known, _LOST) if isinstance(failure, kind)), _LOST)
         is_known = word[0] != _LOST or isinstance(failure, ReplicaLost)
         text = (str(failure) if is_known else f"{type(failure).__name__}: {failure}").encode()[: _WORD_BYTES - 5]
         word[_TEXT][: len(text)] = np.frombuffer(text, np.uint8)

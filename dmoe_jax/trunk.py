@@ -118,9 +118,13 @@ class SharedTrunk:
                 self.params, self.opt_state = await self._updated(check, self.params, self.opt_state, *told)
             self.step = number = self.step + 1
             averager = self.averager
-            # As a replica of several processes it copies its state, or takes another's, in any step.
-            is_asked = averager is not None and averager.replica is not None
-            if averager is not None and (is_asked or averager.is_under_way or averaging_due(self.opt_state)):
+            if (
+                averager is not None and averager.loop is not None
+            ):  # of several processes, which copy and take states here
+                averager.loop.progress = self.step
+                self.opt_state = await averager.step(self.opt_state, self.params)
+                self.step = averager.loop.progress
+            elif averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
                 self.opt_state = await averager.step(self.opt_state, self.params)
             return number
 
@@ -143,11 +147,11 @@ class SharedTrunk:
         """Take up the state of a process that is at least `min_lead` updates ahead, and return True if one was taken.
 
         A state of other shapes, of a step beyond `max_step` or with values that are not finite is passed over, and so
-        is one that is no longer ahead when it arrives. Only while the trunk is averaged, and not for one on the devices
-        of several processes: its own updates take up others' states, as many averagings ahead, and it goes on counting.
+        is one that is no longer ahead when it arrives. Only while the trunk is averaged. One on the devices of several
+        processes takes nothing here: its updates do so, whenever others are averagings ahead.
         """
         averager = self.averager
-        if averager is None or averager.replica is not None:  # averaging has just ended; or `apply` does so by itself
+        if averager is None or averager.loop is not None:  # averaging has just ended; or `apply` does so by itself
             return False
         taken = await averager.fetch_state(self.step, self.state, min_lead=min_lead, max_version=max_step)
         return taken is not None and await self.replace(*taken, min_lead=min_lead)
@@ -192,7 +196,7 @@ async def open_trunk_averaging(
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(state))))
 
     async def keep_up() -> None:
-        while averager.replica is None:
+        while averager.loop is None:
             await averager.wait_until_left_behind()
             await trunk.catch_up(min_lead=1, max_step=max_step)
 
@@ -209,6 +213,8 @@ async def open_trunk_averaging(
         ) as averager,
         background_nursery() as nursery,
     ):
+        if averager.loop is not None:
+            averager.loop.most_progress = max_step
         trunk.averager = averager
         nursery.start_soon(keep_up)
         try:

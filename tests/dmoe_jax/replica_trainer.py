@@ -146,13 +146,13 @@ async def collaborating(swarm: Swarm, settings: dict[str, Any]) -> None:
     """Gather one large batch with another replica."""
     own = batches(first=1000 * settings["replica"])
     config = CollaborationConfig(lead_s=1.0, late_s=60.0)
-    model, losses = model_of(swarm, product_key(GRID)), list[float]()
+    model = model_of(swarm, product_key(GRID))
     async with swarm.collaborate(
         model, optax.adam(1e-2), own, mesh=settings["mesh"], target_batch_size=2 * ROWS, name="batch", config=config
     ) as trainers:
-        await trainers.run(settings["steps"] - trainers.step, on_step=lambda record: losses.append(record.loss))
-        totals = {"met": max(2 - trainers.peer.totals.alone, 0), "chain": trainers.peer.standing.chain.hex()}
-        say(mode="collaborating", pieces=pieces_of(trainers.params), step=trainers.step, losses=losses, **totals)
+        await trainers.run(settings["steps"] - trainers.step)
+        chain, alone = trainers.peer.standing.chain.hex(), trainers.peer.totals.alone
+        say(mode="collaborating", pieces=pieces_of(trainers.params), step=trainers.step, chain=chain, alone=alone)
 
 
 MODES = {"exact": exact, "failing": failing, "refused": refused, "stopped": stopped, "killed": killed}

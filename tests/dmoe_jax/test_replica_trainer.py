@@ -102,3 +102,40 @@ async def test_a_failure_of_one_process_is_a_failure_of_both(tmp_path: Path) -> 
             processes[1].process.kill()
             (left,) = await said(processes[:1], "mode", "killed")
             assert left["error"].startswith("ReplicaLost: a process of this replica is gone")
+
+
+@pytest.mark.slow
+async def test_replicas_average_their_trunks(tmp_path: Path) -> None:
+    """Both meet; the processes of each stay in step to the last bit, and a late one takes the other's state."""
+    async with open_swarm(listen="127.0.0.1:0", security=Plain()) as swarm:
+        await swarm.serve(EXPERTS, optimizer=EXPERT_OPTIMIZER, warm_up_rows=ROWS, seed=0)
+        more = {"mesh": "data=4,model=2", "averages": 6}
+        with contextlib.ExitStack() as stack:
+            opened = replica(tmp_path, swarm.contact, "averaging", number=0, replica=0, **more)
+            first = stack.enter_context(opened)
+            await said(first, "step", 9)
+            opened = replica(tmp_path, swarm.contact, "averaging", number=1, replica=1, **more)
+            second = stack.enter_context(opened)
+            for own in (first, second):
+                one, other = await said(own, "mode", "averaging")
+                assert one == other
+                assert one["met"] >= 6
+            assert one["taken"] == 1
+            assert one["step"] > 9
+
+
+@pytest.mark.slow
+async def test_replicas_make_steps_from_one_batch(tmp_path: Path) -> None:
+    """All four processes have the same trunk at the end."""
+    async with open_swarm(listen="127.0.0.1:0", security=Plain()) as swarm:
+        await swarm.serve(EXPERTS, optimizer=EXPERT_OPTIMIZER, warm_up_rows=ROWS, seed=0)
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for number in range(2):
+                more = {"mesh": "data=4,model=2", "steps": 8, "replica": number, "number": number}
+                processes += stack.enter_context(replica(tmp_path, swarm.contact, "collaborating", **more))
+            told = await said(processes, "mode", "collaborating")
+    assert {each["step"] for each in told} == {8}
+    assert len({each["chain"] for each in told}) == 1
+    for each in told:
+        assert each["pieces"] == told[0]["pieces"]
