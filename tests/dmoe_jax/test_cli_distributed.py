@@ -12,7 +12,7 @@ import trio
 
 from dmoe_jax.experts.transformer_xl import layer_expert
 from dmoe_jax.peers.security import Plain
-from dmoe_jax.runs.run_folder import read_metrics
+from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.swarm.opening import open_swarm
 from tests.dmoe_jax.training_rig import OPTIMIZER, SIZES, text_of_few_words
 
@@ -62,7 +62,7 @@ async def ended(run: Run) -> tuple[list[int], list[str]]:
 
 
 def steps_of(out: Path) -> list[int]:
-    return [record["step"] for record in read_metrics(out) if record["kind"] == "train"]
+    return [record["step"] for record in RunFolder(out).metrics() if record["kind"] == "train"]
 
 
 @pytest.mark.slow
