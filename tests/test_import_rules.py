@@ -21,13 +21,13 @@ def modules(words: Mapping[str, str]) -> set[str]:
 # Async modules: they own nurseries, sockets, clocks or devices. Everything else is a core.
 SHELLS = modules(
     {
-        "dmoe_jax": "averaging checkpoints cli collaboration trainer trunk",
+        "dmoe_jax": "agreement averaging checkpoints cli collaboration trainer trunk",
         "dmoe_jax.data": "files mnist wikitext2",
         "dmoe_jax.directory": "directory members",
         "dmoe_jax.live": "feeds recording run_feed server watcher",
         "dmoe_jax.machine": "cache_folder cores device disk freed_memory interrupts xla_threads",
         "dmoe_jax.metrics": "http_server monitor trackers",
-        "dmoe_jax.mixture": "fan_out flax_layers readiness remote statistics",
+        "dmoe_jax.mixture": "fan_out flax_layers readiness remote rows statistics",
         "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
         "dmoe_jax.peers": "joining listed peer remembered",
         "dmoe_jax.placement": "averager claimer host learnt replicas state survey watch",
@@ -160,7 +160,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.cli.trainers": 19,
     "dmoe_jax.collaboration.collaboration": 17,
     "dmoe_jax.collaboration.replica": 16,
-    "dmoe_jax.mixture.remote": 17,
+    "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.peers.peer": 16,
     "dmoe_jax.placement.averager": 16,

@@ -19,7 +19,6 @@ from dmoe_jax.cli.watching import Watching
 from dmoe_jax.collaboration import Collaboration
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.runs.endings import mistakes_in_one_line
-from dmoe_jax.shards import tree_spans_processes
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trained.imported import read_trunk_for
 from dmoe_jax.trained.offered import offer_model
@@ -101,13 +100,8 @@ async def opened_engine(
                     progress.say(f"{averager.why_not}; training alone until then")
                 figures = averager.totals.headline
         watch.steps_of(trainers)
-        is_whole = not tree_spans_processes(trainers.params)
-        if (
-            averaging.listens
-            and is_whole
-            and isinstance(model, TransformerXL)
-            and isinstance(training.task, LanguageTask)
-        ):
+        offers = averaging.listens and options.trunk.devices.distributed is None
+        if offers and isinstance(model, TransformerXL) and isinstance(training.task, LanguageTask):
             words, name = training.task.corpus.vocabulary, options.language.router
 
             def state() -> tuple[int, PyTree]:

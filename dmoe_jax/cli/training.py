@@ -5,7 +5,6 @@ import math
 from contextlib import nullcontext
 from typing import Any
 
-from dmoe_jax.cli.distributed import end_soon
 from dmoe_jax.cli.language_training import language_training
 from dmoe_jax.cli.train_options import TrainOptions
 from dmoe_jax.cli.trained_models import own_training
@@ -18,7 +17,6 @@ from dmoe_jax.routing.base import RouterError
 from dmoe_jax.runs.endings import CommandFailed, TryAgain, failure_of, mistakes_in_one_line, one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trainer import first_leaf
-from dmoe_jax.training.led import follow, opened_lead
 from dmoe_jax.training.prepared_run import PreparedRun
 from dmoe_jax.training.progress import TrainingProgress
 from dmoe_jax.training.run import Plan, train
@@ -36,7 +34,7 @@ async def run_training(
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
     """
-    settings = repr(options.settings())
+    settings, devices = repr(options.settings()), options.trunk.devices
     with (
         TrainingProgress(options.run_length.steps, quiet=run is None) as progress,
         watching(swarm, monitor or Monitor("train"), options.report.trace, progress.say) as watch,
@@ -58,10 +56,10 @@ async def run_training(
             try:
                 async with opened_engine(options, run, swarm, training, progress, watch) as engine:
                     if run is None:
-                        await follow(engine, swarm.peer, settings=settings, on_lost=end_soon)
+                        await devices.follow(engine, swarm.peer, settings=settings)
                         return headline
                     watch.begins(engine, training.task.unit)
-                    async with opened_lead(engine, swarm.peer, settings=settings, on_lost=end_soon) as lead:
+                    async with devices.opened_lead(engine, swarm.peer, settings=settings) as lead:
                         headline = await train(
                             lead,
                             run,

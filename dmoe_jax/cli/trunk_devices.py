@@ -1,14 +1,19 @@
 """The devices of `dmoe train`, over which the trunk is spread."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from dmoe_jax.cli.distributed import DeviceOptions
+from dmoe_jax.cli.distributed import DeviceOptions, end_soon
 
 if TYPE_CHECKING:  # it needs JAX, which `dmoe --help` does not wait for
     from jax.sharding import Mesh
+
+    from dmoe_jax.peers.peer import SwarmPeer
+    from dmoe_jax.training.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,20 @@ class TrunkDevices(DeviceOptions):
     0 alone has the run folder and speaks; each asks experts for its own rows, and listens for the others at --listen.
     COORDINATOR:PORT is for jax.distributed, on the host of process 0. auto: under Slurm, Open MPI and Kubernetes JAX
     finds out all of this, and the next two."""
+
+    @asynccontextmanager
+    async def opened_lead(self, engine: "Engine", peer: "SwarmPeer", *, settings: str) -> "AsyncIterator[Engine]":
+        """The engine of a run, which those of the other processes follow while the block lasts. See `training.led`."""
+        from dmoe_jax.training.led import opened_lead
+
+        async with opened_lead(engine, peer, settings=settings, on_lost=end_soon) as lead:
+            yield lead
+
+    async def follow(self, engine: "Engine", peer: "SwarmPeer", *, settings: str) -> None:
+        """Do as process 0 does with its engine. See `training.led`."""
+        from dmoe_jax.training.led import follow
+
+        await follow(engine, peer, settings=settings, on_lost=end_soon)
 
     def mesh_of_trunk(self) -> "Mesh | None":
         """The mesh of the trunk; None: JAX's default device. JAX is set up by then.

@@ -86,7 +86,7 @@ async def failing(swarm: Swarm, settings: dict[str, Any]) -> None:
 
 
 async def refused(swarm: Swarm, settings: dict[str, Any]) -> None:
-    """What will not do, and batches that are not the same."""
+    """Trainers that will not do, and batches that are not the same."""
     model, said = model_of(swarm, product_key(GRID)), []
     try:
         swarm.trainer(model, optax.sgd(0.1), [batches(), batches()], mesh=settings["mesh"])

@@ -17,7 +17,7 @@ KINDS = (RuntimeError, NoQuorum, NetError)
 
 
 def raised(*failures: Exception | None, place: int) -> Exception | None:
-    """What the process in this place raises if these are the errors of all."""
+    """The error that the process in this place raises if these are the errors of all."""
     words = np.stack([word_of(failure, KINDS) for failure in failures])
     try:
         raise_alike(words, KINDS, failures[place])
@@ -40,7 +40,7 @@ def raised(*failures: Exception | None, place: int) -> Exception | None:
 def test_the_gravest_error_is_raised_in_all(
     failures: tuple[Exception | None, ...], kind: type[Exception], text: str
 ) -> None:
-    """Of one kind; a process whose own it is raises it as it was, others with its text."""
+    """All raise one kind; a process whose own it is raises it as it was, others with its text."""
     at_fault = next(place for place, each in enumerate(failures) if f"process {place} " in text)
     found = [raised(*failures, None, place=place) for place in range(3)]
     assert found[at_fault] is failures[at_fault]
