@@ -135,11 +135,12 @@ async def averaging(swarm: Swarm, settings: dict[str, Any]) -> None:
     optimizer = moshpit_average(optax.adam(1e-2), every=3)
     own = batches(first=1000 * settings["replica"])
     trainers = swarm.trainer(model_of(swarm, product_key(GRID)), optimizer, own, mesh=settings["mesh"])
-    config = TreeAveragerConfig(side=2, window_s=10.0, timeout_s=60.0)
+    config = TreeAveragerConfig(side=2, window_s=3.0, timeout_s=60.0)
     async with open_trunk_averaging(swarm.peer, trainers.trunk, name="trunk", config=config) as averager:
         while averager.totals.done < settings["averages"]:
             await trainers.run(1)
-            say(done=averager.totals.done, step=trainers.step)
+            assert averager.loop is not None
+            say(rounds=averager.loop.version)
         totals = {"taken": averager.totals.states_taken, "met": averager.totals.peers_met}
     say(mode="averaging", pieces=pieces_of(trainers.params), step=trainers.step, **totals)
 
