@@ -16,7 +16,7 @@ import optax
 import trio
 from jax.sharding import Sharding
 
-from dmoe_jax.arrays import PyTree, as_params, host_copy, kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, as_params, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
@@ -63,8 +63,7 @@ class SharedTrunk:
         """The number of updates and a copy of the state after them, on the host. Processes that share it call this at
         the same time; each then has the whole."""
         async with self._turn:
-            copy = whole_on_host if tree_spans_processes(self.params) else host_copy
-            return self.step, await self.device.run(copy, self.state)
+            return self.step, await self.device.run(whole_on_host, self.state)
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -118,9 +117,7 @@ class SharedTrunk:
                 self.params, self.opt_state = await self._updated(check, self.params, self.opt_state, *told)
             self.step = number = self.step + 1
             averager = self.averager
-            if (
-                averager is not None and averager.loop is not None
-            ):  # of several processes, which copy and take states here
+            if averager is not None and averager.loop is not None:  # several processes copy and take states here
                 averager.loop.progress = self.step
                 self.opt_state = await averager.step(self.opt_state, self.params)
                 self.step = averager.loop.progress

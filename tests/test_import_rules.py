@@ -34,7 +34,7 @@ SHELLS = modules(
         "dmoe_jax.runs": "command_line endings processes run_folder setting_up speech",
         "dmoe_jax.swarm": "blocking opening serving swarm",
         "dmoe_jax.trained": "completion_server loading patient_layer readers",
-        "dmoe_jax.training": "progress run",
+        "dmoe_jax.training": "led progress run",
         "dmoe_net": "clock key_files nursery public",
         "dmoe_net.averaging": "assisting averager gathering group_calls opening plan replica window",
         "dmoe_net.averaging.collaboration": "assisting board rounds settlement step_log",

@@ -1,5 +1,6 @@
 """`dmoe train`: asynchronous trainers of a language model, or a model of one's own, over the swarm's experts."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,8 +51,12 @@ class TrainCommand(TrainOptions):
 
     def run(self) -> int:
         """Train; the exit status."""
-        with self.trunk.devices.failing_at_once():
-            return run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
+        devices = self.trunk.devices
+        with devices.failing_at_once():
+            status = run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
+            if status and devices.distributed is not None:  # the others do not end in order either
+                sys.exit(status)
+        return status
 
     async def _train(self, stop: Stop) -> int:
         del stop  # a cancelled run writes its report by itself

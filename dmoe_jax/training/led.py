@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import trio
 
 from dmoe_jax.agreement import from_first
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.replica import replica_of
-from dmoe_jax.mesh import mesh_of
+from dmoe_jax.mesh import mesh_of, to_host
 from dmoe_jax.model import Evaluation
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.runs.endings import mistakes_in_one_line
@@ -71,8 +72,9 @@ async def follow(engine: Engine, peer: SwarmPeer, *, settings: str, on_lost: OnR
             elif kind == "evaluate":
                 most = optional(_COUNT).of_untrusted(order, "max_items")
                 await engine.evaluate(_SPLIT.of_untrusted(order, "split"), max_items=most, on_batch=unheard)
-            elif kind == "snapshot":
-                await engine.snapshot()
+            elif kind == "snapshot":  # one array after the other, and none is kept here
+                for leaf in jax.tree.leaves(engine.state()):
+                    await trio.to_thread.run_sync(to_host, leaf)
             else:
                 raise RemoteProtocolError(f"there is no order to {kind!r}")
 

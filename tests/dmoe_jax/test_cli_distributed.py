@@ -1,6 +1,7 @@
 """`dmoe train --distributed`: two processes make one run, which goes on in one process or in two."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,20 +92,30 @@ async def test_two_processes_make_one_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_killed_process_ends_the_run_for_now(tmp_path: Path) -> None:
-    """The other one ends with status 75, and says why; a mistake in one ends both."""
+@pytest.mark.parametrize(
+    ("index", "number", "expected", "line"),
+    [
+        (1, signal.SIGKILL, [75, -9], "of this replica is gone"),
+        (0, signal.SIGTERM, [130, 75], "process 0 of this replica: it was stopped"),
+    ],
+    ids=["killed", "stopped"],
+)
+async def test_a_lost_process_ends_the_run_for_now(
+    index: int, number: int, expected: list[int], line: str, tmp_path: Path
+) -> None:
+    """The other one ends with status 75, and says why; the run has its report."""
+    out = tmp_path / "run"
     async with open_swarm(listen="127.0.0.1:0", security=Plain()) as node:
         await node.serve(EXPERTS, optimizer=OPTIMIZER, warm_up_rows=4)
-        flags = [*FLAGS.split(), "--join", node.contact, "--data", text_of_few_words(tmp_path)]
-        flags += ["--steps", "100000", "--eval-every", "100000"]
-        run = Run(tmp_path, 0, [*flags, "--out", str(tmp_path / "run")])
+        flags = [*FLAGS.split(), "--join", node.contact, "--data", text_of_few_words(tmp_path), "--out", str(out)]
+        run = Run(tmp_path, 3, [*flags, "--steps", "100000", "--eval-every", "100000"])
         try:
-            while not (tmp_path / "run" / "metrics.jsonl").exists() or len(steps_of(tmp_path / "run")) < 3:
+            while not (out / "metrics.jsonl").exists() or len(steps_of(out)) < 3:
                 assert run.processes[0].poll() is None, run.said
                 await trio.sleep(0.2)
-            run.processes[1].kill()
-            statuses = await run.statuses()
-            assert statuses == [75, -9], run.said
-            assert "of this replica is gone" in run.said[0]
+            run.processes[index].send_signal(number)
+            assert await run.statuses() == expected, run.said
+            assert line in run.said[1 - index]
+            assert (out / "report.md").exists()
         finally:
             run.close()

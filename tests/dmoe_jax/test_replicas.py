@@ -80,7 +80,6 @@ def test_two_replicas_make_one_machines_steps(tmp_path: Path) -> None:
     """Loss, parameters and moments after 50 steps, by averages and by one large batch."""
     with replicas(tmp_path, "average", "collaborate", pause_s=0.05) as start:
         processes = [*start(0), *start(1)]
-        assert all("a loop of your own" in process.next("refused")["refused"] for process in processes)
         told = [process.next("mode", "average") for process in processes]
         alone = OneMachine()
         for number in range(50):
