@@ -21,7 +21,7 @@ from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tre
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like, whole_on_host
-from dmoe_jax.optim.host_state import averaging_due
+from dmoe_jax.optim.host_state import averaging_due, gone_over
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.shards import tree_spans_processes
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
@@ -119,7 +119,8 @@ class SharedTrunk:
             averager = self.averager
             if averager is not None and averager.loop is not None:  # several processes copy and take states here
                 averager.loop.progress = self.step
-                self.opt_state = await averager.step(self.opt_state, self.params)
+                opt_state = await averager.step(self.opt_state, self.params)
+                self.params, self.opt_state = gone_over(self.params, opt_state)
                 self.step = averager.loop.progress
             elif averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
                 self.opt_state = await averager.step(self.opt_state, self.params)

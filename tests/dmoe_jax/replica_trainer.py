@@ -7,6 +7,7 @@ It prints a line of JSON for each thing that the test wants to know.
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import trio
@@ -136,12 +137,14 @@ async def averaging(swarm: Swarm, settings: dict[str, Any]) -> None:
     own = batches(first=1000 * settings["replica"])
     trainers = swarm.trainer(model_of(swarm, product_key(GRID)), optimizer, own, mesh=settings["mesh"])
     config = TreeAveragerConfig(side=2, window_s=3.0, timeout_s=60.0)
+    structure = jax.tree.structure(trainers.state())
     async with open_trunk_averaging(swarm.peer, trainers.trunk, name="trunk", config=config) as averager:
         while averager.totals.done < settings["averages"]:
             await trainers.run(1)
             assert averager.loop is not None
             say(rounds=averager.loop.version)
         totals = {"taken": averager.totals.states_taken, "met": averager.totals.peers_met}
+    assert jax.tree.structure(trainers.state()) == structure  # as checkpoints need it
     say(mode="averaging", pieces=pieces_of(trainers.params), step=trainers.step, **totals)
 
 

@@ -75,7 +75,7 @@ async def test_two_processes_make_one_run(tmp_path: Path) -> None:
     async with open_swarm(listen="127.0.0.1:0", security=Plain()) as node:
         await node.serve(EXPERTS, optimizer=OPTIMIZER, warm_up_rows=4)
         flags = [*FLAGS.split(), "--join", node.contact, "--data", text_of_few_words(tmp_path)]
-        flags += ["--out", str(out), "--mesh", "data=4,model=2"]
+        flags += ["--out", str(out), "--mesh", "data=4,model=2", "--average-every", "3"]
         statuses, said = await ended(Run(tmp_path, 0, [*flags, "--steps", "8"]))
         assert statuses == [0, 0], said
         assert steps_of(out) == list(range(1, 9))
