@@ -124,19 +124,6 @@ class DeviceOptions:
 
         return jax.process_index() if self.process_id is None else self.process_id
 
-    @contextmanager
-    def failing_at_once(self) -> Iterator[None]:
-        """End a process whose command fails in the block, with --distributed: JAX would wait at the end for those that
-        are gone."""
-        try:
-            yield
-        except SystemExit as failed:
-            if self.distributed is None:
-                raise
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(failed.code if isinstance(failed.code, int) else 1)
-
 
 _NO_CLUSTER = (
     "--distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; outside of them give "
@@ -220,13 +207,28 @@ class NodeDevices(DeviceOptions):
         )
 
 
-def end_soon(sentence: str) -> None:
-    """End this process within ten seconds, with this sentence, unless it has ended by itself."""
+@contextmanager
+def failing_at_once() -> Iterator[None]:
+    """End a process whose command fails in the block, once it is one of several: JAX would wait at the end for those
+    that are gone."""
+    try:
+        yield
+    except SystemExit as failed:
+        jax = sys.modules.get("jax")
+        if jax is None or not jax.distributed.is_initialized():
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed.code if isinstance(failed.code, int) else 1)
+
+
+def end_soon(sentence: str, *, after_s: float = _END_TIMEOUT_S) -> None:
+    """End this process after so many seconds, with this sentence, unless it has ended by itself."""
 
     def end() -> None:
         print(f"dmoe: error: {sentence}", file=sys.stderr, flush=True)
         os._exit(EXIT_AGAIN)
 
-    timer = threading.Timer(_END_TIMEOUT_S, end)
+    timer = threading.Timer(after_s, end)
     timer.daemon = True
     timer.start()

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dmoe_jax.cli.distributed import failing_at_once
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.sources import Given
@@ -51,10 +52,9 @@ class TrainCommand(TrainOptions):
 
     def run(self) -> int:
         """Train; the exit status."""
-        devices = self.trunk.devices
-        with devices.failing_at_once():
+        with failing_at_once():
             status = run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
-            if status and devices.distributed is not None:  # the others do not end in order either
+            if status and self.trunk.devices.distributed is not None:  # the others do not end in order either
                 sys.exit(status)
         return status
 

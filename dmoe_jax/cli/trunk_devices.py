@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -14,6 +15,11 @@ if TYPE_CHECKING:  # it needs JAX, which `dmoe --help` does not wait for
 
     from dmoe_jax.peers.peer import SwarmPeer
     from dmoe_jax.training.engine import Engine
+
+
+_REPORT_S = 30.0
+"""Seconds to write a report in, once another process is gone, if XLA does not wait for that one."""
+_end_with_a_report = partial(end_soon, after_s=_REPORT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +45,14 @@ class TrunkDevices(DeviceOptions):
         """The engine of a run, which those of the other processes follow while the block lasts. See `training.led`."""
         from dmoe_jax.training.led import opened_lead
 
-        async with opened_lead(engine, peer, settings=settings, on_lost=end_soon) as lead:
+        async with opened_lead(engine, peer, settings=settings, on_lost=_end_with_a_report) as lead:
             yield lead
 
     async def follow(self, engine: "Engine", peer: "SwarmPeer", *, settings: str) -> None:
         """Do as process 0 does with its engine. See `training.led`."""
         from dmoe_jax.training.led import follow
 
-        await follow(engine, peer, settings=settings, on_lost=end_soon)
+        await follow(engine, peer, settings=settings, on_lost=_end_with_a_report)
 
     def mesh_of_trunk(self) -> "Mesh | None":
         """The mesh of the trunk; None: JAX's default device. JAX is set up by then.

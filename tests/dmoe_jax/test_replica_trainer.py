@@ -132,7 +132,7 @@ async def test_replicas_make_steps_from_one_batch(tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             processes = []
             for number in range(2):
-                more = {"mesh": "data=4,model=2", "steps": 8, "replica": number, "number": number}
+                more: dict[str, Any] = {"mesh": "data=4,model=2", "steps": 8, "replica": number, "number": number}
                 processes += stack.enter_context(replica(tmp_path, swarm.contact, "collaborating", **more))
             told = await said(processes, "mode", "collaborating")
     assert {each["step"] for each in told} == {8}
