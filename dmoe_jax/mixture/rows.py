@@ -83,10 +83,20 @@ class Rows:
     @cached_property
     def own(self) -> list[Run]:
         """Rows of this process, in order."""
+        return owned_runs(self._holders, jax.process_index())
+
+    @cached_property
+    def are_shared(self) -> bool:
+        """True if several processes hold some of the rows."""
+        return any(len(processes) > 1 for processes in self._holders.values())
+
+    @cached_property
+    def _holders(self) -> dict[Run, set[int]]:
+        """Rows of each shard -> processes that hold it."""
         holders: dict[Run, set[int]] = {}
         for device, index in self.sharding.devices_indices_map((self.number,)).items():
             holders.setdefault(self._run(index, 0), set()).add(cast(Any, device).process_index)
-        return owned_runs(holders, jax.process_index())
+        return holders
 
     def taken(self, array: Any) -> Array:
         """This process's rows, from an array on its devices or on the host, or from one of `sharding`."""
@@ -100,19 +110,25 @@ class Rows:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def spread(self, numbers: Array) -> jax.Array:
-        """This process's part of stacked copies of an array. Each row is there once, with its owner; the rest is 0."""
+        """This process's part of an array, from its rows; where rows `are_shared`, of stacked copies of it, in which
+        each row is there once, with its owner, and the rest is 0."""
+        ends = np.cumsum([end - start for start, end in self.own])
+        left = dict(zip(self.own, np.split(numbers, ends[:-1]), strict=True))
+        if not self.are_shared:
+            shape = (self.number, *numbers.shape[1:])
+            places = self.sharding.addressable_devices_indices_map(shape)
+            held = [jax.device_put(left[self._run(index, 0)], device) for device, index in places.items()]
+            return jax.make_array_from_single_device_arrays(shape, self.sharding, held)
         spec = self.sharding.spec
         free = tuple(name for name in self.mesh.axis_names if name not in spec)
         shape = (math.prod(self.mesh.shape[name] for name in free), self.number, *numbers.shape[1:])
         sharding = NamedSharding(self.mesh, PartitionSpec(free, *spec))
-        ends = np.cumsum([end - start for start, end in self.own])
-        left = dict(zip(self.own, np.split(numbers, ends[:-1]), strict=True))
         parts = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
-            held = self._run(index, 1)
-            part = np.zeros((1, held[1] - held[0], *numbers.shape[1:]), numbers.dtype)
-            for run in [run for run in left if _is_within(run, held)]:
-                part[0, run[0] - held[0] : run[1] - held[0]] = left.pop(run)
+            first, last = self._run(index, 1)
+            part = np.zeros((1, last - first, *numbers.shape[1:]), numbers.dtype)
+            for run in [run for run in left if _is_within(run, (first, last))]:
+                part[0, run[0] - first : run[1] - first] = left.pop(run)
             parts.append(jax.device_put(part, device))
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -261,12 +277,13 @@ async def _alike(
                 failure = error
         led = [from_each(rows.mesh, each) for each in brought[1]]
         word = from_each(rows.mesh, word_of(failure, _KINDS))
-        *handed, words = _handing_on(rows.sharding)([*map(rows.spread, brought[0])], led, word)
+        spread = [*map(rows.spread, brought[0])]
+        handed, led, words = _handing_on(rows.sharding)(spread if rows.are_shared else [], led, word)
         told = await layer.device.run(of_each, rows.mesh, words)
     if is_stopped:
         await trio.lowlevel.checkpoint()
     raise_alike(told, _KINDS, failure)
-    return handed[0], handed[1]
+    return handed if rows.are_shared else spread, led
 
 
 @remembered(16)
