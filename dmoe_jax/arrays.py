@@ -70,7 +70,10 @@ def kept_like(own: Any, saved: Any) -> Any:
     saved = _from_bytes(saved, own.dtype)
     if not own.committed:
         return jnp.array(saved, dtype=own.dtype)
-    return jax.device_put(np.asarray(saved, dtype=own.dtype), own.sharding, may_alias=False)
+    array = np.asarray(saved, dtype=own.dtype)
+    if not own.is_fully_addressable:  # each process puts what it holds; JAX would first compare all of it
+        return jax.make_array_from_callback(array.shape, own.sharding, lambda index: array[index])
+    return jax.device_put(array, own.sharding, may_alias=False)
 
 
 def bytes_of(leaf: Any) -> memoryview:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from dmoe_jax.arrays import PyTree, as_params, copied
+from dmoe_jax.arrays import PyTree, as_params, copied, stored
 
 DATA, MODEL = "data", "model"
 
@@ -175,8 +175,18 @@ def to_host(leaf: Any) -> Any:
     """An array, wherever its parts are, whole on the host. Processes that share it call this at the same time."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         mesh = leaf.sharding.mesh  # type: ignore[attr-defined]
-        leaf = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
+        leaf = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
     return np.asarray(leaf)
+
+
+def whole_on_host(tree: PyTree) -> PyTree:
+    """The tree in NumPy arrays of its own, as `stored`. Processes that share it call this at the same time; their
+    devices hold one whole array after the other."""
+    return jax.tree.map(lambda leaf: np.array(to_host(stored(leaf))), tree)
+
+
+def _same(tree: PyTree) -> PyTree:
+    return tree
 
 
 def parse_devices(text: str, num_devices: int, *, hint: str = "") -> tuple[int, ...]:
@@ -224,14 +234,17 @@ MeshLike = str | MeshShape | Mesh
 
 
 def layout_of(mesh: MeshLike) -> Layout:
-    """The layout of parameters on a mesh: on this process's first devices, if it is no mesh of JAX.
+    """The layout of parameters on a mesh: if it is no mesh of JAX, on this process's first devices, or on those of all
+    processes where it takes more than this one has.
 
     Raises:
       ValueError: it is written otherwise, takes more devices than there are, or has another axis.
     """
     if not isinstance(mesh, Mesh):
         shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh
-        return Layout(devices=chosen_devices(None, shape, jax.local_devices()), mesh_shape=shape)
+        local = jax.local_devices()
+        available = local if shape.num_devices <= len(local) else jax.devices()
+        return Layout(devices=chosen_devices(None, shape, available), mesh_shape=shape)
     sizes = dict(mesh.shape)
     if unknown := [axis for axis in sizes if axis not in (DATA, MODEL)]:
         raise ValueError(
@@ -313,6 +326,12 @@ def init_like(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     return jax.jit(lambda params: copied(init(params)), out_shardings=shardings)(params)
 
 
+def sharding_of_rows(mesh: Mesh, number: int) -> NamedSharding:
+    """The sharding of so many rows: over the axis `data` if they are a multiple of its devices, else whole on each."""
+    parts = dict(mesh.shape).get(DATA, 1)
+    return NamedSharding(mesh, PartitionSpec(DATA) if parts > 1 and number % parts == 0 else PartitionSpec())
+
+
 _Tree = TypeVar("_Tree")
 
 
@@ -322,13 +341,10 @@ def rows_like(params: PyTree) -> Callable[[_Tree], _Tree]:
     mesh = mesh_of(params)
     if mesh is None:
         return lambda batch: batch
-    parts = dict(mesh.shape).get(DATA, 1)
-    whole = NamedSharding(mesh, PartitionSpec())
-    rows = NamedSharding(mesh, PartitionSpec(DATA)) if parts > 1 else whole
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray | jax.Array) or leaf.dtype.kind in "OSUMm" or sharding_of(leaf) is not None:
             return leaf
-        return put(leaf, rows if leaf.ndim and leaf.shape[0] % parts == 0 else whole)
+        return put(leaf, sharding_of_rows(mesh, leaf.shape[0]) if leaf.ndim else NamedSharding(mesh, PartitionSpec()))
 
     return lambda batch: jax.tree.map(placed, batch)

@@ -38,6 +38,19 @@ def tree_spans_processes(tree: PyTree) -> bool:
     return any(map(spans_processes, jax.tree.leaves(tree)))
 
 
+def check_on_all_processes(tree: PyTree) -> None:
+    """Raise ValueError if some of the processes of `jax.distributed` have no part of a tree that spans several."""
+    spanning = [leaf for leaf in jax.tree.leaves(tree) if spans_processes(leaf)]
+    there, count = (
+        {device.process_index for leaf in spanning for device in leaf.sharding.device_set},
+        jax.process_count(),
+    )
+    if len(there) < count:
+        raise ValueError(
+            f"the model lies on {len(there)} of the {count} processes of jax.distributed: a replica has all of them"
+        )
+
+
 def held_pieces(leaf: Any) -> list[Any]:
     """The distinct shards that this process holds: arrays of one device each."""
     if not spans_processes(leaf):

@@ -9,7 +9,10 @@ staleness is the price for never waiting for each other (Learning@home section 3
 A step that fails (no quorum, the swarm unreachable) is dropped and counted, and leaves the trainer's state as it was.
 
 The trunk may lie on several devices (`dmoe_jax.mesh`). A trainer then puts the rows of its batches where the trunk is,
-and its segments compute on all of them; rows for remote experts come to the host, and their answers from it.
+and its segments compute on all of them; rows for remote experts come to the host, and their answers from it. If the
+devices belong to several processes, one trainer runs in each, with the same batches: together they make each step, or
+lose it, and each asks experts for rows of its own (`dmoe_jax.mixture.rows`). A step is not cancelled halfway; whoever
+is cancelled ends the others' loops, too, before the next one.
 """
 
 import math
@@ -22,6 +25,7 @@ import numpy as np
 import optax
 import trio
 
+from dmoe_jax.agreement import steps_alike
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
@@ -29,8 +33,9 @@ from dmoe_jax.data.positions import Position, positioned
 from dmoe_jax.machine.device import Device
 from dmoe_jax.mesh import MeshLike, laid_out, rows_like
 from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
-from dmoe_jax.shards import tree_spans_processes
+from dmoe_jax.shards import check_on_all_processes, spans_processes, tree_spans_processes
 from dmoe_jax.trunk import SharedTrunk
+from dmoe_net.averaging.replica import ReplicaLost
 from dmoe_net.errors import NetError
 
 MAX_NOT_FINITE = 20
@@ -120,6 +125,7 @@ class Trainer(Generic[Batch, State]):
         self._lost_in_a_row = self._not_finite_in_a_row = 0
         self._loss_and_grads = loss_and_grads(model)
         self._placed = rows_like(trunk.params)
+        self._alike = steps_alike(trunk.params)
         self.state: State | None = None
         """State that the next batch begins with; None before the first step."""
         self.on_span: Callable[[StepSpan], None] = lambda span: None
@@ -147,11 +153,19 @@ class Trainer(Generic[Batch, State]):
 
         Raises:
           NetError: the swarm could not carry the step; the trainer can go on with the next one.
+          ReplicaLost: another process that holds a part of the trunk is gone, or was stopped.
           FloatingPointError: the loss or a gradient is not finite; the trunk is untouched.
           EndOfData: there is no further batch.
+          ValueError: the processes that hold the trunk read different batches.
         """
         number = self._batches.number
-        batch, began = self._placed(self._next_batch()), trio.current_time()
+        if self._alike is None:
+            return await self._noted_step(number, self._next_batch())
+        with self._alike.step():
+            return await self._noted_step(number, await self._alike.agreed(self._next_batch, (EndOfData,)))
+
+    async def _noted_step(self, number: int, batch: Batch) -> StepRecord:
+        batch, began = self._placed(batch), trio.current_time()
         try:
             record = await self._step(number, batch)
         except (NetError, FloatingPointError) as error:
@@ -190,9 +204,12 @@ class Trainer(Generic[Batch, State]):
         Raises:
           FloatingPointError: so many steps in a row were not finite that the model is beyond help.
           RouterError: the router's scores are not numbers. EndOfData: there is no further batch.
+          ReplicaLost: as of `step`.
         """
         try:
             record = await self.step()
+        except ReplicaLost:
+            raise
         except (NetError, FloatingPointError) as error:
             self._lost_in_a_row += 1
             self._not_finite_in_a_row = self._not_finite_in_a_row + 1 if isinstance(error, FloatingPointError) else 0
@@ -227,7 +244,8 @@ class Trainer(Generic[Batch, State]):
             if record is not None:
                 on_step(record)
             else:
-                await trio.sleep(min(5.0, 0.1 * self._lost_in_a_row))
+                with trio.CancelScope(shield=self._alike is not None):
+                    await trio.sleep(min(5.0, 0.1 * self._lost_in_a_row))
 
     def _next_batch(self) -> Batch:
         try:
@@ -256,8 +274,13 @@ def _not_finite(loss: Any, grads: PyTree) -> str:
     if not np.isfinite(float(loss)):
         return f"the loss is {float(loss)}"
     named = jax.tree_util.tree_leaves_with_path(grads)
-    # From the host: what is begun here on several devices might be begun on some of them after a program of a step.
-    names = [jax.tree_util.keystr(at) or "the parameters" for at, leaf in named if not _all_finite(np.asarray(leaf))]
+
+    def is_finite(leaf: Any) -> bool:
+        # From the host: what is begun here on several devices might be begun on some of them after a program of a step.
+        # Of several processes each has one trainer, which begins nothing else meanwhile.
+        return bool(_all_finite(leaf if spans_processes(leaf) else np.asarray(leaf)))
+
+    names = [jax.tree_util.keystr(at) or "the parameters" for at, leaf in named if not is_finite(leaf)]
     more = f" and of {len(names) - 1} more" if names[1:] else ""
     return f"the loss is {float(loss):g}, but the gradient of {names[0]}{more} is not finite"
 
@@ -368,18 +391,24 @@ SharingTrainers = Trainers[Batch, State, SharedTrunk]
 """Trainers that share their trunk with nobody else, or average it."""
 
 
-def first_params(model: Model[Any, Any], params: PyTree | None, mesh: MeshLike | None, *, seed: int) -> PyTree:
+def first_params(
+    model: Model[Any, Any], params: PyTree | None, mesh: MeshLike | None, *, seed: int, num_trainers: int
+) -> PyTree:
     """Parameters to begin with, on the mesh: those that are given, or else the model's own.
 
     Raises:
-      ValueError: other processes hold a part of them; or as of `laid_out`.
+      ValueError: they lie on several processes, and there are several trainers, or not all processes have a part; or as
+        of `laid_out`.
     """
-    if tree_spans_processes(params):
-        raise ValueError(
-            "a trainer's trunk lies on devices of its own process, and these parameters on several processes': average "
-            "them in a loop of your own, with swarm.averager or swarm.collaboration"
-        )
-    return laid_out(model.init(jax.random.key(seed)) if params is None else params, mesh)
+    laid = laid_out(model.init(jax.random.key(seed)) if params is None else params, mesh)
+    if tree_spans_processes(laid):
+        check_on_all_processes(laid)
+        if num_trainers > 1:
+            raise ValueError(
+                f"a trunk on the devices of several processes has one trainer, the same in each of them, got batches "
+                f"for {num_trainers}: make its batches larger instead"
+            )
+    return laid
 
 
 def make_trainers(
@@ -394,5 +423,5 @@ def make_trainers(
 ) -> SharingTrainers[Batch, State]:
     """See `Swarm.trainer`; the device runs the updates."""
     several = iterators_of(batches)
-    params = first_params(model, params, mesh, seed=seed)
+    params = first_params(model, params, mesh, seed=seed, num_trainers=len(several))
     return Trainers(model, SharedTrunk(params, optimizer, device), several, seed=seed)

@@ -16,13 +16,14 @@ import optax
 import trio
 from jax.sharding import Sharding
 
-from dmoe_jax.arrays import PyTree, as_params, host_copy, kept_like, sent, stored
+from dmoe_jax.arrays import PyTree, as_params, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like
-from dmoe_jax.optim.host_state import averaging_due
+from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like, whole_on_host
+from dmoe_jax.optim.host_state import averaging_due, gone_over
 from dmoe_jax.peers.peer import SwarmPeer
+from dmoe_jax.shards import tree_spans_processes
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from dmoe_net.nursery import background_nursery
 
@@ -59,9 +60,10 @@ class SharedTrunk:
         return jax.tree.map(stored, {"params": self.params, "opt_state": self.opt_state})
 
     async def snapshot(self) -> tuple[int, dict[str, PyTree]]:
-        """The number of updates and a copy of the state after them, on the host."""
+        """The number of updates and a copy of the state after them, on the host. Processes that share it call this at
+        the same time; each then has the whole."""
         async with self._turn:
-            return self.step, await self.device.run(host_copy, self.state)
+            return self.step, await self.device.run(whole_on_host, self.state)
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -115,7 +117,12 @@ class SharedTrunk:
                 self.params, self.opt_state = await self._updated(check, self.params, self.opt_state, *told)
             self.step = number = self.step + 1
             averager = self.averager
-            if averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
+            if averager is not None and averager.loop is not None:  # several processes copy and take states here
+                averager.loop.progress = self.step
+                opt_state = await averager.step(self.opt_state, self.params)
+                self.params, self.opt_state = gone_over(self.params, opt_state)
+                self.step = averager.loop.progress
+            elif averager is not None and (averager.is_under_way or averaging_due(self.opt_state)):
                 self.opt_state = await averager.step(self.opt_state, self.params)
             return number
 
@@ -138,10 +145,11 @@ class SharedTrunk:
         """Take up the state of a process that is at least `min_lead` updates ahead, and return True if one was taken.
 
         A state of other shapes, of a step beyond `max_step` or with values that are not finite is passed over, and so
-        is one that is no longer ahead when it arrives. Only while the trunk is averaged.
+        is one that is no longer ahead when it arrives. Only while the trunk is averaged. One on the devices of several
+        processes takes nothing here: its updates do so, whenever others are averagings ahead.
         """
         averager = self.averager
-        if averager is None:  # averaging has just ended
+        if averager is None or averager.loop is not None:  # averaging has just ended; or `apply` does so by itself
             return False
         taken = await averager.fetch_state(self.step, self.state, min_lead=min_lead, max_version=max_step)
         return taken is not None and await self.replace(*taken, min_lead=min_lead)
@@ -174,6 +182,7 @@ async def open_trunk_averaging(
     """Average a trunk whose optimiser has a `moshpit_average` in it, as long as the block lasts.
 
     This process is a donor of its state meanwhile, and catches up whenever rounds come to nothing or others are ahead.
+    Processes that hold a trunk together open this at the same time, and do so as one.
 
     Args:
       max_step: end of the run; states that claim to be further are not taken.
@@ -185,7 +194,7 @@ async def open_trunk_averaging(
         return SharedState(version=step, tensors=tuple(map(sent, jax.tree.leaves(state))))
 
     async def keep_up() -> None:
-        while True:
+        while averager.loop is None:
             await averager.wait_until_left_behind()
             await trunk.catch_up(min_lead=1, max_step=max_step)
 
@@ -195,13 +204,15 @@ async def open_trunk_averaging(
             trunk.params,
             optimizer=trunk.optimizer,
             name=name,
-            state=StateSource(lambda: trunk.step, snapshot),
+            state=None if tree_spans_processes(trunk.params) else StateSource(lambda: trunk.step, snapshot),
             config=config,
             device=device,
             on_round=on_round,
         ) as averager,
         background_nursery() as nursery,
     ):
+        if averager.loop is not None:
+            averager.loop.most_progress = max_step
         trunk.averager = averager
         nursery.start_soon(keep_up)
         try:

@@ -21,20 +21,20 @@ def modules(words: Mapping[str, str]) -> set[str]:
 # Async modules: they own nurseries, sockets, clocks or devices. Everything else is a core.
 SHELLS = modules(
     {
-        "dmoe_jax": "averaging checkpoints cli collaboration trainer trunk",
+        "dmoe_jax": "agreement averaging checkpoints cli collaboration trainer trunk",
         "dmoe_jax.data": "files mnist wikitext2",
         "dmoe_jax.directory": "directory members",
         "dmoe_jax.live": "feeds recording run_feed server watcher",
         "dmoe_jax.machine": "cache_folder cores device disk freed_memory interrupts xla_threads",
         "dmoe_jax.metrics": "http_server monitor trackers",
-        "dmoe_jax.mixture": "fan_out flax_layers readiness remote statistics",
+        "dmoe_jax.mixture": "fan_out flax_layers readiness remote rows statistics",
         "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
         "dmoe_jax.peers": "joining listed peer remembered",
         "dmoe_jax.placement": "averager claimer host learnt replicas state survey watch",
         "dmoe_jax.runs": "command_line endings processes run_folder setting_up speech",
         "dmoe_jax.swarm": "blocking opening serving swarm",
         "dmoe_jax.trained": "completion_server loading patient_layer readers",
-        "dmoe_jax.training": "progress run",
+        "dmoe_jax.training": "led progress run",
         "dmoe_net": "clock key_files nursery public",
         "dmoe_net.averaging": "assisting averager gathering group_calls opening plan replica window",
         "dmoe_net.averaging.collaboration": "assisting board rounds settlement step_log",
@@ -150,7 +150,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 43_050, "dmoe_net": 18_164, "experiments": 13_510}
+LINE_BUDGETS = {"dmoe_jax": 43_868, "dmoe_net": 18_169, "experiments": 13_510}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
@@ -160,7 +160,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.cli.trainers": 19,
     "dmoe_jax.collaboration.collaboration": 17,
     "dmoe_jax.collaboration.replica": 16,
-    "dmoe_jax.mixture.remote": 17,
+    "dmoe_jax.mixture.remote": 18,
     "dmoe_jax.node.server": 17,
     "dmoe_jax.peers.peer": 16,
     "dmoe_jax.placement.averager": 16,

@@ -1,8 +1,9 @@
 """A training loop's state as arrays that travel, and back."""
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.optim.host_state import host_state, without_taken
 from dmoe_jax.shards import held_pieces, with_pieces
 from dmoe_net.averaging.state.buffer import Table
-from dmoe_net.averaging.state.sharing import SharedState, StateSource
-from dmoe_net.errors import CallRefused, PeerBusy
+from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
+from dmoe_net.errors import CallRefused, PeerBusy, RemoteProtocolError
 from dmoe_net.types import Array
+from dmoe_net.wire.fields import integer, optional
 
+_PROGRESS = "progress"
 _SNAPSHOT_ATTEMPTS = 3
 """A loop in another thread may donate the arrays of a state just when they are copied."""
 _PATIENCE_S = 20.0
@@ -88,6 +91,9 @@ class LoopState:
         self._coming: ComingCopy | None = None
         self.wanted = trio.Event()
         """Set while a newcomer waits for a copy that all processes make."""
+        self.progress, self.most_progress = 0, MAX_VERSION
+        """A count of the caller's own that goes with a state that all processes copy, and takes, such as its updates;
+        and the most that a state to take may have."""
         self.version = 0
         """Averagings behind it, with lost ones, as of the last step."""
         snapshot = self._snapshot if together is None else self._snapshot_together
@@ -119,11 +125,19 @@ class LoopState:
         """Copy what is at hand, as all processes of the replica do now."""
         assert self.together is not None
         tensors = await self._device.run(copied_pieces, self._held)
-        facts = self.together.took(tensors)
+        facts = {**self.together.took(tensors), _PROGRESS: self.progress}
         if self._coming is not None:
             self._coming.state = SharedState(version=self.version, tensors=tensors, facts=facts)
             self._coming.is_there.set()
             self._coming, self.wanted = None, trio.Event()
+
+    def progress_of_untrusted(self, facts: Mapping[str, Any]) -> int:
+        """The count of a donor's state; -1 if that is not to be taken."""
+        try:
+            progress = optional(integer(0, self.most_progress)).of_untrusted(facts, _PROGRESS)
+        except RemoteProtocolError:
+            return -1
+        return self.progress if progress is None else progress
 
     async def _snapshot(self) -> SharedState:
         """Copy it while it is at hand: at once, or at the next step.

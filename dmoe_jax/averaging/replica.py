@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from dmoe_jax.arrays import PyTree, sent
 from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_jax.shards import held_pieces, spans_processes
+from dmoe_jax.shards import check_on_all_processes, held_pieces, tree_spans_processes
 from dmoe_net.averaging.replica import MAX_PROCESSES, Replica, open_replica
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import download_state
@@ -52,16 +52,10 @@ async def replica_of(peer: SwarmPeer, tree: PyTree, *, name: str, settings: str)
         settings.
       ReplicaLost: the others do not come.
     """
-    spanning = [leaf for leaf in jax.tree.leaves(tree) if spans_processes(leaf)]
-    if not spanning:
+    if not tree_spans_processes(tree):
         yield None
         return
-    count = jax.process_count()
-    there = {device.process_index for leaf in spanning for device in leaf.sharding.device_set}
-    if len(there) < count:
-        raise ValueError(
-            f"the model lies on {len(there)} of the {count} processes of jax.distributed: a replica has all of them"
-        )
+    check_on_all_processes(tree)
     if peer.rpc.address is None:
         raise ValueError(
             "a model over several processes is averaged piece by piece between processes: others must be able to call "
@@ -81,7 +75,7 @@ def _exchanged(contact: str, told: bytes) -> list[Contact]:
     own[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     found = np.asarray(multihost_utils.process_allgather(own), np.uint8).reshape(-1, own.size)
     if any(bytes(row[:_HASH_BYTES]) != told for row in found):
-        raise ValueError("the processes of one replica average under different names or settings")
+        raise ValueError("the processes of one replica were started with different settings")
     return [Contact.parse(bytes(row[_HASH_BYTES:]).rstrip(b"\0").decode()) for row in found]
 
 

@@ -182,6 +182,7 @@ class TreeAverager:
         if replica.leads:
             if self._is_late:
                 late = await self._late_download(loop, own)
+                late = None if late is None or loop.progress_of_untrusted(late.facts) < 0 else late
             over = [
                 each.number for each in self.fragments if each.under_way is not None and each.under_way.done.is_set()
             ]
@@ -201,6 +202,7 @@ class TreeAverager:
             return None, []
         taken = without_gathered(await self.device.run(tree_like, own, tensors))
         self.state_was_taken()
+        loop.progress = loop.progress_of_untrusted(facts)
         return taken, None
 
     @property

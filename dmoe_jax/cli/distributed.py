@@ -3,8 +3,8 @@
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,6 +113,17 @@ class DeviceOptions:
                 raise
             raise UsageError(f"{_NO_CLUSTER} ({one_line(error)})") from error
 
+    @property
+    def follows(self) -> bool:
+        """True if this process does as process 0 does. JAX is set up by then."""
+        return self.distributed is not None and self._number != 0
+
+    @property
+    def _number(self) -> int:
+        import jax
+
+        return jax.process_index() if self.process_id is None else self.process_id
+
 
 _NO_CLUSTER = (
     "--distributed auto: JAX finds neither Slurm, Open MPI nor Kubernetes here; outside of them give "
@@ -136,17 +147,6 @@ class NodeDevices(DeviceOptions):
     default: all along model). Start the same command with the same flags in each of them; process 0 runs on the host
     COORDINATOR, talks to the swarm, and when it leaves the others do, too. The port is for jax.distributed. auto: under
     Slurm, Open MPI and Kubernetes JAX finds out all of this, and the next two."""
-
-    @property
-    def follows(self) -> bool:
-        """True if this process does as process 0 does. JAX is set up by then."""
-        return self.distributed is not None and self._number != 0
-
-    @property
-    def _number(self) -> int:
-        import jax
-
-        return jax.process_index() if self.process_id is None else self.process_id
 
     @property
     def _host(self) -> str:
@@ -175,7 +175,7 @@ class NodeDevices(DeviceOptions):
         ask = stop.request_for_another
         # Of a host that JAX found only the name is known by which others reach it, and that may be loopback's here.
         host = None if self.distributed == AUTO else self._host
-        async with open_lead(host=host, mesh=mesh_of_all(self.mesh), on_lost=_end_soon, on_leave_asked=ask) as placed:
+        async with open_lead(host=host, mesh=mesh_of_all(self.mesh), on_lost=end_soon, on_leave_asked=ask) as placed:
             yield placed
 
     async def follow(
@@ -202,25 +202,33 @@ class NodeDevices(DeviceOptions):
             host=self._host,
             seed=seed,
             mesh=mesh_of_all(self.mesh),
-            on_lost=_end_soon,
+            on_lost=end_soon,
             until_told_to_stop=until_told_to_stop,
         )
 
-    def end(self, status: object) -> None:
-        """End a process that failed at once, with --distributed: JAX would wait at the end for those that are gone."""
-        if self.distributed is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status if isinstance(status, int) else 1)
+
+@contextmanager
+def failing_at_once() -> Iterator[None]:
+    """End a process whose command fails in the block, once it is one of several: JAX would wait at the end for those
+    that are gone."""
+    try:
+        yield
+    except SystemExit as failed:
+        jax = sys.modules.get("jax")
+        if jax is None or not jax.distributed.is_initialized():
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failed.code if isinstance(failed.code, int) else 1)
 
 
-def _end_soon(sentence: str) -> None:
-    """End this process within ten seconds, with this sentence, unless it has ended by itself."""
+def end_soon(sentence: str, *, after_s: float = _END_TIMEOUT_S) -> None:
+    """End this process after so many seconds, with this sentence, unless it has ended by itself."""
 
     def end() -> None:
         print(f"dmoe: error: {sentence}", file=sys.stderr, flush=True)
         os._exit(EXIT_AGAIN)
 
-    timer = threading.Timer(_END_TIMEOUT_S, end)
+    timer = threading.Timer(after_s, end)
     timer.daemon = True
     timer.start()

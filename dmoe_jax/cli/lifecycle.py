@@ -20,6 +20,7 @@ from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.peers.joining import NotAdmitted
 from dmoe_jax.runs.endings import EXIT_AGAIN, EXIT_INTERRUPTED, UsageError, ending_signals, fail, one_line
 from dmoe_jax.runs.processes import ProcessFailed
+from dmoe_net.averaging.replica import ReplicaLost
 from dmoe_net.errors import HandshakeFailed, ListenFailed, NetError, NoQuorum, PeerBusy, PeerUnavailable
 from dmoe_net.keys import IdentityError, IdentityInUse
 
@@ -30,7 +31,7 @@ its traceback."""
 _CUT = (NetError, trio.BrokenResourceError, trio.ClosedResourceError)
 """Errors of a command that is leaving already, whose connections are cut: they fail nothing."""
 
-_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, FolderInUse, IdentityInUse)
+_PASSING = (PeerUnavailable, PeerBusy, NoQuorum, ReplicaLost, FolderInUse, IdentityInUse)
 """Errors that time may heal: who is away may come back, and who holds a folder or a key may end."""
 
 

@@ -12,7 +12,7 @@ import tyro
 
 from dmoe_jax.cli.checks import check_seed
 from dmoe_jax.cli.dht import DhtCommand
-from dmoe_jax.cli.distributed import NodeDevices
+from dmoe_jax.cli.distributed import NodeDevices, failing_at_once
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.network import MemberOptions, join_line, join_swarm
 from dmoe_jax.cli.node_options import (
@@ -60,11 +60,8 @@ class NodeCommand(DhtCommand):
 
     def run(self) -> int:
         """Serve until interrupted; the exit status."""
-        try:
+        with failing_at_once():
             return super().run()
-        except SystemExit as failed:
-            self.devices.end(failed.code)
-            raise
 
     async def _serve(self, stop: Stop) -> int:
         faults = self._check()

@@ -1,13 +1,15 @@
 """`dmoe train`: asynchronous trainers of a language model, or a model of one's own, over the swarm's experts."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
+from dmoe_jax.cli.distributed import failing_at_once
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.network import join_swarm
 from dmoe_jax.cli.sources import Given
-from dmoe_jax.cli.train_options import TrainOptions, check_changes, flags_of_run
+from dmoe_jax.cli.train_options import ReportOptions, TrainOptions, check_changes, flags_of_run
 from dmoe_jax.metrics.process import peer_families
 from dmoe_jax.metrics.trackers import tracking
 from dmoe_jax.runs.endings import mistakes_in_one_line
@@ -51,24 +53,42 @@ class TrainCommand(TrainOptions):
 
     def run(self) -> int:
         """Train; the exit status."""
-        return run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
+        with failing_at_once():
+            status = run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
+            if status and self.trunk.devices.distributed is not None:  # the others do not end in order either
+                sys.exit(status)
+        return status
 
     async def _train(self, stop: Stop) -> int:
         del stop  # a cancelled run writes its report by itself
-        prepared, devices = self.prepared(), self.trunk.devices
+        devices = self.trunk.devices
+        prepared = self.prepared() if devices.distributed is None else None
+        self.check()
         await devices.set_up()
+        command = self
+        if devices.follows:  # it has nothing to say
+            command = replace(self, report=ReportOptions(), listening=replace(self.listening, write_contact=None))
+        elif prepared is None:
+            prepared = self.prepared()
         with mistakes_in_one_line():
             devices.mesh_of_trunk()
+        await command._train_prepared(prepared)
+        return 0
+
+    async def _train_prepared(self, prepared: PreparedRun | None) -> None:
+        """Train in the folder; without one, do as process 0 does."""
         from dmoe_jax.cli.trained_models import check_before_joining
         from dmoe_jax.cli.training import run_training
         from dmoe_jax.swarm.opening import swarm_of
 
         await check_before_joining(self)
-        listen = self.listening if self.averaging.listens else None
+        listen = self.listening if self.listens else None
         with ExitStack() as stack:
-            with mistakes_in_one_line():
-                opening = tracking(self.report.tracker, project=self.network.swarm, settings=flat(prepared.settings))
-                prepared = replace(prepared, open_sink=stack.enter_context(opening))
+            if prepared is not None:
+                with mistakes_in_one_line():
+                    told = flat(prepared.settings)
+                    opening = tracking(self.report.tracker, project=self.network.swarm, settings=told)
+                    prepared = replace(prepared, open_sink=stack.enter_context(opening))
             async with (
                 self.report.metrics.opened("train") as monitor,
                 join_swarm(self.network, join=self.join, listen=listen, budget=self.budget) as peer,
@@ -76,4 +96,3 @@ class TrainCommand(TrainOptions):
             ):
                 monitor.show(partial(peer_families, peer))
                 await run_training(self, prepared, swarm, monitor)
-        return 0

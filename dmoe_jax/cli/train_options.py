@@ -253,7 +253,9 @@ class TrainOptions:
             raise UsageError("--init is for the language model: it would have no effect beside --model")
         self.averaging.check()
         averaged = "--average-every or --target-batch-size without --average-client"
-        check_needs(averaged, self.averaging.listens, flags_of(self.listening))
+        check_needs(averaged, self.listens, flags_of(self.listening))
+        if self.trunk.devices.distributed is not None:
+            self._check_together()
         if self.report.trace is not None and self.report.trace.is_dir():
             raise UsageError(f"--trace names the file to write, {self.report.trace} is a folder")
         if not self.join:
@@ -262,6 +264,24 @@ class TrainOptions:
             raise UsageError("--resume needs --out with the folder of the run to continue")
         if self.folder.trust_run and not self.folder.resume and self.config is None:
             raise UsageError("--trust-run would have no effect without --resume or --config")
+
+    @property
+    def listens(self) -> bool:
+        """True if others call this process: those that it averages with, or trains with as one."""
+        return self.averaging.listens or self.trunk.devices.distributed is not None
+
+    def _check_together(self) -> None:
+        """Raise `UsageError` for flags that trainers of several processes do not know."""
+        if self.data.num_trainers != 1:
+            raise UsageError(
+                f"--distributed makes one trainer of all processes: give --num-trainers 1, got {self.data.num_trainers}"
+            )
+        if self.averaging.meeting.client:
+            raise UsageError("--average-client does not go together with --distributed: the processes call each other")
+        if self.run_length.max_minutes:
+            raise UsageError("--max-minutes does not go together with --distributed: give --steps")
+        if self.averaging.target_batch_size:
+            raise UsageError("--target-batch-size does not go together with --distributed yet: --average-every does")
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""

@@ -35,7 +35,7 @@ from dmoe_net.nursery import background_nursery
 @asynccontextmanager
 async def opened_engine(
     options: TrainOptions,
-    run: PreparedRun,
+    run: PreparedRun | None,
     swarm: Swarm,
     training: Training,
     progress: TrainingProgress,
@@ -52,7 +52,8 @@ async def opened_engine(
         # --seed decides the parameters, which all processes share; the rest of chance is each one's own.
         params = model.init(jax.random.key(options.data.seed))
         # A run that goes on has its own, and the export may be gone.
-        if options.data.init is not None and not (run.path and numbers_in(run.path / CHECKPOINT_FOLDER)):
+        path = options.folder.out if run is None else run.path
+        if options.data.init is not None and not (path and numbers_in(path / CHECKPOINT_FOLDER)):
             reading = partial(_exported_trunk, options.data.init, options.language, training)
             params = await trio.to_thread.run_sync(reading, abandon_on_cancel=True)
     async with AsyncExitStack() as stack:
@@ -99,7 +100,8 @@ async def opened_engine(
                     progress.say(f"{averager.why_not}; training alone until then")
                 figures = averager.totals.headline
         watch.steps_of(trainers)
-        if averaging.listens and isinstance(model, TransformerXL) and isinstance(training.task, LanguageTask):
+        offers = averaging.listens and options.trunk.devices.distributed is None
+        if offers and isinstance(model, TransformerXL) and isinstance(training.task, LanguageTask):
             words, name = training.task.corpus.vocabulary, options.language.router
 
             def state() -> tuple[int, PyTree]:

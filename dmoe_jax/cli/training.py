@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from typing import Any
 
 from dmoe_jax.cli.language_training import language_training
@@ -22,9 +23,9 @@ from dmoe_jax.training.run import Plan, train
 
 
 async def run_training(
-    options: TrainOptions, run: PreparedRun, swarm: Swarm, monitor: Monitor | None = None
+    options: TrainOptions, run: PreparedRun | None, swarm: Swarm, monitor: Monitor | None = None
 ) -> dict[str, Any]:
-    """Train as the flags say; the headline.
+    """Train as the flags say; the headline. Without a run: do as process 0 of a replica does, quietly.
 
     If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached, and a trace is
     written.
@@ -33,36 +34,42 @@ async def run_training(
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
     """
+    settings, devices = repr(options.settings()), options.trunk.devices
     with (
-        TrainingProgress(options.run_length.steps) as progress,
+        TrainingProgress(options.run_length.steps, quiet=run is None) as progress,
         watching(swarm, monitor or Monitor("train"), options.report.trace, progress.say) as watch,
     ):
-        for change in run.changes:
+        for change in () if run is None else run.changes:
             progress.say(f"going on with another setting than before: {change}")
         # Listed from the beginning: `dmoe status` shows who waits and compiles, too.
-        async with swarm.announced("trainer", watch.facts):
+        async with nullcontext() if run is None else swarm.announced("trainer", watch.facts):
             training = await (
                 language_training(options, swarm, progress) if options.model is None else own_training(options, swarm)
             )
             progress.unit = training.task.unit
-            with mistakes_in_one_line():
-                run.check_meaning(training.task.meaning)
+            if run is not None:
+                with mistakes_in_one_line():
+                    run.check_meaning(training.task.meaning)
             await training.wait_for_experts(options.calls.wait_s, progress)
             watch.found_experts()
             headline: dict[str, Any] = {}
             try:
                 async with opened_engine(options, run, swarm, training, progress, watch) as engine:
+                    if run is None:
+                        await devices.follow(engine, swarm.peer, settings=settings)
+                        return headline
                     watch.begins(engine, training.task.unit)
-                    headline = await train(
-                        engine,
-                        run,
-                        _plan(options),
-                        training.task,
-                        progress,
-                        facts=training.facts,
-                        records=watch.records,
-                        on_end=lambda headline: print(json.dumps(headline)) if options.report.json else None,
-                    )
+                    async with devices.opened_lead(engine, swarm.peer, settings=settings) as lead:
+                        headline = await train(
+                            lead,
+                            run,
+                            _plan(options),
+                            training.task,
+                            progress,
+                            facts=training.facts,
+                            records=watch.records,
+                            on_end=lambda headline: print(json.dumps(headline)) if options.report.json else None,
+                        )
                     check_coverage(swarm.statistics, options.calls.max_skipped)
                     return headline
             except (CheckpointError, OSError) as error:
@@ -85,6 +92,7 @@ def _plan(options: TrainOptions) -> Plan:
         eval_every=length.eval_every,
         eval_items=length.eval_tokens,
         final_eval_items=length.final_eval_tokens,
+        pause=options.trunk.devices.distributed is not None,
         checkpoint_every=length.checkpoint_every,
         max_s=60 * length.max_minutes or math.inf,
     )

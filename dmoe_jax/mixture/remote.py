@@ -38,6 +38,7 @@ from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.expert_calls import BACKWARD, FORWARD, ExpertCall
 from dmoe_jax.mixture.fan_out import ExpertCaller
 from dmoe_jax.mixture.readiness import check_experts
+from dmoe_jax.mixture.rows import mixed_by_rows, rows_of
 from dmoe_jax.mixture.statistics import Coverage
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic, check_weights, combine_weights, router_loss
 from dmoe_jax.routing.check import check_finite
@@ -103,7 +104,8 @@ class RemoteMixture:
         self.expert = expert
         self.router = router
         self.config = config
-        self._select, self._mix = select_program(router, config.k_best), mix_segment(router)
+        self.select, self.mix = select_program(router, config.k_best), mix_segment(router)
+        """The router's programs: selection over the whole grid, and the segment that mixes."""
         self.statistics = caller.statistics
         """Totals of the expert calls of all mixtures that share this one's caller."""
         self._caller = caller
@@ -125,10 +127,12 @@ class RemoteMixture:
           TooFewExperts: too many samples have none at all, see `MixtureConfig.max_skipped`.
           RouterError: the router's scores are not numbers, or it selected no expert that exists.
         """
+        if (rows := rows_of(scores)) is not None:
+            return await mixed_by_rows(self, rows, run, scores, inputs)
         choice = await self.choose(await to_host(self.device, jax.tree.map(lambda value: value.value, scores)))
         seed = self.dropout_seed() if run.differentiates else None
         outputs, answered = await run.call(_LayerCall(self, choice, seed), *inputs)
-        return run(self._mix, scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
+        return run(self.mix, scores, choice.indices, answered, outputs, inputs[0], choice.traffic)
 
     def dropout_seed(self) -> int | None:
         """The seed of the next training call's dropout, 63 bits; None for experts that take no key."""
@@ -156,7 +160,7 @@ class RemoteMixture:
         self.check_scores(scores)
         if self.router.whole_grid:
             alive = await self.alive()
-            indices, mask = await to_host(self.device, await self.device.run(self._select, scores, alive))
+            indices, mask = await to_host(self.device, await self.device.run(self.select, scores, alive))
             return await self.choose_selected(indices, mask, alive)
         logits, _, bias = cast(tuple[list[Array], Any, list[Array]], scores)
         if len(bias) == len(logits):  # additive as the scores are
@@ -220,10 +224,15 @@ class RemoteMixture:
         pairs = zip(np.array_split(call.rows, count), np.array_split(call.slots, count), strict=True)
         return [replace(call, rows=rows, slots=slots) for rows, slots in pairs]
 
+    @property
+    def knows_capacity(self) -> bool:
+        """True if the router heeds the capacity of experts, and there are not too many to know them all."""
+        return self.router.heeds_traffic and math.prod(self.router.grid_size) <= MAX_WATCHED_CELLS
+
     async def _capacity(self) -> Array | None:
         """Capacity of each expert; None for grids that are too large to be known as a whole."""
         grid_size = self.router.grid_size
-        if math.prod(grid_size) > MAX_WATCHED_CELLS:
+        if not self.knows_capacity:
             return None
         living, directory = await self.living(), self._caller.directory
         hosts = {contact.peer_id for contact in living.values()}

@@ -194,6 +194,12 @@ def without_taken(opt_state: PyTree) -> PyTree:
     return _map_states(lambda state: state._replace(taken=None), opt_state)
 
 
+def gone_over(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Parameters and state of a loop that goes over to what was taken at once, and not by its next update."""
+    taken = host_state(opt_state).taken
+    return params if taken is None else taken.params, without_taken(opt_state)
+
+
 def masked_like(tree: PyTree, like: PyTree) -> PyTree:
     """The tree without what `optax.masked` has kept from a transformation whose state has `like`."""
     return jax.tree.map(lambda own, leaf: own if _is_masked(own) else leaf, like, tree, is_leaf=_is_masked)

@@ -181,19 +181,24 @@ def steer_biases(optimizer: optax.GradientTransformation) -> optax.GradientTrans
 
 
 def bias_range(params: PyTree) -> float | None:
-    """The largest difference between two biases of one layer, in units of a score; None where there are no biases.
+    """The largest difference between two biases of one layer, in units of a score; None where this process has none.
 
     Args:
       params: a trunk's, or any tree with those of routers in it.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    found = [np.ptp(np.asarray(leaf)) for path, leaf in leaves if _is_bias(path)]
+    found = [np.ptp(np.asarray(leaf)) for path, leaf in leaves if _is_bias(path) and _is_here(leaf)]
     return float(max(found)) if found else None
 
 
 def _without_biases(tree: PyTree) -> PyTree:
     """The tree with nothing in the places of the biases, as `optax.masked` has it."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: optax.MaskedNode() if _is_bias(path) else leaf, tree)
+
+
+def _is_here(leaf: Any) -> bool:
+    """True if this process has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def _is_bias(path: Any) -> bool:

@@ -230,14 +230,16 @@ class Swarm:
           params: parameters to begin with; None: `model.init`, from the seed. Those that lie on several devices, each
             with a `NamedSharding` of its own, stay there: then leave `mesh` out.
           mesh: such as "data=2,model=4": the parameters and the optimiser's state are split over the axis `model` of
-            this process's first devices, rows of a batch over `data`. A `dmoe_jax.mesh.MeshShape` may bring a rule of
+            this process's first devices, rows of a batch over `data`. One that takes more devices than this process has
+            lies on those of all processes of `jax.distributed`: then each calls this alike, with one iterator of the
+            same batches, and they train as one. A `dmoe_jax.mesh.MeshShape` may bring a rule of
             its own by which arrays lie on it, a `jax.sharding.Mesh` of these axes brings its devices. None: the
             parameters stay where they are, on JAX's default device if they are on none.
           seed: seed of initial parameters and of all chance in training; None: the swarm's.
 
         Raises:
-          ValueError: there are no batches, they are no iterators, a parameter is no number, there are not so many
-            devices, or the rule does not fit a parameter.
+          ValueError: there are no batches, or several iterators for a trunk on several processes, they are no
+            iterators, a parameter is no number, there are not so many devices, or the rule does not fit a parameter.
         """
         seed = self.seed if seed is None else seed
         return make_trainers(model, optimizer, batches, params=params, mesh=mesh, seed=seed, device=self.device)
@@ -330,7 +332,7 @@ class Swarm:
           target_batch_size, average, outer, name, config, on_step: as of `collaboration`; `model.meaning` stands.
         """
         several, seed = iterators_of(batches), self.seed if seed is None else seed
-        params = first_params(model, params, mesh, seed=seed)
+        params = first_params(model, params, mesh, seed=seed, num_trainers=len(several))
         async with self.collaboration(
             params,
             optimizer,

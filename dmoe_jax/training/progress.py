@@ -25,10 +25,11 @@ _LINE_PERIOD_S = 10.0
 
 
 class TrainingProgress:
-    """Shows the progress of a run of so many updates. A context manager around all that may take its time."""
+    """Shows the progress of a run of so many updates; `quiet` shows nothing. A context manager around all that may take
+    its time."""
 
-    def __init__(self, num_steps: int) -> None:
-        self._console = Console(stderr=True)
+    def __init__(self, num_steps: int, *, quiet: bool = False) -> None:
+        self._console = Console(stderr=True, quiet=quiet)
         self._num_steps = num_steps
         self.unit = "tokens"
         """Unit of throughput: tokens, samples."""

@@ -358,6 +358,11 @@ class _Ledger:
         with self.saving():
             self.checkpoints.save(self.engine.step, host_copy(self.engine.state()), self.checkpoint_facts())
 
+    async def save_snapshot(self) -> None:
+        """Do as `save_here`, also for a state that several processes share, which take its copy together."""
+        with self.saving():
+            self.checkpoints.save(*await self.engine.snapshot(), self.checkpoint_facts())
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Make an event of a checkpoint that cannot be written in the block; the run goes on."""
@@ -460,7 +465,7 @@ async def _train_pausing(run: _Ledger) -> None:
         run.log_calls()
         run.log_balance()
         await run.evaluate_first()
-        run.save_here()
+        await run.save_snapshot()
 
 
 async def _train_beside(run: _Ledger) -> None:

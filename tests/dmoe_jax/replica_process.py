@@ -103,10 +103,6 @@ async def average(swarm: Any, settings: dict[str, Any]) -> None:
         params, state = apply_average(optimizer, state, params)
         return replica.constrained(params), state
 
-    try:
-        swarm.trainer(None, optimizer, iter([]), params=replica.params)
-    except ValueError as error:
-        say(refused=str(error))
     config = TreeAveragerConfig(side=2, window_s=30.0, timeout_s=60.0)
     async with swarm.averager(replica.params, optimizer, name="average", config=config) as averager:
         params, state, losses = replica.params, optimizer.init(replica.params), []

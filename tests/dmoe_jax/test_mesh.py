@@ -31,6 +31,7 @@ def test_updates_on_eight_devices() -> None:
         "parameters of one's own",
         "axes that are part of a type",
         "batches by rows",
+        "rows of a process",
         "optimizers stay",
         "moments stay where they are",
         f"a mesh data=4,model=4 takes 16 devices, but there are 8 {HINT}",
@@ -94,7 +95,12 @@ def test_wrong_meshes(call: Callable[[], Any], line: str) -> None:
         ("--devices 0 --mesh data=2", "the mesh data=2,model=1 takes 2 devices, got 1"),
         ("--mesh rows=2", "expected a mesh such as data=2,model=4, of the axes data and model, got 'rows=2'"),
         ("--xla-threads 0", "--xla-threads must be from 1 to 256, got 0"),
-        ("--distributed a:1", "--distributed: trainers of several processes are not there yet, give --mesh alone"),
+        ("--distributed a:1", "--distributed needs --num-processes and --process-id, unless it is auto"),
+        ("--distributed auto", "--distributed makes one trainer of all processes: give --num-trainers 1, got 4"),
+        (
+            "--distributed auto --num-trainers 1 --max-minutes 1",
+            "--max-minutes does not go together with --distributed: give --steps",
+        ),
         ("--process-id 1", "--num-processes and --process-id would have no effect without --distributed"),
     ],
 )

@@ -2,12 +2,7 @@
 process holds the others' pieces, and a replica that loses a process leaves as one and comes back."""
 
 import contextlib
-import json
 import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,49 +13,8 @@ import numpy as np
 import optax
 import pytest
 
+from tests.dmoe_jax.replica_children import Process, check_pieces
 from tests.dmoe_jax.replica_model import batch_of, loss_of, params_of
-
-TIMEOUT_S = 240.0
-ROOT = Path(__file__).parents[2]
-
-
-class Process:
-    """One process of a replica, and what it says."""
-
-    def __init__(self, **settings: Any) -> None:
-        # Threads enough for the programs of four devices, which wait for each other.
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "NPROC": "16"}
-        command = [sys.executable, "-m", "tests.dmoe_jax.replica_process", json.dumps(settings)]
-        self.log = open(settings["log"], "w+")  # noqa: SIM115 (closed with the process)
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=env, cwd=ROOT)
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                if line.startswith("{"):  # gloo prints, too
-                    self._lines.put(json.loads(line))
-        self._lines.put(None)
-
-    def next(self, key: str, value: Any = None) -> dict[str, Any]:
-        """The next thing that it says with this key, or this value of it."""
-        end = time.monotonic() + TIMEOUT_S
-        while True:
-            said = self._lines.get(timeout=max(0.1, end - time.monotonic()))
-            if said is None:
-                self.log.seek(0)
-                raise AssertionError(f"it ended with status {self.process.wait()}: {self.log.read()[-4000:]}")
-            if key in said and value in (None, said[key]):
-                return said
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        self.log.close()
 
 
 @contextlib.contextmanager
@@ -86,7 +40,7 @@ def replicas(tmp_path: Path, *modes: str, count: int = 2, **more: Any) -> Iterat
                 "steps": 50,
                 "log": str(tmp_path / f"{len(started)}-{index}.log"),
             }
-            own.append(Process(**settings | more | changes))
+            own.append(Process("replica_process", **settings | more | changes))
         started.extend(own)
         contact = own[0].next("contact")["contact"]
         join.append(contact)
@@ -97,16 +51,6 @@ def replicas(tmp_path: Path, *modes: str, count: int = 2, **more: Any) -> Iterat
     finally:
         for process in started:
             process.close()
-
-
-def check_pieces(told: dict[str, Any], expected: dict[str, Any]) -> None:
-    """All numbers of a process are those of one machine to 1e-5."""
-    whole = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(expected)}
-    assert told["pieces"].keys() == whole.keys()
-    for name, pieces in told["pieces"].items():
-        for place, numbers in pieces:
-            where = tuple(slice(*each) for each in place)
-            np.testing.assert_allclose(np.array(numbers), np.asarray(whole[name])[where], atol=1e-5)
 
 
 class OneMachine:
@@ -136,7 +80,6 @@ def test_two_replicas_make_one_machines_steps(tmp_path: Path) -> None:
     """Loss, parameters and moments after 50 steps, by averages and by one large batch."""
     with replicas(tmp_path, "average", "collaborate", pause_s=0.05) as start:
         processes = [*start(0), *start(1)]
-        assert all("a loop of your own" in process.next("refused")["refused"] for process in processes)
         told = [process.next("mode", "average") for process in processes]
         alone = OneMachine()
         for number in range(50):

@@ -22,6 +22,7 @@ from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.machine.device import InlineDevice
 from dmoe_jax.mesh import MeshShape, laid_out, layout_of, mesh_of, rows_like, shardings_like
+from dmoe_jax.mixture.rows import Rows
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL
 from dmoe_jax.optim import (
@@ -169,6 +170,20 @@ def batches_by_rows() -> None:
     assert batch[3] == kept[1]
     assert rows_like(PARAMS)(batch) is batch
     print("batches by rows")
+
+
+def rows_of_a_process() -> None:
+    """Rows come to the host and back in place, whether `data` splits them or not, and once, however many hold them."""
+    for mesh, number in (("data=4,model=2", 8), ("data=2,model=4", 7), ("model=8", 3)):
+        rows = Rows(number=number, mesh=layout_of(mesh).mesh)
+        numbers = np.arange(number * 3, dtype=np.float32).reshape(number, 3) + 1
+        array = jax.device_put(numbers, rows.sharding)
+        agree(rows.taken(array), numbers, 0)
+        agree(rows.taken(numbers), numbers, 0)
+        agree(rows.spread(numbers), numbers, 0)
+        vars(rows)["are_shared"] = True  # as if another process held some of them
+        agree(np.asarray(rows.spread(numbers)).sum(axis=0), numbers, 0)
+    print("rows of a process")
 
 
 def averaged_with_nobody(trunk: SharedTrunk) -> None:
@@ -405,6 +420,7 @@ async def updates() -> None:
     parameters_of_ones_own()
     await axes_that_are_part_of_a_type()
     batches_by_rows()
+    rows_of_a_process()
     await optimizers_stay()
     await moments_stay_where_they_are()
     refused()

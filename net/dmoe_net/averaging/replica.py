@@ -125,6 +125,11 @@ class Replica:
         """Forget an occasion that does not come again."""
         self._numbers.pop(mark, None)
 
+    async def wait_until_lost(self) -> str:
+        """Wait until a process is gone that has not left in order, and return a sentence that says so."""
+        await self._lost.wait()
+        return self._why_lost
+
     async def processes_of(self, leader: Contact | PeerId) -> tuple[Contact, ...]:
         """Return the contacts of all processes of another replica, which has as many as this one.
 
