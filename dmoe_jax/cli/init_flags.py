@@ -12,6 +12,7 @@ from dmoe_jax.layer_config import LayerConfig, Route
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import as_flags
 from dmoe_jax.trained.export_files import read_facts
+from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.training.prepared_run import is_code
 
 _WORD = re.compile(r"[\w.+=]{1,100}")
@@ -45,22 +46,24 @@ def check_flags(path: Path, ours: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def fitting(path: Path, ours: Mapping[str, Any]) -> Iterator[None]:
-    """Say which flags fit an export, if others are why the body raises ValueError: it cannot begin with the export.
+def fitting(init: Path, ours: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield an export, or for a URL a copy on this machine. If the body raises ValueError because it cannot begin with
+    that, say which flags fit.
 
     Raises:
-      UsageError: as of `check_flags`.
+      UsageError: as of `check_flags`. ValueError, OSError: as of `local_copy`.
     """
-    try:
-        yield
-    except ValueError as error:
+    with local_copy(init) as path:
         try:
-            check_flags(path, ours)
-        except (ValueError, OSError):
-            pass  # the first error says more
-        except UsageError as told:
-            raise told from error
-        raise
+            yield path
+        except ValueError as error:
+            try:
+                check_flags(path, ours)
+            except (ValueError, OSError):
+                pass  # the first error says more
+            except UsageError as told:
+                raise told from error
+            raise
 
 
 def _setting_untrusted(value: object) -> object:

@@ -198,11 +198,10 @@ class SavingOptions:
           UsageError: the export's experts were made with other `settings`. ValueError, OSError: as of `begin_experts`.
         """
         from dmoe_jax.trained.imported import begin_experts
-        from dmoe_jax.trained.remote import local_copy
 
         if self.init is None or self.checkpoint_dir is None:
             return 0
-        with local_copy(self.init) as path, fitting(path, settings):
+        with fitting(self.init, settings) as path:
             return begin_experts(path, self.checkpoint_dir, uids, expert, optimizer)
 
 

@@ -22,7 +22,6 @@ from dmoe_jax.runs.endings import mistakes_in_one_line
 from dmoe_jax.swarm.swarm import Swarm
 from dmoe_jax.trained.imported import read_trunk_for
 from dmoe_jax.trained.offered import offer_model
-from dmoe_jax.trained.remote import local_copy
 from dmoe_jax.trainer import AnyTrainers
 from dmoe_jax.training.prepared_run import CHECKPOINT_FOLDER, PreparedRun
 from dmoe_jax.training.progress import TrainingProgress
@@ -114,7 +113,7 @@ async def opened_engine(
 def _exported_trunk(init: Path, language: LanguageModelOptions, training: Training) -> dict[str, Any]:
     """The trunk of an export for this language model. Raises ValueError or UsageError if it is another model's."""
     config, words = cast(Any, training.model).config, training.task.meaning
-    with local_copy(init) as path, fitting(path, settings_of_model(language)):
+    with fitting(init, settings_of_model(language)) as path:
         return read_trunk_for(path, config, router=language.router, words=words)
 
 
