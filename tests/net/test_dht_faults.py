@@ -1,5 +1,6 @@
 """DHT nodes that die, lie, restart and lose each other, and strangers that try to take a record from its owner."""
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -45,6 +46,18 @@ async def test_one_survivor_of_five_replicas_is_enough(autojump_clock: MockClock
         network.take_down(*(node.address for node in kept[:4]))
         asker = next(node for node in nodes if node not in kept)
         assert await value_at(asker, "key") == "alive"
+
+
+async def test_a_slow_page_is_waited_for(autojump_clock: MockClock) -> None:
+    """Holders that answer the first page as ever, and the further ones late, leave no part of the record out."""
+    slow_from = math.inf
+    async with swarm_of(4, latency_s=lambda: 2.0 if trio.current_time() > slow_from else 0.05) as (network, nodes):
+        for node in nodes:
+            for number in range(10):
+                await node.store("key", "x" * 2000, suffix=str(number), life_s=300)
+        async with open_node(network, 4, [address_of(0)], client_mode=True) as asker:
+            slow_from = trio.current_time() + 0.01
+            assert len(await asker.get("key")) == 40
 
 
 async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:

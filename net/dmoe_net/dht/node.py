@@ -439,9 +439,11 @@ class DhtNode:
             self._read_from.forget(target)
         return holds
 
-    async def _read_on(self, contact: Contact, target: NodeId) -> bool:
-        """Read all that changed in a peer's copy, page by page; False if it has none, or fails."""
-        patience_s = self._calls.patience.of(contact.peer_id, trio.current_time())
+    async def _read_on(self, contact: Contact, target: NodeId, patience_s: float | None = None) -> bool:
+        """Read all that changed in a peer's copy, page by page; False if it has none, fails, or takes longer for a page
+        than it has been seen to take."""
+        if patience_s is None:
+            patience_s = self._calls.patience.of(contact.peer_id, trio.current_time())
         with trio.move_on_after(patience_s) as scope:
             try:
                 for _ in range(_MAX_PAGES):
@@ -459,10 +461,16 @@ class DhtNode:
         own = self._own_contact is not None and bool(self._storage.get(target, self.clock.ticks()))
         walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own)
         self._read_from.walked(target, walk.holders, trio.current_time())
-        # Further pages are no part of the walk, in which a peer that takes long is passed over.
-        unread = [(holder, target) for holder in walk.holders if (target, holder.peer_id) in self._unread]
+
+        def unread() -> list[Contact]:
+            return [holder for holder in walk.holders if (target, holder.peer_id) in self._unread]
+
+        # Further pages are no part of the walk, in which a peer that takes long is passed over. But if of no copy all
+        # came, those that take long are waited for: part of a record would look like all of it.
+        await _each(self._read_on, [(holder, target) for holder in unread()])
+        if len(left := unread()) == len(walk.holders):
+            await _each(self._read_on, [(holder, target, self.config.rpc_timeout_s) for holder in left])
         self._unread = {each for each in self._unread if each[0] != target}
-        await _each(self._read_on, unread)
 
     async def _walk(self, target: NodeId, *, beam_size: int, copies: int = 0) -> Lookup:
         table, local_id = self._book.table, self._book.table.local_id
