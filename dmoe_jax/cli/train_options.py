@@ -280,6 +280,10 @@ class TrainOptions:
             raise UsageError("--average-client does not go together with --distributed: the processes call each other")
         if self.run_length.max_minutes:
             raise UsageError("--max-minutes does not go together with --distributed: give --steps")
+        if self.run_length.checkpoint_every != RunOptions.checkpoint_every:
+            raise UsageError(
+                "--checkpoint-every does not go together with --distributed, which saves every --eval-every"
+            )
         if self.averaging.target_batch_size:
             raise UsageError("--target-batch-size does not go together with --distributed yet: --average-every does")
 

@@ -101,6 +101,10 @@ def test_wrong_meshes(call: Callable[[], Any], line: str) -> None:
             "--distributed auto --num-trainers 1 --max-minutes 1",
             "--max-minutes does not go together with --distributed: give --steps",
         ),
+        (
+            "--distributed auto --num-trainers 1 --checkpoint-every 5",
+            "--checkpoint-every does not go together with --distributed, which saves every --eval-every",
+        ),
         ("--process-id 1", "--num-processes and --process-id would have no effect without --distributed"),
     ],
 )
