@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.mesh import sharding_of
+from dmoe_jax.mesh.layout import sharding_of
 
 T = TypeVar("T")
 

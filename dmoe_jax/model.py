@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import Recording, Value
-from dmoe_jax.mesh import rows_like
+from dmoe_jax.mesh.layout import rows_like
 
 Batch = TypeVar("Batch")
 State = TypeVar("State")

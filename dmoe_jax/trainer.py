@@ -25,15 +25,15 @@ import numpy as np
 import optax
 import trio
 
-from dmoe_jax.agreement import steps_alike
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.arrays import all_finite as every_number_finite
 from dmoe_jax.autodiff import Recording, Value, value_and_grad
 from dmoe_jax.data.positions import Position, positioned
 from dmoe_jax.machine.device import Device
-from dmoe_jax.mesh import MeshLike, laid_out, rows_like
+from dmoe_jax.mesh.agreement import steps_alike
+from dmoe_jax.mesh.layout import MeshLike, laid_out, rows_like
+from dmoe_jax.mesh.shards import check_on_all_processes, spans_processes, tree_spans_processes
 from dmoe_jax.model import Batch, Evaluation, Model, Outcome, State
-from dmoe_jax.shards import check_on_all_processes, spans_processes, tree_spans_processes
 from dmoe_jax.trunk import SharedTrunk
 from dmoe_net.averaging.replica import ReplicaLost
 from dmoe_net.errors import NetError

@@ -20,10 +20,10 @@ from dmoe_jax.arrays import PyTree, as_params, kept_like, sent, stored
 from dmoe_jax.averaging import Round, TreeAverager, TreeAveragerConfig, open_tree_averager
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import init_like, mesh_of, put, sharding_of, shardings_like, whole_on_host
+from dmoe_jax.mesh.layout import init_like, mesh_of, put, sharding_of, shardings_like, whole_on_host
+from dmoe_jax.mesh.shards import tree_spans_processes
 from dmoe_jax.optim.host_state import averaging_due, gone_over
 from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_jax.shards import tree_spans_processes
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from dmoe_net.nursery import background_nursery
 

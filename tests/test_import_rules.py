@@ -21,11 +21,12 @@ def modules(words: Mapping[str, str]) -> set[str]:
 # Async modules: they own nurseries, sockets, clocks or devices. Everything else is a core.
 SHELLS = modules(
     {
-        "dmoe_jax": "agreement averaging checkpoints cli collaboration trainer trunk",
+        "dmoe_jax": "averaging checkpoints cli collaboration trainer trunk",
         "dmoe_jax.data": "files mnist wikitext2",
         "dmoe_jax.directory": "directory members",
         "dmoe_jax.live": "feeds recording run_feed server watcher",
         "dmoe_jax.machine": "cache_folder cores device disk freed_memory interrupts xla_threads",
+        "dmoe_jax.mesh": "agreement",
         "dmoe_jax.metrics": "http_server monitor trackers",
         "dmoe_jax.mixture": "fan_out flax_layers readiness remote rows statistics",
         "dmoe_jax.node": "backend host_calls lockstep queue requests runner saving server stacked",
@@ -150,7 +151,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 43_873, "dmoe_net": 18_177, "experiments": 13_510}
+LINE_BUDGETS = {"dmoe_jax": 43_878, "dmoe_net": 18_177, "experiments": 13_510}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {
@@ -266,6 +267,11 @@ def test_functions_have_few_parameters() -> None:
         for arguments in [node.args]
     }
     assert {name: count for name, count in counts.items() if count > MOST_PARAMETERS} == WIDE_FUNCTIONS
+
+
+def test_the_library_has_few_loose_files() -> None:
+    """Ten at most lie in no room."""
+    assert len(list((ROOT / "dmoe_jax").glob("*.py"))) <= 10
 
 
 def test_folders_keep_their_line_budgets() -> None:

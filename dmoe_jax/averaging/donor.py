@@ -13,8 +13,8 @@ import trio
 from dmoe_jax.arrays import PyTree, sent, stored
 from dmoe_jax.averaging.replica import ComingCopy, CopyTogether, copied_pieces
 from dmoe_jax.machine.device import Device, to_host
+from dmoe_jax.mesh.shards import held_pieces, with_pieces
 from dmoe_jax.optim.host_state import host_state, without_taken
-from dmoe_jax.shards import held_pieces, with_pieces
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.sharing import MAX_VERSION, SharedState, StateSource
 from dmoe_net.errors import CallRefused, PeerBusy, RemoteProtocolError

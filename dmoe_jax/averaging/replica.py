@@ -17,8 +17,8 @@ import trio
 from jax.experimental import multihost_utils
 
 from dmoe_jax.arrays import PyTree, sent
+from dmoe_jax.mesh.shards import check_on_all_processes, held_pieces, tree_spans_processes
 from dmoe_jax.peers.peer import SwarmPeer
-from dmoe_jax.shards import check_on_all_processes, held_pieces, tree_spans_processes
 from dmoe_net.averaging.replica import MAX_PROCESSES, Replica, open_replica
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import download_state

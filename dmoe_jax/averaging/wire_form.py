@@ -13,10 +13,10 @@ import optax
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.settings import TreeAveragerConfig
+from dmoe_jax.mesh.shards import tree_spans_processes
 from dmoe_jax.optim.compression import sparse_vector
 from dmoe_jax.optim.host_state import HostState, Sent, awaiting_host
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.shards import tree_spans_processes
 from dmoe_net.averaging.gathering import SparseLayout
 from dmoe_net.types import Array
 from dmoe_net.wire.sparse import SparseVector

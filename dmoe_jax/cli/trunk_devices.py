@@ -63,7 +63,7 @@ class TrunkDevices(DeviceOptions):
         """
         import jax
 
-        from dmoe_jax.mesh import Layout, MeshShape, chosen_devices
+        from dmoe_jax.mesh.layout import Layout, MeshShape, chosen_devices
 
         shape = None if self.mesh is None else MeshShape.parse(self.mesh)
         if self.distributed is not None:

@@ -14,10 +14,10 @@ from dmoe_jax.averaging.donor import tree_like
 from dmoe_jax.averaging.replica import copied_pieces
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import mesh_of, sharding_of
+from dmoe_jax.mesh.layout import mesh_of, sharding_of
+from dmoe_jax.mesh.shards import held_pieces
 from dmoe_jax.optim.collaborative import Collaborative, CollaborativeState, Contribution, emptied
 from dmoe_jax.optim.tree_vectors import TreeLayout
-from dmoe_jax.shards import held_pieces
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.types import Array

@@ -3,7 +3,7 @@
 Only the first process hears of others: it decides when a step begins, finds the group, takes part in the settlement and
 looks for states. Each change of the state is an *order*, which it gives before it carries it out, and which the other
 processes carry out inside the same call of `add` or `gathered`: so all processes run the same programs in the same
-order, as `jax.distributed` wants it. What they average are their own pieces (`dmoe_jax.shards`).
+order, as `jax.distributed` wants it. What they average are their own pieces (`dmoe_jax.mesh.shards`).
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 The processes that hold a row's shard divide its rows among them, so that each row has one *owner*, and an expert learns
 once from it. A process brings its rows to the host, chooses experts for them and asks these, as in one process. Then
 one program that all run hands the answers on to whoever holds the rows, and with them what each process has to say
-(`dmoe_jax.agreement`): if the layer fails in one, it fails in all. Gradients come back in the same way.
+(`dmoe_jax.mesh.agreement`): if the layer fails in one, it fails in all. Gradients come back in the same way.
 
 A model calls one such layer after the other, never two at once: all processes run the same programs in one order.
 """
@@ -21,16 +21,16 @@ import numpy as np
 import trio
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dmoe_jax.agreement import first_devices, from_each, losses_named, of_each, raise_alike, stopped, word_of
 from dmoe_jax.autodiff import Recording, Value
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import sharding_of_rows
+from dmoe_jax.mesh.agreement import first_devices, from_each, losses_named, of_each, raise_alike, stopped, word_of
+from dmoe_jax.mesh.layout import sharding_of_rows
+from dmoe_jax.mesh.shards import spans_processes
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.statistics import TooFewExperts
 from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic
-from dmoe_jax.shards import spans_processes
 from dmoe_net.errors import NetError, NoQuorum
 from dmoe_net.types import Array
 

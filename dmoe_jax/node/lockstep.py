@@ -32,7 +32,7 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.directory.grid import parse_uid
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import ThreadDevice
-from dmoe_jax.mesh import Layout, MeshShape
+from dmoe_jax.mesh.layout import Layout, MeshShape
 from dmoe_jax.node.backend import make_backend
 from dmoe_jax.node.programs import Batch, ExpertPrograms, Result, State, Work
 from dmoe_jax.node.sharding import Place, PlacedDevice

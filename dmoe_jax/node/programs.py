@@ -22,7 +22,7 @@ from jax.experimental.layout import with_layout_constraint
 from dmoe_jax.arrays import PyTree, copied, gradients_like, in_type_of, kept_like, stored
 from dmoe_jax.experts.base import Expert, folded_in
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import Layout, put, to_host
+from dmoe_jax.mesh.layout import Layout, put, to_host
 from dmoe_jax.node.host_calls import calls_host, check_threads_for_host_calls
 from dmoe_net.types import Array
 

@@ -11,7 +11,7 @@ import jax
 
 from dmoe_jax.machine.device import AllDevices, Device, InlineDevice, ThreadDevice
 from dmoe_jax.machine.own_devices import own_cpu_devices
-from dmoe_jax.mesh import Layout, MeshShape, chosen_devices
+from dmoe_jax.mesh.layout import Layout, MeshShape, chosen_devices
 
 
 def layouts_on(devices: Sequence[jax.Device], mesh: MeshShape | None) -> tuple[Layout, ...]:

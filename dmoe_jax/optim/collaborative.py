@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree, all_finite, as_params, copied, typed_like, wide
-from dmoe_jax.mesh import init_like
+from dmoe_jax.mesh.layout import init_like
 from dmoe_jax.optim.moshpit import diloco_outer
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]

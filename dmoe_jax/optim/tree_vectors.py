@@ -1,6 +1,6 @@
 """A pytree of parameters as one flat vector, the form in which the network averages it, and back.
 
-Of a tree on the devices of several processes the vector has the numbers that this process owns (`dmoe_jax.shards`).
+Of a tree on the devices of several processes the vector has this process's own numbers (`dmoe_jax.mesh.shards`).
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.shards import OwnedLeaf, handed_on, placed_like, spans_processes, tree_spans_processes
+from dmoe_jax.mesh.shards import OwnedLeaf, handed_on, placed_like, spans_processes, tree_spans_processes
 from dmoe_net.types import Array
 
 

@@ -35,7 +35,7 @@ from dmoe_jax.collaboration import (
 from dmoe_jax.directory.members import Facts, Member, list_members, listed_member, node_statuses, traffic
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.device import Device
-from dmoe_jax.mesh import MeshLike, MeshShape
+from dmoe_jax.mesh.layout import MeshLike, MeshShape
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller, OnCall
 from dmoe_jax.mixture.remote import RemoteMixture

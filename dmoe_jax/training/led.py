@@ -2,7 +2,7 @@
 
 Process 0 alone has the run loop, the folder and the progress. What that does with its engine it tells the others first,
 and they do the same with theirs: so all run the same programs in the same order. Steps agree by themselves
-(`dmoe_jax.agreement`).
+(`dmoe_jax.mesh.agreement`).
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import trio
 
-from dmoe_jax.agreement import from_first
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.averaging.replica import replica_of
-from dmoe_jax.mesh import mesh_of, to_host
+from dmoe_jax.mesh.agreement import from_first
+from dmoe_jax.mesh.layout import mesh_of, to_host
 from dmoe_jax.model import Evaluation
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.runs.endings import mistakes_in_one_line

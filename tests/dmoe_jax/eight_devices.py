@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from dmoe_jax.experts import feedforward
 from dmoe_jax.experts.base import Expert, TensorSpec
 from dmoe_jax.machine.device import ThreadDevice
-from dmoe_jax.mesh import MeshShape, ShardingRule
+from dmoe_jax.mesh.layout import MeshShape, ShardingRule
 from dmoe_jax.node.backend import ExpertBackend, make_backends
 from dmoe_jax.node.server import NodeConfig
 from dmoe_jax.node.sharding import PlacedDevice, node_devices

@@ -7,7 +7,7 @@ import trio
 import trio.lowlevel
 from jax.sharding import Mesh
 
-from dmoe_jax.agreement import StepsAlike, from_each, from_first, of_each, raise_alike, stopped, word_of
+from dmoe_jax.mesh.agreement import StepsAlike, from_each, from_first, of_each, raise_alike, stopped, word_of
 from dmoe_jax.mixture.rows import owned_runs
 from dmoe_jax.trainer import EndOfData
 from dmoe_net.averaging.replica import ReplicaLost

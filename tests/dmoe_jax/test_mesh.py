@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.machine.device import InlineDevice
-from dmoe_jax.mesh import MeshShape, laid_out, layout_of, mesh_of, rows_like
+from dmoe_jax.mesh.layout import MeshShape, laid_out, layout_of, mesh_of, rows_like
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.flags import as_flags
 from dmoe_jax.runs.run_folder import flat

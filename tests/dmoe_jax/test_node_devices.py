@@ -11,7 +11,7 @@ import trio
 from jax.sharding import PartitionSpec
 
 from dmoe_jax.machine.device import AllDevices, CostModel, DeviceTime, InlineDevice
-from dmoe_jax.mesh import MeshShape, parse_devices, shard_largest_dimension
+from dmoe_jax.mesh.layout import MeshShape, parse_devices, shard_largest_dimension
 from dmoe_jax.metrics.node import NodeRecorder
 from dmoe_jax.node import sharding
 from dmoe_jax.node.backend import ExpertBackend, make_backends

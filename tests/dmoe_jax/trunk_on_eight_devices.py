@@ -21,7 +21,7 @@ from dmoe_jax.cli.training import run_training
 from dmoe_jax.data.batches import SegmentStream, evaluation_segments
 from dmoe_jax.layer_config import LayerConfig, Recipe
 from dmoe_jax.machine.device import InlineDevice
-from dmoe_jax.mesh import MeshShape, laid_out, layout_of, mesh_of, rows_like, shardings_like
+from dmoe_jax.mesh.layout import MeshShape, laid_out, layout_of, mesh_of, rows_like, shardings_like
 from dmoe_jax.mixture.rows import Rows
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import TransformerXL

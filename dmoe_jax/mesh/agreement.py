@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.machine.remembered import remembered
-from dmoe_jax.mesh import mesh_of
-from dmoe_jax.shards import tree_spans_processes
+from dmoe_jax.mesh.layout import mesh_of
+from dmoe_jax.mesh.shards import tree_spans_processes
 from dmoe_net.averaging.replica import ReplicaLost
 from dmoe_net.types import Array
 
