@@ -113,11 +113,8 @@ PRESETS: dict[tuple[Model, Size], Preset] = {
 
 
 def sized_preset(settings: TrainingSettings, model: Model) -> Preset:
-    """The preset of a model, with as many experts in a mixture as the settings say.
-
-    Raises:
-      ValueError: more experts are asked for than there are.
-    """
+    """The preset of a model, with as many experts in a mixture as the settings say. Raises ValueError if there are not
+    so many."""
     preset = PRESETS[model, settings.size]
     if not preset.config.is_mixture:
         return preset

@@ -48,22 +48,15 @@ _QUICK_MINUTES = 0.8
 
 
 def checked_router(spec: str, config: TransformerXLConfig, route: Route = "sequence") -> Router:
-    """The router for a mixture of these sizes that routes sequences or tokens, tried on a few samples.
-
-    Raises:
-      RouterError: naming the router.
-    """
+    """The router for a mixture of these sizes that routes sequences or tokens, tried on a few samples. Raises
+    RouterError, naming the router."""
     router = make_router(spec, config.grid_size)
     check_router(router, config.grid_size, config.d_model, in_order=route == "token")
     return router
 
 
 def open_corpus(run: Run[Any]) -> Corpus:
-    """Load the text that the settings ask for by `data`, and say so.
-
-    Raises:
-      UsageError: it cannot be had.
-    """
+    """Load the text that the settings ask for by `data`, and say so. Raises UsageError if it cannot be had."""
     with mistakes_in_one_line():
         corpus = load_corpus(source=run.settings.data)
     run.log("corpus", name=corpus.name, description=corpus.description)
