@@ -26,7 +26,8 @@ def test_examples_are_short() -> None:
     [
         ("remote_layer_in_flax", "accuracy", 1, (0.85, 1.0)),
         ("own_router", "accuracy", 2, (0.7, 1.0)),
-        ("simulated_swarm", "loss", 1, (0.0, 0.35)),  # chance is 0.69, and half of the nodes die
+        # Chance is 0.69, and half of the nodes die; four seeds ended at 0.1 to 0.36.
+        ("simulated_swarm", "loss", 1, (0.0, 0.5)),
     ],
 )
 def test_example_learns(name: str, figure: str, count: int, bounds: tuple[float, float], capsys: Any) -> None:
