@@ -236,11 +236,20 @@ class CollaborationState:
         After `latest` this peer computes all the same, for a batch that others may not fill.
         """
         if self.coming is not None:
-            return Move.STEP
+            return Move.COMPUTE if self._is_short_alone(view) else Move.STEP
         is_known = self.where is not None
         if is_known and view.leader is not None:
             return Move.CATCH_UP
         return Move.COMPUTE if self.has_time_for_more(view, now) or (is_known and now > latest) else Move.WAIT
+
+    def _is_short_alone(self, view: Forecast) -> bool:
+        """True if this peer, which has told nobody when its step begins, lacks half a micro-batch or more.
+
+        Its last micro-batch took longer than foretold.
+        """
+        assert self.coming is not None
+        is_alone = not view.others and view.leader is None and not self.coming.has_company
+        return is_alone and self.gathered + self.micro_batch / 2 <= self.config.target_batch_size
 
     def settled(self, begun: UnderWay, averaged: Averaged, local_s: float) -> GlobalStep:
         """Account for a step that is made, and which `step` counts already."""

@@ -6,9 +6,13 @@ import pytest
 import trio
 
 from dmoe_jax.collaboration import CollaborationConfig, CollaborationTotals, GlobalStep
-from dmoe_jax.collaboration.collaboration import Remarks
+from dmoe_jax.collaboration.collaboration import Remarks, open_collaboration
+from dmoe_jax.machine.device import InlineDevice
+from dmoe_jax.peers.peer import PeerConfig, open_peer
+from dmoe_net.transport.sim import run, simulate
+from dmoe_net.transport.sim.links import Constant
 from experiments.collaborative.world import Life, PeerSpec, World
-from tests.dmoe_jax.collaboration_swarm import check_one_machine, in_world, lives_of, peer_of
+from tests.dmoe_jax.collaboration_swarm import PROBLEM, check_one_machine, in_world, lives_of, peer_of
 
 TARGET, STEPS = 256, 30
 SPECS = [PeerSpec(name=f"peer{number}", sample_s=0.05 / 16, micro_batch=16) for number in range(3)]
@@ -77,6 +81,33 @@ def test_a_lone_peer_makes_a_step_of_the_micro_batches_that_are_nearest_to_the_t
 
     lives = in_world(body, config=CollaborationConfig(target_batch_size=target))
     assert [each.samples for each in lives[0].steps[:steps]] == [batches * micro_batch] * steps
+
+
+def test_a_lone_peer_whose_micro_batch_takes_longer_than_foretold_fills_its_batch() -> None:
+    """Nobody waits for it at the time at which the batch was to be full."""
+    done: list[GlobalStep] = []
+
+    async def main() -> None:
+        config = CollaborationConfig(target_batch_size=6)
+        async with (
+            simulate(latency=Constant(0.02)) as network,
+            open_peer((), PeerConfig(network=network, host="alone", seed=0)) as place,
+            open_collaboration(
+                place,
+                PROBLEM.params,
+                together=PROBLEM.together,
+                name="run",
+                config=config,
+                device=InlineDevice(),
+                on_step=done.append,
+            ) as peer,
+        ):
+            for number, took_s in enumerate([1.0, 0.002, 0.3, 0.002, 2.0, 2.0, 0.01, 0.01, 0.01, 0.5]):
+                await trio.sleep(took_s)
+                await peer.add(PROBLEM.gradient(PROBLEM.params, "x", number, 3), samples=3)
+
+    run(main)
+    assert [each.samples for each in done] == [6.0] * 5
 
 
 def test_who_is_left_by_the_other_goes_on() -> None:
