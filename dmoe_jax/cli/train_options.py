@@ -284,8 +284,6 @@ class TrainOptions:
             raise UsageError(
                 "--checkpoint-every does not go together with --distributed, which saves every --eval-every"
             )
-        if self.averaging.target_batch_size:
-            raise UsageError("--target-batch-size does not go together with --distributed yet: --average-every does")
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""

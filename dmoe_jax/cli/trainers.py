@@ -77,8 +77,9 @@ async def opened_engine(
             trainers = together = await stack.enter_async_context(collaborating)
             if together.step:
                 progress.say(f"took the state of a process that was ahead: step {together.step}")
-            nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
-            watch.collaboration(together.peer)
+            if run is not None:
+                nursery.start_soon(_show_swarm, together.peer, averaging.target_batch_size, progress)
+                watch.collaboration(together.peer)
             figures = together.peer.totals.headline
         else:
             trainers = alone = swarm.trainer(model, optimizer, batches, params=params, mesh=mesh, seed=seed)

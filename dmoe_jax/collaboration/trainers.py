@@ -8,6 +8,8 @@ import trio
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.collaboration.collaboration import Collaboration
+from dmoe_jax.mesh.layout import whole_on_host
+from dmoe_jax.mesh.shards import tree_spans_processes
 from dmoe_jax.model import Batch, Model, State
 from dmoe_jax.trainer import EndOfData, OnLost, OnStep, StepRecord, Trainer, Trainers, unheard
 
@@ -17,7 +19,6 @@ class _Gathering:
 
     def __init__(self, peer: Collaboration) -> None:
         self._peer = peer
-        self.snapshot = peer.snapshot
 
     @property
     def step(self) -> int:
@@ -30,6 +31,18 @@ class _Gathering:
     @property
     def state(self) -> PyTree:
         return self._peer.state
+
+    async def snapshot(self) -> tuple[int, PyTree]:
+        """Return the step, and a copy of the state after it on the host. Processes that share the state call this at
+        the same time; each then has the whole.
+
+        Raises:
+          ValueError: processes share the state, and its updates are delayed.
+        """
+        peer = self._peer
+        if peer.standing.config.delayed or not tree_spans_processes(peer.params):
+            return await peer.snapshot()
+        return peer.step, await peer.device.run(whole_on_host, peer.state)
 
     def facts(self) -> dict[str, Any]:
         return {"collaboration": self._peer.saved_facts()}

@@ -69,13 +69,14 @@ def steps_of(out: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_two_processes_make_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", ["--average-every 3", "--target-batch-size 32"], ids=["averaged", "large batch"])
+async def test_two_processes_make_one_run(together: str, tmp_path: Path) -> None:
     """It is evaluated and saved, goes on in one process, and in two again; process 1 says and writes nothing."""
     out = tmp_path / "run"
     async with open_swarm(listen="127.0.0.1:0", security=Plain()) as node:
         await node.serve(EXPERTS, optimizer=OPTIMIZER, warm_up_rows=4)
         flags = [*FLAGS.split(), "--join", node.contact, "--data", text_of_few_words(tmp_path)]
-        flags += ["--out", str(out), "--mesh", "data=4,model=2", "--average-every", "3"]
+        flags += ["--out", str(out), "--mesh", "data=4,model=2", *together.split()]
         statuses, said = await ended(Run(tmp_path, 0, [*flags, "--steps", "8"]))
         assert statuses == [0, 0], said
         assert steps_of(out) == list(range(1, 9))
