@@ -82,7 +82,8 @@ async def test_two_processes_make_one_run(together: str, tmp_path: Path) -> None
         assert steps_of(out) == list(range(1, 9))
         assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["4", "8"]
         assert "final, over 128" in said[0]
-        assert not any(word in said[1] for word in ("corpus", "experts", "step", "validation", "report"))
+        told = [line for line in said[1].splitlines() if "WARNING" not in line]  # of calls that fail on a busy machine
+        assert not any(word in line for line in told for word in ("corpus", "experts", "step", "validation", "report"))
         resumed = [*flags, "--resume", "--steps"]
         statuses, said = await ended(Run(tmp_path, 1, [*resumed, "10", "--mesh", "data=1"], together=False))
         assert statuses == [0], said
