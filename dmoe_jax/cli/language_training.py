@@ -34,6 +34,10 @@ async def language_training(options: TrainOptions, swarm: Swarm, progress: Train
             lambda: load_corpus(source=data.data, tokenizer=data.tokenizer), abandon_on_cancel=True
         )
     progress.say(f"corpus: {corpus.description}")
+    if options.calls.k_best >= (count := math.prod(language.grid_size)):
+        progress.say(
+            f"--k-best {options.calls.k_best} of {count} experts: all get every sample, the router only weighs"
+        )
     seed, seq_len, shards = data.chance_seed, language.layer.seq_len, range(data.num_trainers)
     with mistakes_in_one_line():
         config = trunk_config(options, len(corpus.vocabulary))

@@ -17,7 +17,7 @@ from dmoe_jax.data.tokenizers import check_tokenizer
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
-from dmoe_jax.runs.flags import as_flags, flag_of, flags_of, named_flags, settings_of
+from dmoe_jax.runs.flags import Flag, as_flags, flag_of, flags_of, named_flags, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +183,8 @@ _NO_SETTINGS = (
     *("--distributed", "--num-processes", "--process-id"),
 )
 """Flags that say nothing of what a run trains, and much of where it runs."""
+_CALLS_OF_ANY_MODEL = ("wait_s", "max_skipped")
+"""Settings of calls that count for a model of the user's own, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +244,8 @@ class TrainOptions:
     def check(self) -> None:
         """Raise `UsageError` naming a flag that nothing else checks before it would be too late."""
         self.data.check()
-        if self.trunk.optimizer is not None:
-            check_no_effect(f"--optimizer {self.trunk.optimizer}", flags_of(self.trunk.recipe))
+        for beside, flags in self._without_effect().items():
+            check_no_effect(beside, flags)
         self.trunk.devices.check()
         self.language.check()
         self.run_length.check()
@@ -264,6 +266,16 @@ class TrainOptions:
             raise UsageError("--resume needs --out with the folder of the run to continue")
         if self.folder.trust_run and not self.folder.resume and self.config is None:
             raise UsageError("--trust-run would have no effect without --resume or --config")
+
+    def _without_effect(self) -> dict[str, list[Flag]]:
+        """The flags whose place others take, by the flag that takes it."""
+        found: dict[str, list[Flag]] = {}
+        if self.trunk.optimizer is not None:
+            found[f"--optimizer {self.trunk.optimizer}"] = list(flags_of(self.trunk.recipe))
+        if self.model is not None:
+            calls = [flag for flag in flags_of(self.calls) if flag.field not in _CALLS_OF_ANY_MODEL]
+            found[f"--model {self.model}, which has mixtures of its own"] = [*flags_of(self.language), *calls]
+        return found
 
     @property
     def listens(self) -> bool:
@@ -287,7 +299,8 @@ class TrainOptions:
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""
-        settings = settings_of(self, without=_NO_SETTINGS)
+        idle = [flag.word for flags in self._without_effect().values() for flag in flags]
+        settings = settings_of(self, without=(*_NO_SETTINGS, *idle))
         settings["averaging"]["average"] = self.averaging.kind.replace("_", "-")  # what "auto" comes to
         return settings
 

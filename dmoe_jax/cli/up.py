@@ -354,7 +354,8 @@ class UpCommand:
         """Flags of `dmoe train` for one trainer process, besides its folder and whom it joins."""
         data, code, swarm = self.data, self.code, self.swarm
         words: list[str] = []
-        for flag in (each for group in (self.language, data, self.adam, self.run_length) for each in flags_of(group)):
+        language = () if code.model else (self.language,)
+        for flag in (each for group in (*language, data, self.adam, self.run_length) for each in flags_of(group)):
             # A run that goes on takes its own flags where none are given, and not the defaults.
             is_said = flag.is_changed or (self.folder.resume and flag.value is not None and flag.value is not False)
             if is_said and flag.word not in ("--seed", "--data-seed"):

@@ -122,6 +122,8 @@ def _run_file(path: Path) -> ModuleType:
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while it runs
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)  # modules beside it are found, as in a script, and hide none of the program's
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -129,7 +129,7 @@ def first_trainer(path: Path) -> Path:
 def _of_train(path: Path, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str, str]:
     if settings.get("model") is not None:
         raise ValueError(
-            f"{path} is a run of a model of your own, {settings['model']}; only the Transformer-XL can be inspected"
+            f"{path} is a run of a model of your own, {settings['model']}; only the Transformer-XL can be read back"
         )
     sizes = {**settings["language"], "k_best": settings["calls"]["k_best"]}
     router, cutoffs = str(sizes.pop("router")), sizes["cutoffs"]

@@ -99,7 +99,7 @@ def prepare_run(
     for setting, (then, now) in changes.items():
         if setting not in may_differ:
             raise ValueError(f"the run in {path} was begun with {setting} {then!r} and cannot be resumed with {now!r}")
-    told = tuple(f"{setting}: {then!r} -> {now!r}" for setting, (then, now) in changes.items())
+    told = tuple(f"{setting}: {then!r} -> {now!r}" for setting, (then, now) in changes.items() if setting != "join")
     return PreparedRun(path=path, settings=settings, name=name, goes_on=True, changes=told)
 
 

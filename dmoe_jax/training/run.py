@@ -9,6 +9,7 @@ curve. Beside the newest checkpoints stays the one whose evaluation had the leas
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -193,6 +194,7 @@ class _Ledger:
         self.watch = _Stopwatch()
         self._step = self._items = self._staleness = self._lost_before = 0
         self._evaluations: dict[str, Evaluation] = {}
+        self._evaluated_at: int | None = None
         self._baseline: Mapping[str, float] = {}
         run.check_meaning(task.meaning)
         self.unsaved = ""
@@ -316,7 +318,8 @@ class _Ledger:
         if is_new := done is None:
             with self.progress.evaluation(f"{name} data") as on_batch:
                 done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
-        self._evaluations[split] = evaluation = done
+        self._evaluations[split], self._evaluated_at = done, step
+        evaluation = done
         figures = self.task.figures(evaluation)
         sizes = {"items": evaluation.items, "items_seen": items_seen}
         self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.engine.totals().virtual_s)
@@ -384,6 +387,7 @@ class _Ledger:
         # A nursery may have put Ctrl-C, or a cancellation, into groups.
         if BaseExceptionGroup("", [error]).subgroup((KeyboardInterrupt, trio.Cancelled)) is not None:
             self.event("interrupted", f"at step {self._step}; {goes_on}")
+            self.progress.say(f"go on with --resume --out {shlex.quote(str(self.folder.path))}")
         else:
             why = str(first_leaf(error)).strip().partition("\n")[0]
             self.event("failed", f"{why}; at step {self._step}; {goes_on}")
@@ -440,6 +444,7 @@ class _Ledger:
             "corpus": task.name,
             **figures,
             f"evaluated_{unit}": first.items if first is not None else 0,
+            "evaluated_step": self._evaluated_at,
             "steps": self._step,
             f"training_{unit}": self._items,
             f"{unit}_per_s": self.watch.rate,

@@ -25,6 +25,7 @@ from dmoe_jax.models.transformer_xl import init_trunk
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.flags import as_flags
 from dmoe_jax.runs.run_folder import plain, read_metrics
 from dmoe_jax.runs.tables import read_run
 from dmoe_jax.swarm.opening import open_swarm
@@ -264,6 +265,31 @@ class Regression(Model):
         batches = self.batches(9, 10, 0)
         return [next(batches) for _ in range(3)]
 """
+
+
+def test_flags_of_the_language_model_are_refused_beside_another_one(tmp_path: Path) -> None:
+    """A report of the run does not name them either."""
+    for flag, value in {"router": "switch", "grid_size": (2, 2), "d_model": 8, "k_best": 2}.items():
+        words = ["--join", "127.0.0.1:1", "--model", "mine.py:M", *as_flags({flag: value})]
+        wrong = parse_command_line(TrainCommand, prog="dmoe train", args=words)
+        with pytest.raises(
+            UsageError, match=rf"--{flag.replace('_', '-')} would have no effect beside --model mine.py:M"
+        ):
+            wrong.check()
+    own = command(tmp_path / "run", "embedded", model="mine.py:M", max_skipped=0.1)
+    own.check()
+    settings = own.settings()
+    assert "language" not in settings
+    assert settings["calls"] == {"max_skipped": 0.1, "wait_s": 60.0}
+
+
+def test_a_file_may_import_its_neighbours(tmp_path: Path) -> None:
+    """As a script may; a module of the program is not hidden by one beside the file."""
+    (tmp_path / "neighbour_of_mine.py").write_text("answer = 42\n")
+    (tmp_path / "wave.py").write_text("raise RuntimeError\n")
+    (tmp_path / "mine.py").write_text("import wave\nfrom neighbour_of_mine import answer\nfound = wave.open\n")
+    assert load_from_file(f"{tmp_path / 'mine.py'}:answer", kind="model") == 42
+    assert callable(load_from_file(f"{tmp_path / 'mine.py'}:found", kind="model"))
 
 
 async def test_a_model_of_the_users_own_trains(text: str, tmp_path: Path) -> None:

@@ -35,14 +35,15 @@ async def served_swarm(sizes: LayerConfig = SIZES) -> AsyncIterator[tuple[Served
             yield served, client
 
 
-_SMALL: dict[str, Any] = {"num_trainers": 2, "batch_size": 2, "layer": SIZES, "num_layers": 1, "grid_size": (2, 2)}
-_SMALL |= {"k_best": 2, "timeout_s": 120.0, "wait_s": 60.0, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+_LANGUAGE: dict[str, Any] = {"layer": SIZES, "num_layers": 1, "grid_size": (2, 2), "k_best": 2, "timeout_s": 120.0}
+_SMALL: dict[str, Any] = {"num_trainers": 2, "batch_size": 2, "wait_s": 60.0}
+_SMALL |= {"steps": 8, "eval_every": 4, "checkpoint_every": 4}
 _SMALL |= {"eval_tokens": 64, "final_eval_tokens": 128, "insecure_loopback": True}
 
 
 def command(out: Path, text: str, **changes: Any) -> TrainCommand:
     """A small run; changes are flags, whichever group they belong to, or the layer."""
-    wishes = _SMALL | {"out": out, "data": text} | changes
+    wishes = _SMALL | ({} if "model" in changes else _LANGUAGE) | {"out": out, "data": text} | changes
     command = _with(TrainCommand(join=("127.0.0.1:1",)), wishes)
     assert not wishes
     return command
