@@ -1,11 +1,11 @@
 """`dmoe node`: serve experts."""
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import trio
 import tyro
@@ -113,14 +113,18 @@ class NodeCommand(DhtCommand):
                 placement=placement,
                 on_progress=said,
             )
+            backends: Mapping[str, Any] = {}
             with stop.body():
                 served = await self._begin(swarm, serving)
-                node = served.node
+                node, backends = served.node, served.backends
                 monitor.show(lambda: node_families(node.recorder, node.status()))
                 monitor.why_not_ready = lambda: "" if node.state == "serving" else node.state
                 self._say_what_is_served(served, swarm, took_s=time.perf_counter() - started)
                 await trio.sleep_forever()
             monitor.why_not_ready = lambda: "leaving"
+            learnt = sum(backend.update_count > 0 for backend in backends.values())
+            if learnt and self.saving.checkpoint_dir is None and not placement.replicates:
+                say(f"What {learnt} of {len(backends)} experts have learnt is not kept: there was no --checkpoint-dir")
         return EXIT_INTERRUPTED
 
     def _check(self) -> FaultPlan | None:

@@ -158,6 +158,18 @@ async def test_a_node_fails_on_purpose_and_is_gone_at_once() -> None:
             assert await read_members(peer, "dmoe") == ((), {})
 
 
+@pytest.mark.slow
+async def test_a_node_that_keeps_nothing_says_so_at_its_end() -> None:
+    """If there is anything to keep."""
+    with running(*NODE, "--experts", "ffn.[0:2]") as (node, contact):
+        async with join_swarm(NetworkOptions(), join=[contact]) as peer:
+            await teach(peer, contact, ["ffn.1"])
+        node.terminate()
+        assert node.wait(timeout=20) == 130
+        line = "What 1 of 2 experts have learnt is not kept: there was no --checkpoint-dir"
+        assert node.stdout.read().splitlines()[-1] == line
+
+
 def test_a_peer_ends_with_the_process_that_started_it() -> None:
     """With --exit-on-stdin-eof a closed standard input ends the peer."""
     with running("dht", "--exit-on-stdin-eof") as (process, _):
