@@ -317,9 +317,10 @@ class _Ledger:
             with self.progress.evaluation(f"{name} data") as on_batch:
                 done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
         self._evaluations[split] = evaluation = done
+        self.totals = self.engine.totals()  # its figures may tell of this evaluation
         figures = self.task.figures(evaluation)
         sizes = {"items": evaluation.items, "items_seen": items_seen}
-        self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.engine.totals().virtual_s)
+        self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.totals.virtual_s)
         if kind == "eval":
             self._curve.append({"kind": kind, "step": step, "split": split, **figures, **sizes})
             self._log_baseline(evaluation)
