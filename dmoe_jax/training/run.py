@@ -296,7 +296,6 @@ class _Ledger:
         self._balance.log_load(self.totals)
 
     def log_balance(self) -> None:
-        self.totals = self.engine.totals()
         self._balance.log(self.totals)
 
     async def evaluate_first(self) -> None:
