@@ -206,8 +206,8 @@ def run_experiment(
 ) -> dict[str, Any]:
     """Run an experiment from the command line to its report.
 
-    The process ends with status 2 after a wrong flag, 1 after an error that a user can mend or that the experiment
-    expects, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result and no error.
+    The process ends with status 2 after a mistake, 1 after a failure that the experiment expects, 75 where another
+    process is at work in the folder, 130 after Ctrl-C or SIGTERM; each with one line. A missed bar is a result.
 
     Args:
       experiment: the experiment. None: EXPERIMENT of `experiments.NAME.measurement`, imported once the command line has
@@ -264,14 +264,12 @@ def _resumed(settings: S, given: Sequence[str], prog: str) -> S:
     """The settings with the flags that a run which is resumed was begun with, where those given now do not change them.
 
     Raises:
-      UsageError: a Python file is named by the run's folder alone.
+      UsageError: there is no run in the folder, or a Python file is named by the folder alone.
     """
     if not isinstance(settings, ResumableSettings) or not settings.resume or settings.out is None:
         return settings
-    try:
+    with mistakes_in_one_line():
         saved = saved_settings(settings.out)
-    except ValueError:
-        return settings  # no run: told when its folder is opened
     words = []
     for flag in flags_of(type(settings)):
         value = saved.get(flag.key)

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from rich.table import Table
 
 from dmoe_jax.runs.figure import Metrics, columns
-from dmoe_jax.runs.report import ReportTable, format_value
+from dmoe_jax.runs.report import ReportTable, final_evaluation, format_value
 from dmoe_jax.runs.style import FAINT, INK, Label, baseline, cap, dress, end_labels, plain_log_ticks, say_empty, short
 from experiments.panels import series_style
 from experiments.run_summary import RunSummary, mean, perplexity_curve, summarise_run
@@ -21,7 +21,7 @@ Runs = Mapping[str, Sequence[Metrics]]
 
 FIGURE_TEXT = (
     "Validation perplexity over training tokens, every point on the same words: the mean over seeds, and a band from "
-    "the least to the greatest; and the final perplexity of each seed, over all the text that was read in the end"
+    "the least to the greatest; and the final perplexity of each seed, over the words that were read in the end"
 )
 
 _TOP = 1.5
@@ -37,10 +37,8 @@ _COLUMNS: Mapping[str, str] = {
 }
 
 _NOTE = (
-    "Means over the runs; ± is the standard deviation of a sample. Perplexities are over all the text that was read in "
-    "the end, which the curves are not: each of their points is over the same, fewer words. The load's normalised "
-    "entropy (1: even), mean over layers, and the experts of all layers that no sample was sent to, are of the last "
-    "window that was measured. Calls lost are a share of all expert calls."
+    "The load's normalised entropy (1: even), mean over layers, and the experts of all layers that no sample was sent "
+    "to, are of the last window that was measured. Calls lost are a share of all expert calls."
 )
 
 
@@ -59,8 +57,18 @@ def comparison_table(runs: Runs) -> ReportTable:
         perplexity = format_value(mean(values))
         text = None if not values.size else perplexity if spread is None else f"{perplexity} ± {short(spread)}"
         rows.append([label, len(seeds), text, *(mean(_known(seeds, name)) for name in names)])
+    finals = (final_evaluation(metrics) for seeds in runs.values() for metrics in seeds)
     head = ("", "runs", "validation perplexity", *(_COLUMNS[name] for name in names))
-    return ReportTable(title="Side by side", head=head, rows=rows, note=_NOTE)
+    of_curve = next((f", each point of the curves over {found[1]}" for found in finals if found), "")
+    over = f"Final perplexities are over {_words(summaries)} of the validation text{of_curve}."
+    note = f"Means over the runs; ± is the standard deviation of a sample. {over} {_NOTE}"
+    return ReportTable(title="Side by side", head=head, rows=rows, note=note)
+
+
+def _words(summaries: Mapping[str, Sequence[RunSummary]]) -> str:
+    """Words of the final evaluation in text."""
+    counts = {run.evaluated_words for seeds in summaries.values() for run in seeds if run.evaluated_words}
+    return f"{', '.join(map(format_value, sorted(counts)))} words" if counts else "the last words read"
 
 
 def comparison_headline(runs: Runs) -> dict[str, dict[str, Any]]:
@@ -73,10 +81,10 @@ def comparison_headline(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def terminal_table(table: ReportTable) -> Table:
-    """A table of `comparison_table` for a terminal."""
-    printed = Table(*table.head, title=table.title, title_justify="left")
+    """As many columns of `comparison_table`, the first ones, as a terminal of 80 has room for."""
+    printed = Table(*(name.replace(" ", "\n") for name in table.head[:6]), title=table.title, title_justify="left")
     for row in table.rows:
-        printed.add_row(*map(format_value, row))
+        printed.add_row(*map(format_value, row[:6]))
     return printed
 
 
@@ -94,6 +102,7 @@ def draw_comparison(runs: Runs, title: str | None = None) -> Figure:
     figure = Figure(figsize=(10.5, height), layout="constrained", facecolor="white")
     curves, finals = figure.subplots(1, 2, width_ratios=(3, 1))
     _draw_curves(curves, runs, gap=0.24 / height)
+    dress(finals, "Final perplexity", f"over {_words(summaries)}")
     _draw_finals(finals, {label: _known(seeds, "perplexity") for label, seeds in summaries.items()})
     if title:
         figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
@@ -159,7 +168,6 @@ def _common_curve(curves: Sequence[Mapping[float, tuple[float, float]]]) -> tupl
 
 def _draw_finals(axes: Axes, perplexities: Mapping[str, np.ndarray]) -> None:
     """A row for each label: a ring for each seed, a dot at their mean, and the mean in numbers."""
-    dress(axes, "Final perplexity", "over all the text")
     for row, values in enumerate(perplexities.values()):
         colour, _ = series_style(row)
         axes.plot(values, np.full(values.size, row), "o", color=colour, mfc="none", alpha=0.7)

@@ -52,7 +52,8 @@ def open_engine(run: Run[Any], num_tasks: int, *, num_jobs: int | None = None) -
     jobs = num_jobs or settings.num_jobs
     # The last bits of a result depend on the number of threads: not on who is free, or on how many tasks are left.
     own = max(usable_cores() // jobs, 1) if name == "here" else 1
-    helper = {"command": sys.orig_argv, "threads": xla_threads() if os.environ.get(VARIABLE) else own}
+    threads = xla_threads() if os.environ.get(VARIABLE) else own
+    helper = {"command": sys.orig_argv, "folder": os.getcwd(), "threads": threads}
     options: dict[str, Any] = {"run": partial(compute_in_helper, helper=helper), "at_once": jobs}
     with ExitStack() as stack:
         with mistakes_in_one_line():
@@ -61,7 +62,7 @@ def open_engine(run: Run[Any], num_tasks: int, *, num_jobs: int | None = None) -
                 helpers = Helpers([{**helper, "number": number, "jobs": jobs} for number in range(jobs)])
                 engine = Engine(executor=stack.enter_context(helpers), lost=(HelperFailed,))
             elif name == "slurm":
-                submitted = SlurmJobs(run.folder.path.absolute() / "slurm", cpus_per_task=helper["threads"])
+                submitted = SlurmJobs(run.folder.path.absolute() / "slurm", cpus_per_task=threads)
                 engine = Engine(executor=stack.enter_context(submitted), lost=(HelperFailed,), **options)
             elif name == "dask":
                 engine = stack.enter_context(_open_dask(address or None, run.say, **options))
@@ -69,7 +70,7 @@ def open_engine(run: Run[Any], num_tasks: int, *, num_jobs: int | None = None) -
                 from ray.exceptions import NodeDiedError, OutOfMemoryError, WorkerCrashedError
 
                 lost = (NodeDiedError, OutOfMemoryError, WorkerCrashedError)
-                calls = RayCalls(address or None, num_cpus=helper["threads"])
+                calls = RayCalls(address or None, num_cpus=threads)
                 engine = Engine(executor=stack.enter_context(calls), lost=lost, **options)
         yield engine
 

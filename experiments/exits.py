@@ -35,7 +35,8 @@ def ending_of(error: BaseException, *, expected: Errors = (), causes: Errors = (
     leaf: BaseException | None = errors.subgroup(causes) or (None if others else understood)
     while isinstance(leaf, BaseExceptionGroup):
         leaf = leaf.exceptions[0]
-    return None if leaf is None else Ending(1, f"error: {one_line(leaf)}")
+    status = leaf.status if isinstance(leaf, UsageError) else 1
+    return None if leaf is None else Ending(status, f"error: {one_line(leaf)}")
 
 
 @contextmanager

@@ -17,6 +17,10 @@ class RunSummary:
     """Validation perplexity at the end; of a run that has not ended, that of the last evaluation."""
     test_perplexity: float | None
     """The same of the test text."""
+    evaluated_words: int | None
+    """Words of the validation text that its perplexity is over."""
+    unigram_perplexity: float | None
+    """That of a unigram model on them, of a run that has ended."""
     final_load_entropy: float | None
     """Entropy of the load in the last window that was measured, mean over layers."""
     final_dead_experts: float | None
@@ -31,13 +35,15 @@ class RunSummary:
 
 def summarise_run(metrics: Metrics) -> RunSummary:
     """The figures of a run, whole or not, from its records in the kinds listed in `dmoe_jax.runs`."""
-    balances = last_balances(metrics)
+    balances, valid = last_balances(metrics), _last_evaluation(metrics, "valid")
     _, ok, failed = new_calls(metrics)
     calls = float(ok.sum() + failed.sum())
     (times,) = columns(metrics, "train", "time_s")
     return RunSummary(
-        perplexity=_last_perplexity(metrics, "valid"),
-        test_perplexity=_last_perplexity(metrics, "test"),
+        perplexity=valid.get("perplexity"),
+        test_perplexity=_last_evaluation(metrics, "test").get("perplexity"),
+        evaluated_words=valid.get("items"),
+        unigram_perplexity=next((r.get("unigram_perplexity") for r in metrics if r["kind"] == "headline"), None),
         final_load_entropy=mean(
             np.array([record.get("entropy") for record in balances], np.float64)
         ),  # None becomes NaN
@@ -88,6 +94,6 @@ def _evaluations(metrics: Metrics, kind: str, split: str) -> list[Mapping[str, A
     ]
 
 
-def _last_perplexity(metrics: Metrics, split: str) -> float | None:
+def _last_evaluation(metrics: Metrics, split: str) -> Mapping[str, Any]:
     evaluations = _evaluations(metrics, "final_eval", split) or _evaluations(metrics, "eval", split)
-    return float(evaluations[-1]["perplexity"]) if evaluations else None
+    return evaluations[-1] if evaluations else {}

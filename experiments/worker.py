@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import trio
@@ -23,13 +24,18 @@ def ask(helper: HelperProcess, call: Callable[[], T]) -> T:
     return found
 
 
-async def work(*, number: int = 0, jobs: int = 1, threads: int | None = None, command: Sequence[str] = ()) -> None:
+async def work(
+    *, number: int = 0, jobs: int = 1, threads: int | None = None, command: Sequence[str] = (), folder: str = ""
+) -> None:
     """Take this process's share of the cores, and compute what is ordered.
 
     Args:
       threads: of XLA; None for one on each of its cores.
       command: words that started the sweep, which the configuration of a run names; () for our own.
+      folder: working folder of the sweep, from which its relative paths lead.
     """
+    with suppress(OSError):  # another machine may lack it, and needs it only for such paths
+        os.chdir(folder)
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[number::jobs] or cores)

@@ -298,7 +298,6 @@ class _Ledger:
         self._balance.log_load(self.totals)
 
     def log_balance(self) -> None:
-        self.totals = self.engine.totals()
         self._balance.log(self.totals)
 
     async def evaluate_first(self) -> None:
@@ -320,9 +319,10 @@ class _Ledger:
                 done = await self.engine.evaluate(split, max_items=num_items or None, on_batch=on_batch)
         self._evaluations[split], self._evaluated_at = done, step
         evaluation = done
+        self.totals = self.engine.totals()  # its figures may tell of this evaluation
         figures = self.task.figures(evaluation)
         sizes = {"items": evaluation.items, "items_seen": items_seen}
-        self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.engine.totals().virtual_s)
+        self.log(kind, step=step, split=split, **figures, **sizes, virtual_s=self.totals.virtual_s)
         if kind == "eval":
             self._curve.append({"kind": kind, "step": step, "split": split, **figures, **sizes})
             self._log_baseline(evaluation)

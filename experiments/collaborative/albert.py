@@ -219,8 +219,7 @@ def _step_size(step: Any) -> Any:
 
 
 OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.lamb(_step_size, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.01, mask=decays),
+    optax.clip_by_global_norm(1.0), optax.lamb(_step_size, b1=0.9, b2=0.999, eps=1e-6, weight_decay=0.01, mask=decays)
 )
 """The same object for all: they share compiled code."""
 

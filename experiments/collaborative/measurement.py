@@ -42,10 +42,7 @@ def bars_of(part: str, peers: Sequence[int]) -> Sequence[Bar]:
     faster = [f"albert_over_{name}_{n}" for n in peers for name in ("all_reduce", "parameter_server")]
     bars = {
         "equal": [Bar(name="equal_to_one_machine", bound=1e-5), Bar(name="next_step_s", bound=10)],
-        "batches": [
-            Bar(name="batch_within_5_percent", bound=0.95, comparison=">="),
-            Bar(name="most_idle", bound=0.1),
-        ],
+        "batches": [Bar(name="batch_within_5_percent", bound=0.95, comparison=">="), Bar(name="most_idle", bound=0.1)],
         "churn": [Bar(name="goodput", bound=0.9, comparison=">="), Bar(name="chains_apart", bound=0)],
         "albert": [
             Bar(name="albert_same_samples", bound=1e-4),

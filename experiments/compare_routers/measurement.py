@@ -11,17 +11,12 @@ from matplotlib.figure import Figure
 
 from dmoe_jax.routing import ROUTERS, RouterError
 from dmoe_jax.runs.figure import Metrics
+from dmoe_jax.runs.report import format_value
+from dmoe_jax.runs.run_folder import CONFIG, flat
 from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import FACTORS, Experiment, Run
 from experiments.compare_routers.pairs import all_pairs, pairs_headline, ranking_table, sentences
-from experiments.compare_routers.settings import (
-    QUICK_EVAL_TOKENS,
-    QUICK_ROUTERS,
-    QUICK_STEPS,
-    SEARCH_STEPS,
-    WITH_LOSS,
-    CompareRoutersSettings,
-)
+from experiments.compare_routers.settings import QUICK_ROUTERS, SEARCH_STEPS, WITH_LOSS, CompareRoutersSettings
 from experiments.comparison import FIGURE_TEXT, comparison_headline, comparison_table, draw_comparison, terminal_table
 from experiments.results import Result
 from experiments.run_summary import summarise_run
@@ -33,6 +28,9 @@ from experiments.transformer_xl.trainings import Training, best_factors, search_
 
 Finished = dict[str, dict[int, Metrics]]
 """Router -> seed -> metrics of a run that was trained to its end."""
+
+_VALUES = {"updates": "plan.steps", "warm_up_updates": "recipe.warmup_steps", "grid_size": "config.grid_size"}
+"""Figure of the headline -> its place in the settings of a run."""
 
 
 def load_routers(settings: CompareRoutersSettings) -> dict[str, str]:
@@ -67,9 +65,6 @@ def _trainings(run: Run[CompareRoutersSettings], out: Path, seeds: Sequence[int]
     """All runs: every router with one seed before the next seed, so that what was interrupted can be compared."""
     settings, begun = run.settings, run.records("routers")
     shared = {field.name: getattr(settings, field.name) for field in fields(TrainingSettings)}
-    if settings.quick:
-        shared["steps"] = min(settings.steps or QUICK_STEPS, QUICK_STEPS)
-        shared["eval_tokens"] = min(settings.eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
     found = []
     for seed, (label, spec) in itertools.product(seeds, (begun[-1]["routers"] if begun else {}).items()):
         own = {"model": ("dmoe",), "seeds": 1, "router": spec, "seed": seed, "out": out / f"{label}-seed{seed}"}
@@ -112,6 +107,15 @@ def finished(trainings: Sequence[Training]) -> Finished:
     return {label: seeds for label, seeds in found.items() if seeds}
 
 
+def _as_trained(trainings: Sequence[Training]) -> dict[str, Any]:
+    """Values of the flags that were left to their defaults, from the first run that has begun."""
+    for folder in map(run_folder, trainings):
+        if (folder.path / CONFIG).exists():
+            begun = flat(folder.config()["settings"])
+            return {name: begun[key] for name, key in _VALUES.items() if key in begun}
+    return {}
+
+
 def _failures(trainings: list[Training], rows: Finished) -> dict[str, str]:
     """Name of a run that failed -> why."""
     failed = {}
@@ -142,6 +146,7 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
         "corpus": corpora[-1]["name"],
         "size": settings.size,
         "where": settings.place,
+        **_as_trained(trainings),
         "runs": len(trainings),
         "runs_finished": sum(map(len, rows.values())),
         "failed": list(failed),
@@ -149,6 +154,8 @@ def summarise(run: Run[CompareRoutersSettings]) -> Result | None:
     }
     headline |= {"step_size_factors": best_factors(searched)} if searched else {}
     routers = comparison_headline(merged) if merged else {}
+    if unigrams := [found["unigram_perplexity"] for found in routers.values() if found["unigram_perplexity"]]:
+        says.append(f"A unigram model has the validation perplexity {format_value(unigrams[0])}.")
     side_by_side = comparison_table(merged) if merged else None
     return Result(
         title=f"Routers of a DMoE Transformer-XL on {corpora[-1]['name']}, {settings.size}, {settings.place}",
@@ -170,9 +177,5 @@ def draw(run: Run[CompareRoutersSettings], result: Result) -> Figure | None:
 
 
 EXPERIMENT = Experiment[CompareRoutersSettings](
-    measure=measure,
-    summarise=summarise,
-    draw=draw,
-    figure_text=FIGURE_TEXT,
-    check=load_routers,
+    measure=measure, summarise=summarise, draw=draw, figure_text=FIGURE_TEXT, check=load_routers
 )

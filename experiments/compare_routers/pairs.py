@@ -60,16 +60,10 @@ def all_pairs(perplexities: Perplexities) -> list[Pair]:
 def pairs_headline(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """For JSON."""
     return [
-        {
-            "lower": pair.lower,
-            "higher": pair.higher,
-            "difference": pair.above.mean,
-            "interval": pair.above.ends,
-            "seeds": pair.above.num_values,
-            "p_value": pair.p_value,
-            "told_apart": pair.is_told_apart,
-        }
+        {"lower": pair.lower, "higher": pair.higher, "difference": above.mean, "interval": above.ends}
+        | {"seeds": above.num_values, "p_value": pair.p_value, "told_apart": pair.is_told_apart}
         for pair in pairs
+        for above in [pair.above]
     ]
 
 
@@ -99,7 +93,7 @@ def ranking_table(perplexities: Perplexities, pairs: Sequence[Pair]) -> ReportTa
 
 
 def sentences(perplexities: Perplexities, pairs: Sequence[Pair]) -> list[str]:
-    """Return the result in two sentences: the order, and how many pairs are told apart."""
+    """Return the result in two sentences: the order, and how many pairs are told apart; if none is, this first."""
     order = list(means(perplexities).items())
     if len(order) < 2:
         return []
@@ -110,9 +104,9 @@ def sentences(perplexities: Perplexities, pairs: Sequence[Pair]) -> list[str]:
     )
     counts = [pair.above.num_values for pair in pairs if pair.above.ends is not None]
     if not counts:
-        return [ranked, "With one seed of each no two of them are told apart, whatever their means are."]
+        return ["No router is told apart from another: that takes two seeds.", ranked]
+    by = f"by {min(counts)} seeds, corrected for the number of pairs (Holm)."
     apart = sum(pair.is_told_apart for pair in pairs)
-    return [
-        ranked,
-        f"{apart} of {len(counts)} pairs are told apart by {min(counts)} seeds, corrected for their number (Holm).",
-    ]
+    if not apart:
+        return [f"No router is told apart from another {by}", ranked]
+    return [ranked, f"{apart} of {len(counts)} pairs are told apart {by}"]

@@ -35,6 +35,11 @@ class CompareRoutersSettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quick:  # what is recorded is what is done
+            words = min(self.eval_tokens or QUICK_EVAL_TOKENS, QUICK_EVAL_TOKENS)
+            quick = {"steps": min(self.steps or QUICK_STEPS, QUICK_STEPS), "eval_tokens": words}
+            for name, value in {**quick, "final_eval_tokens": words}.items():
+                object.__setattr__(self, name, value)
         if self.place == "swarm":
             raise ValueError("--where must be auto, local, simulated or emulated, got swarm")
         for name in ("routers", "seeds"):

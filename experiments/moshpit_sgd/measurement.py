@@ -20,11 +20,7 @@ from experiments.moshpit_sgd.swarm import PeerLearner, Swarm, make_method
 from experiments.panels import series_style
 from experiments.results import Result, finals_of
 
-TITLES: Mapping[str, str] = {
-    "all_reduce": "All-Reduce",
-    "pushsum": "PushSum (SGP)",
-    "moshpit": "Moshpit",
-}
+TITLES: Mapping[str, str] = {"all_reduce": "All-Reduce", "pushsum": "PushSum (SGP)", "moshpit": "Moshpit"}
 """Names of the methods for readers, in order."""
 
 _EVALUATIONS_S = range(10, 1501, 10)

@@ -32,20 +32,13 @@ NO_MOMENT = "no first moment at all"
 SEARCHED = (ONE, PLAIN, NO_MOMENT, DEFAULT)
 """Rows whose step sizes are searched."""
 
-BEST: Mapping[Side, float] = {
-    ("mnist", PLAIN): 1 / 8,
-    ("mnist", NO_MOMENT): 1 / 4,
-    ("transformer-xl", DEFAULT): 4.0,
-}
+BEST: Mapping[Side, float] = {("mnist", PLAIN): 1 / 8, ("mnist", NO_MOMENT): 1 / 4, ("transformer-xl", DEFAULT): 4.0}
 """Best step sizes, of MNIST by an older version on another machine (three seeds); 1 for other rows. `--search` finds
 them anew."""
 
 NAMES = {"mnist": "MNIST", "transformer-xl": "Transformer-XL on WikiText-2"}
 
-BARS = (
-    Bar(name="mnist_default_lost_share", bound=0.5),
-    Bar(name="mnist_one_trainer_difference", bound=0.0),
-)
+BARS = (Bar(name="mnist_default_lost_share", bound=0.5), Bar(name="mnist_one_trainer_difference", bound=0.0))
 """With each its best step sizes, the default loses at most half of what plain asynchrony loses against one trainer; and
 with the same step sizes it changes nothing for one."""
 

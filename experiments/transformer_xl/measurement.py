@@ -178,10 +178,5 @@ def draw(run: Run[TransformerXLSettings], result: Result) -> Figure | None:
 
 
 EXPERIMENT = Experiment[TransformerXLSettings](
-    measure=measure,
-    summarise=summarise,
-    draw=draw,
-    figure_text=FIGURE_TEXT,
-    check=check,
-    expected=FAILURES,
+    measure=measure, summarise=summarise, draw=draw, figure_text=FIGURE_TEXT, check=check, expected=FAILURES
 )

@@ -74,12 +74,16 @@ class Setup:
     @property
     def recipe(self) -> Recipe:
         """Recipe of a dense model, or of the trunk."""
-        return replace(self.preset.recipe, total_steps=self.steps)
+        return self._over_steps(self.preset.recipe)
 
     @property
     def expert_recipe(self) -> Recipe:
         """Recipe of each expert."""
-        return replace(self.preset.expert_recipe, total_steps=self.steps)
+        return self._over_steps(self.preset.expert_recipe)
+
+    def _over_steps(self, recipe: Recipe) -> Recipe:
+        """The recipe with the warm-up that a short run has: see `learning_rate_schedule`."""
+        return replace(recipe, warmup_steps=min(recipe.warmup_steps, self.steps // 4), total_steps=self.steps)
 
     def init_trunk(self) -> PyTree:
         """Initial parameters of everything but the experts: of a dense model, all.

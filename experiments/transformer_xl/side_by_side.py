@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dmoe_jax.data import Corpus, load_corpus
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import CommandFailed, UsageError
 from dmoe_jax.runs.run_folder import CONFIG, RunFolder
 from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import Run
@@ -45,8 +45,8 @@ def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training]) -> N
     """Train these, several at a time if the settings say so.
 
     Raises:
-      UsageError: for a folder, checkpoint or setting that will not do; one of them ended with an error, which this
-        tells; the others have been stopped. KeyboardInterrupt.
+      UsageError: for a folder, checkpoint or setting that will not do. CommandFailed: one of them ended with an error,
+        which this tells; the others have been stopped. KeyboardInterrupt.
     """
     waiting = []
     for training in trainings:
@@ -63,7 +63,7 @@ def train_all(run: Run[Any], corpus: Corpus, trainings: Sequence[Training]) -> N
 
 
 def _train_side_by_side(run: Run[Any], waiting: Sequence[Training]) -> None:
-    """Train these in order. Raises UsageError as `train_all`."""
+    """Train these in order. Raises CommandFailed as `train_all`."""
     folder = run.folder.path
     tasks = [
         Task(key=str(run_folder(each).path.relative_to(folder)), call=partial(_carry_out, each, folder.absolute()))
@@ -73,10 +73,10 @@ def _train_side_by_side(run: Run[Any], waiting: Sequence[Training]) -> None:
         with open_engine(run, len(tasks)) as engine:
             for number, (task, failure) in enumerate(completed(engine, tasks, run.say), start=1):
                 if failure:
-                    raise UsageError(failure)
+                    raise CommandFailed(failure)
                 run.say(f"{task.key} has ended; {len(tasks) - number} are left")
     except HelperFailed as error:
-        raise UsageError(str(error)) from error
+        raise CommandFailed(str(error)) from error
 
 
 def _carry_out(training: Training, folder: Path) -> str:

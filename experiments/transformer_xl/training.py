@@ -18,7 +18,7 @@ from dmoe_jax.machine.disk import CheckpointError, FolderInUse
 from dmoe_jax.machine.environment import NO_FLAGS, PREFIX, SECRET_VARIABLE
 from dmoe_jax.models import TransformerXLConfig
 from dmoe_jax.routing import Router, RouterError, check_router, make_router
-from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line, one_line
+from dmoe_jax.runs.endings import CommandFailed, failure_of, mistakes_in_one_line, one_line
 from dmoe_jax.runs.flags import as_flags, words_of
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.trainer import first_leaf
@@ -145,7 +145,7 @@ def train_in_folder(setup: Setup, plan: Plan, path: Path, *, router: str | None 
     try:
         without_waiting(train(engine, run, plan, task, progress, facts=facts))
     except (CheckpointError, FolderInUse) as error:
-        raise UsageError(str(error)) from error
+        raise failure_of(error) from error
 
 
 def up_flags(settings: TransformerXLSettings, preset: Preset, plan: Plan, out: Path) -> list[str]:

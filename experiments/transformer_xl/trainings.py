@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import CommandFailed
 from dmoe_jax.runs.run_folder import RunFolder
 from dmoe_jax.training.prepared_run import finished_headline
 from experiments.bench import FACTORS
@@ -107,7 +107,7 @@ def best_factors(searched: Searched) -> dict[str, float] | None:
     """The factor of the least validation perplexity for each label; None if a run of the search has not ended.
 
     Raises:
-      UsageError: a label has learnt with none of the step sizes.
+      CommandFailed: a label has learnt with none of the step sizes.
     """
     best: dict[str, float] = {}
     for label, found in searched.items():
@@ -116,5 +116,5 @@ def best_factors(searched: Searched) -> dict[str, float] | None:
             return None
         best[label] = min(ended, key=ended.__getitem__)
         if math.isinf(ended[best[label]]):
-            raise UsageError(f"{label}: every run of the search failed, with the step sizes x{list(found)}")
+            raise CommandFailed(f"{label}: every run of the search failed, with the step sizes x{list(found)}")
     return best

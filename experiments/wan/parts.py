@@ -45,15 +45,7 @@ from dmoe_net.averaging.state.sharing import StateSharing
 from dmoe_net.rpc.bulk import MemoryBudget
 from experiments.bench import Run
 from experiments.collaborative.all_reduces import WrongResult, all_reduce_times
-from experiments.collaborative.scenes import (
-    CHURN,
-    Played,
-    churn_figures,
-    kill_in_averaging,
-    play,
-    play_swarm,
-    unequal,
-)
+from experiments.collaborative.scenes import CHURN, Played, churn_figures, kill_in_averaging, play, play_swarm, unequal
 from experiments.collaborative.world import PeerSpec, Problem, World
 from experiments.wan.settings import WanSettings
 

@@ -193,6 +193,16 @@ def test_a_text_is_evaluated_once_where_the_end_is_over_the_words_of_the_curve(t
     assert final == last == (headline["validation_loss"],)
 
 
+def test_the_headline_knows_of_the_last_evaluation(tmp_path: Path) -> None:
+    """A figure of an engine that changes when it is evaluated is that after the end."""
+
+    class Evaluated(CountingEngine):
+        def totals(self) -> Totals:
+            return replace(super().totals(), figures={"evaluated_times": len(self.evaluated)})
+
+    assert count(tmp_path, Evaluated(), final_eval_items=50)["evaluated_times"] == 3 + 1
+
+
 def test_steps_told_in_another_order_are_all_there(tmp_path: Path) -> None:
     """Two trainers of one trunk: whoever made step 8 tells of it before the other tells of step 7."""
 

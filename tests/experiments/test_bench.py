@@ -123,9 +123,16 @@ def test_folder_that_is_in_use_is_refused_unless_resumed(tmp_path: Path, capsys:
     """Its records stay; with --resume they count."""
     out = ("--out", str(tmp_path / "run"), "--throws", "1")
     run_dice(*out, "--seed", "4")
-    assert end_of_dice(*out) == 1
+    assert end_of_dice(*out) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert run_dice(*out, "--seed", "8", "--resume")["mean"] == 6.0
+
+
+def test_resume_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty folder is a mistake in --out, and stays empty."""
+    assert end_of_dice("--resume", "--out", str(tmp_path)) == 2
+    assert capsys.readouterr().err.startswith(f"dice: error: {tmp_path} is not a run that could be resumed")
+    assert list(tmp_path.iterdir()) == []
 
 
 @no_locks
@@ -135,7 +142,7 @@ def test_one_process_at_a_time_measures_in_a_folder(tmp_path: Path, capsys: pyte
 
     def come_too() -> None:
         before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-        assert end_of_dice(*out, "--resume") == 1
+        assert end_of_dice(*out, "--resume") == 75
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
     run_dice(*out, experiment=measuring(come_too))
@@ -215,7 +222,7 @@ def test_expected_error_is_one_line_beside_a_report(
 ) -> None:
     """Also out of nurseries' groups; a cause explains what else came."""
     experiment = replace(measuring(raising(error)), **{kind: (DiceError,)})
-    assert end_of_dice("--out", str(tmp_path / "run"), experiment=experiment) == 1
+    assert end_of_dice("--out", str(tmp_path / "run"), experiment=experiment) == getattr(error, "status", 1)
     assert capsys.readouterr().err == "dice: error: a die fell down\n"
     assert (tmp_path / "run" / "report.md").exists()
 

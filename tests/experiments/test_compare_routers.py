@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,16 @@ def test_routers_are_tried_and_named(my_file: Path) -> None:
     assert len(load()) >= 12
 
 
+def test_a_quick_run_records_what_it_does() -> None:
+    """A smaller number of one's own counts, also in the copies that are made of the settings."""
+    quick = CompareRoutersSettings(quick=True)
+    assert (quick.steps, quick.eval_tokens, quick.final_eval_tokens) == (32, 4096, 4096)
+    own = replace(CompareRoutersSettings(quick=True, steps=8, eval_tokens=512), seeds=(3,))
+    assert (own.steps, own.eval_tokens, own.final_eval_tokens) == (8, 512, 512)
+    whole = CompareRoutersSettings()
+    assert (whole.steps, whole.eval_tokens, whole.final_eval_tokens) == (None, 16_384, 0)
+
+
 def test_who_is_told_apart() -> None:
     """By hand: differences of 10, 12 and 11 are told apart (p = 0.0027, three times that by Holm's correction for three
     pairs); 9, 15 and 9 were so alone (0.031, times two); 1, -3 and 2 are not; a seed alone says nothing."""
@@ -197,9 +208,13 @@ def test_who_is_told_apart() -> None:
     assert said[0].startswith(
         "best has the lowest mean validation perplexity, 100.3, and worst the highest, 111.3, 11 %"
     )
-    assert said[1] == "1 of 3 pairs are told apart by 3 seeds, corrected for their number (Holm)."
+    assert said[1] == "1 of 3 pairs are told apart by 3 seeds, corrected for the number of pairs (Holm)."
+    like = {label: seeds for label, seeds in perplexities.items() if label != "worst"}
+    said = sentences(like, all_pairs(like))
+    assert said[0] == "No router is told apart from another by 3 seeds, corrected for the number of pairs (Holm)."
+    assert said[1].startswith("best has the lowest")
     single = {"a": {0: 1.0}, "b": {0: 2.0}}
-    assert sentences(single, all_pairs(single))[1].startswith("With one seed")
+    assert sentences(single, all_pairs(single))[0] == "No router is told apart from another: that takes two seeds."
     assert sentences({"a": {0: 1.0}, "b": {}}, []) == []
 
 

@@ -1,10 +1,12 @@
 """Runs side by side: the figures of one, their means over seeds, the table."""
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from experiments.comparison import comparison_headline, comparison_table, draw_comparison
+from experiments.comparison import comparison_headline, comparison_table, draw_comparison, terminal_table
 from experiments.run_summary import last_balances, perplexity_curve, summarise_run
 
 Record = dict[str, Any]
@@ -68,6 +70,28 @@ def test_picture_shows_curves_and_final_figures() -> None:
     assert [list(line.get_ydata()) for line in curves.lines[:1]] == [[390.0]]  # both have step 2 alone
     assert len(curves.lines) == 2
     assert [list(line.get_xdata()) for line in finals.lines] == [[400.0, 380.0], [390.0], []]
+
+
+def test_the_words_that_perplexities_are_over_are_told() -> None:
+    """Those of the end in the note and under the picture; those of the curve's points where they are others."""
+    task: Record = {"kind": "task", "unit": "tokens", "meaning": "vocabulary: 9 words, ab"}
+    point: Record = {"kind": "eval", "step": 1, "perplexity": 500.0, "split": "valid", "items": 1024}
+    final: Record = {**point, "kind": "final_eval", "items": 5120}
+    note = comparison_table({"a": [[task, point, final]]}).note
+    assert "are over 5,120 words of the validation text, each point of the curves over 1,024 words." in note
+    assert "are over 1,024 words of the validation text." in comparison_table({"a": [[task, point]]}).note
+    _, finals = draw_comparison({"a": [[task, point, final]]}).axes
+    assert finals.get_xlabel() == "over 5,120 words"
+
+
+def test_a_terminal_of_80_columns_shows_whole_words() -> None:
+    """With the longest name of a registered router; columns that it has no room for are in the report."""
+    runs = {"product_key+balance": [[*SMALL], [{**SMALL[-2], "perplexity": 460.0}, {**OTHER[0], "perplexity": 3e3}]]}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal_table(comparison_table(runs)))
+    shown = console.export_text()
+    assert "…" not in shown
+    assert {"product_key+balance", "validation", "perplexity", "entropy", "experts"} <= set(shown.split())
 
 
 def test_last_balances_by_hand() -> None:

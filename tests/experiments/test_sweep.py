@@ -1,5 +1,6 @@
 """Sweeps: what is kept, what is begun again, who computes what, and how they end."""
 
+import os
 import signal
 import threading
 from collections import Counter
@@ -170,12 +171,14 @@ class FakeHelpers:
         self.go_on = threading.Event()
         self.lost: set[str] = set()
         self.asked: list[tuple[int, str]] = []
+        self.settings: list[Mapping[str, Any]] = []
         monkeypatch.setattr(engines, "open_helpers", self._open)
         monkeypatch.setattr(engines, "ask", self._ask)
 
     @contextmanager
     def _open(self, module: str, settings: Sequence[Mapping[str, Any]], **_: Any) -> Iterator[list[int]]:
         first, self.opened = self.opened, self.opened + len(settings)
+        self.settings += settings
         yield list(range(first, self.opened))
 
     def _ask(self, helper: int, call: Any) -> Any:
@@ -210,6 +213,25 @@ def test_another_helper_takes_the_place_of_one_that_ended(monkeypatch: pytest.Mo
             first.result(60)
         assert executor.submit(compute, Task(key="b", call=str)).result(60) == {"value": ""}
     assert helpers.asked == [(0, "a"), (1, "b")]
+
+
+def test_helpers_have_the_working_folder_of_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, such as those of routers and run folders, lead from there."""
+    helpers = FakeHelpers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    settings = CompareRoutersSettings(jobs=2)
+    run = Run(settings=settings, folder=RunFolder(tmp_path), console=Console(quiet=True))
+    with engines.open_engine(run, 2):
+        assert [each["folder"] for each in helpers.settings] == [str(tmp_path)] * 2
+
+
+@pytest.mark.slow
+def test_a_helper_works_in_the_folder_that_it_is_told(tmp_path: Path) -> None:
+    """One that is missing on a worker's machine leaves it where it is."""
+    task = Task(key="where", call=os.getcwd)
+    assert engines.compute_in_helper(task, {"folder": str(tmp_path)}) == {"value": str(tmp_path)}
+    root = str(Path(__file__).parents[2])
+    assert engines.compute_in_helper(task, {"folder": str(tmp_path / "none")}) == {"value": root}
 
 
 @pytest.mark.parametrize("on", ["moon", "here:8786", "slurm:cluster", "dask:", ""])
