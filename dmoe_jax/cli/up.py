@@ -29,6 +29,7 @@ from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, m
 from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
 from dmoe_jax.runs.processes import (
     LocalSwarm,
+    ProcessFailed,
     averaging_flags,
     check_status,
     deal,
@@ -178,17 +179,30 @@ class UpCommand:
 
     @contextmanager
     def _logs_held(self) -> Iterator[None]:
-        """Hold the folder for the logs, with the flags in it, while the block lasts."""
+        """Hold the folder for the logs, with the flags in it, while the block lasts.
+
+        If a process refuses the flags, the folder has the earlier ones again: the run still goes on with them.
+        """
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_folder(self._logs, "swarm"))
-                with replaced_file(self._flags_file) as temporary:
-                    temporary.write_text(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
+                before = self._flags_file.read_text() if self._flags_file.exists() else None
+                self._keep_flags(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
             except FolderInUse:
                 raise
             except OSError as error:
                 raise CommandFailed(f"--out: cannot make {self._logs}: {error.strerror}") from error
-            yield
+            try:
+                yield
+            except BaseException as error:
+                failed = BaseExceptionGroup("", [error]).subgroup(_is_refusal)
+                if failed is not None and before is not None:
+                    self._keep_flags(before)
+                raise
+
+    def _keep_flags(self, text: str) -> None:
+        with replaced_file(self._flags_file) as temporary:
+            temporary.write_text(text)
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
@@ -379,3 +393,8 @@ class UpCommand:
         words += shlex.split(swarm.train_flags)
         # Those beside the first one read less: its evaluations are the run's.
         return words + (as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else [])
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """True for the end of a process that did not take its flags."""
+    return isinstance(error, ProcessFailed) and error.status == UsageError.status

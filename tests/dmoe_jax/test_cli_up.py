@@ -1,16 +1,23 @@
 """Mistakes in the flags of `dmoe up`: refused before a process is started, and not kept for the next time."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import trio
+from rich.console import Console
 
+from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.cli.sources import Given
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import words_of
+from dmoe_jax.runs.processes import ProcessFailed
 from dmoe_jax.runs.run_folder import RunFolder
 from tests.dmoe_jax.training_rig import outcome, parsed
 
@@ -50,6 +57,28 @@ def test_a_refused_flag_is_forgotten(flags: str, line: str, tmp_path: Path, caps
     assert (kept.read_text(), sorted(tmp_path.rglob("*"))) == (before, files)
     words = ["--resume", "--out", str(out), "--steps", "80"]
     parse_command_line(UpCommand, prog="dmoe up", args=words).resumed(Given(typed=words)).check()
+
+
+@pytest.mark.parametrize(("ended", "is_kept"), [(2, False), (1, True)])
+async def test_flags_that_a_process_refuses_are_forgotten(
+    ended: int, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a node does that has saved experts of another optimiser; not if it failed otherwise."""
+
+    @asynccontextmanager
+    async def open_refused(*args: Any, **flags: Any) -> AsyncIterator[None]:
+        async with trio.open_nursery():
+            assert "80" in json.loads(kept.read_text())
+            raise ProcessFailed("node0 did not start", ended=ended)
+        yield
+
+    kept = begun(tmp_path / "run")
+    before = kept.read_text()
+    monkeypatch.setattr("dmoe_jax.cli.up.open_local_swarm", open_refused)
+    up: UpCommand = parsed(UpCommand, out=tmp_path / "run", resume=True, data="embedded", steps=80)
+    with trio.CancelScope() as scope, pytest.raises(ExceptionGroup):
+        await up.train(Console(), Stop(scope, 1.0), cast(Any, None))
+    assert (kept.read_text() != before) is is_kept
 
 
 def test_every_trainers_folder_is_looked_at(tmp_path: Path) -> None:
