@@ -16,6 +16,8 @@ from rich.table import Table
 
 from dmoe_jax.metrics.families import Family, by_label, labelled
 from dmoe_jax.runs.processes import LocalSwarm, SwarmProcess
+from dmoe_jax.runs.report import format_value
+from dmoe_jax.runs.run_folder import METRICS, read_metrics
 
 _FRAME_PERIOD_S = 0.125
 """Seconds between two pictures on a terminal; the spinner moves with each."""
@@ -25,10 +27,14 @@ _LINE_PERIOD_S = 10.0
 
 
 class TrainerWatch:
-    """Progress of a trainer process, read from the metrics of its run folder, which may not exist yet."""
+    """Progress of a trainer process, read from the metrics of its run folder, which may not exist yet.
+
+    What another process has left there counts only when this one has written something.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
+        self._left = _state_of_file(self._path)
         self._inode = self._offset = self._items = self._failed_calls = 0
         self._loss: float | None = None
         self._unit = "items"
@@ -39,8 +45,9 @@ class TrainerWatch:
 
     def look(self) -> None:
         """Read what was written since the last look."""
-        if not self._path.exists():
+        if _state_of_file(self._path) in (None, self._left):
             return
+        self._left = None
         with self._path.open("rb") as file:
             if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
                 # A run that goes on writes the file anew, without what came after its checkpoint.
@@ -65,6 +72,15 @@ class TrainerWatch:
         # The clock starts with the first step, which compiles.
         rate = f"{self._items / self.time_s:,.0f} {self._unit}/s  " if self.time_s > 0.1 else ""
         return f"step {self.step}/{num_steps}  loss {loss}  {rate}{self._failed_calls} failed calls"
+
+
+def _state_of_file(path: Path) -> tuple[int, int] | None:
+    """Inode and size of a file, of which each append changes one; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size
 
 
 class LocalView:
@@ -188,8 +204,6 @@ def show_headline(console: Console, folder: Path, headline: dict[str, Any] | Non
     Args:
       headline: the figures; None: as the folder has them.
     """
-    from dmoe_jax.runs.run_folder import METRICS, read_metrics
-
     if headline is None:
         metrics = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
         if not any(record["kind"] == "headline" for record in metrics):
@@ -197,9 +211,7 @@ def show_headline(console: Console, folder: Path, headline: dict[str, Any] | Non
         headline = headline_of(metrics)
     table = Table(title=f"{title} over a local swarm", show_header=False, title_justify="left")
     for name, value in headline.items():
-        if isinstance(value, dict):
-            value = ", ".join(f"{reason} {count}" for reason, count in value.items()) or "none"
-        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+        table.add_row(name.replace("_", " "), format_value(value))
     console.print(table)
     # Without Matplotlib there is no figure.
     files = [name for name in ("figure.png", "report.md", "metrics.jsonl", "config.json") if (folder / name).exists()]

@@ -15,12 +15,12 @@ import tyro
 from rich.console import Console
 
 from dmoe_jax.cli.checks import check_at_least, check_no_effect
-from dmoe_jax.cli.init_flags import check_flags, settings_of_model
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.local_view import LocalView, TrainerWatch, show_headline
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, ListenOptions, MetricsOptions, NetworkOptions
 from dmoe_jax.cli.sources import ConfigFile, Given
 from dmoe_jax.cli.train_options import DataOptions, FolderOptions, LanguageModelOptions, RunOptions, TrunkRecipe
+from dmoe_jax.cli.up_checks import check_file, check_init, check_trainer
 from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern, layer_prefix
 from dmoe_jax.machine.disk import FolderInUse, check_local, hold_folder, url_of
 from dmoe_jax.machine.xla_threads import share_of_threads
@@ -29,6 +29,7 @@ from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, m
 from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
 from dmoe_jax.runs.processes import (
     LocalSwarm,
+    ProcessFailed,
     averaging_flags,
     check_status,
     deal,
@@ -154,9 +155,12 @@ class UpCommand:
             line = f"--resume: {self.folder.out} is no run of dmoe up: cannot read {self._flags_file}"
             raise UsageError(line) from error
         resumed = given.resumed(UpCommand, saved, self.folder.out, prog="dmoe up", is_trusted=self.folder.trust_run)
-        saved_nodes = parse_command_line(UpCommand, prog="dmoe up", args=saved).swarm.nodes
-        if resumed.swarm.nodes != saved_nodes and resumed.swarm.claim is None and resumed.swarm.save_experts:
-            raise UsageError(f"--nodes must be {saved_nodes} as before: each node has saved experts of its own")
+        before, now = parse_command_line(UpCommand, prog="dmoe up", args=saved).swarm, resumed.swarm
+        if now.nodes != before.nodes and now.claim is None and now.save_experts:
+            raise UsageError(f"--nodes must be {before.nodes} as before: each node has saved experts of its own")
+        if now.trainers and before.trainers and (now.trainers > 1) != (before.trainers > 1):
+            expected = "1" if before.trainers == 1 else "at least 2"
+            raise UsageError(f"--trainers must be {expected} as before: a lone trainer keeps no state of averaging")
         return resumed
 
     def to_go_on(self) -> str:
@@ -175,17 +179,30 @@ class UpCommand:
 
     @contextmanager
     def _logs_held(self) -> Iterator[None]:
-        """Hold the folder for the logs, with the flags in it, while the block lasts."""
+        """Hold the folder for the logs, with the flags in it, while the block lasts.
+
+        If a process refuses the flags, the folder has the earlier ones again: the run still goes on with them.
+        """
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_folder(self._logs, "swarm"))
-                with replaced_file(self._flags_file) as temporary:
-                    temporary.write_text(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
+                before = self._flags_file.read_text() if self._flags_file.exists() else None
+                self._keep_flags(json.dumps(words_of(self, without=_OF_THIS_PROCESS)))
             except FolderInUse:
                 raise
             except OSError as error:
                 raise CommandFailed(f"--out: cannot make {self._logs}: {error.strerror}") from error
-            yield
+            try:
+                yield
+            except BaseException as error:
+                failed = BaseExceptionGroup("", [error]).subgroup(_is_refusal)
+                if failed is not None and before is not None:
+                    self._keep_flags(before)
+                raise
+
+    def _keep_flags(self, text: str) -> None:
+        with replaced_file(self._flags_file) as temporary:
+            temporary.write_text(text)
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
@@ -224,9 +241,7 @@ class UpCommand:
             )
             # Together with the nodes: they read their text and wait for experts while those compile.
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
-                words = ["--join", dht.contact, "--out", str(folder), *self.flags_of_trainer(index)]
-                words += ["--resume"] if self.folder.resume and (folder / CONFIG).exists() else []
-                await swarm.launch(name, ["train", *words])
+                await swarm.launch(name, ["train", "--join", dht.contact, *self._words_of_trainer(index, folder)])
             with stop.body() as body:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(beside, swarm, watches)
@@ -242,6 +257,11 @@ class UpCommand:
             await swarm.end_in_order()
             showing.cancel_scope.cancel()
         return EXIT_INTERRUPTED if body.cancelled_caught else 0
+
+    def _words_of_trainer(self, index: int, folder: Path) -> list[str]:
+        """Words behind `dmoe train --join PEER` of a trainer process."""
+        goes_on = self.folder.resume and (folder / CONFIG).exists()
+        return ["--out", str(folder), *self.flags_of_trainer(index), *(["--resume"] if goes_on else [])]
 
     def folders(self) -> list[Path]:
         """The run folder of each trainer process: --out, and others beside it."""
@@ -287,13 +307,18 @@ class UpCommand:
                 shlex.split(getattr(swarm, name))
             except ValueError as error:
                 raise UsageError(f"{flag_of(name)}: {error}, got {getattr(swarm, name)!r}") from error
+        code = self.code
+        check_file("--expert", code.kind if ":" in code.kind else None)
+        check_file("--optimizer", code.optimizer or None)
+        check_file("--trunk-optimizer", code.trunk_optimizer or None)
+        for index, folder in enumerate(self.folders()):
+            check_trainer(["--join", "localhost:1", *self._words_of_trainer(index, folder)])
 
     def _check_init(self) -> None:
         """Raise `UsageError` if the flags are not those of --init, rather than when all nodes have compiled."""
         init, is_own = self.data.init, bool(self.code.model or self.code.kind != "transformer_xl")
         if init is not None and url_of(init) is None and not is_own and not self.folder.resume:
-            with mistakes_in_one_line():
-                check_flags(init, settings_of_model(self.language))
+            check_init(init, self.language)
 
     @cached_property
     def out(self) -> Path:
@@ -369,3 +394,8 @@ class UpCommand:
         words += shlex.split(swarm.train_flags)
         # Those beside the first one read less: its evaluations are the run's.
         return words + (as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else [])
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """True for the end of a process that did not take its flags."""
+    return isinstance(error, ProcessFailed) and error.status == UsageError.status

@@ -137,9 +137,14 @@ def by_flags(message: str, flags: Iterable[Flag]) -> str:
 
 
 def as_words(word: str, value: object) -> list[str]:
-    """A flag and its value as words of a command line: `--grid-size 4 4`, `--resume`, `--no-average-by-samples`."""
+    """A flag and its value as words of a command line: `--grid-size 4 4`, `--resume`, `--no-average-by-samples`.
+
+    A value that begins with a hyphen, which alone would be read as a flag, is in one word with its own.
+    """
     if isinstance(value, bool):
         return [word if value else f"--no-{word.removeprefix('--')}"]
+    if not isinstance(value, list | tuple) and str(value).startswith("-"):
+        return [f"{word}={value}"]
     return [word, *(str(item) for item in (value if isinstance(value, list | tuple) else (value,)))]
 
 

@@ -74,6 +74,10 @@ def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
     args = ["--nodes", "3", "--expert", "a.py:b", "--grid-size", "2", "4", "--no-save-experts", "--insecure-loopback"]
     up: UpCommand = parse_command_line(UpCommand, prog="dmoe up", args=[*args, "--out", str(tmp_path)])
     assert sorted(words_of(up, without=("--out",))) == sorted(args)
+    # A value may look like a flag.
+    handed = ["--train-flags=--k-best 2", "--node-flags=--grad-clip 2"]
+    up = parse_command_line(UpCommand, prog="dmoe up", args=handed)
+    assert sorted(words_of(up)) == sorted(handed)
     # What is so by default may be said, and undoes the opposite before it.
     for words, saves in ((["--save-experts"], True), (["--no-save-experts", "--save-experts"], True)):
         assert parse_command_line(UpCommand, prog="dmoe up", args=words).swarm.save_experts is saves
@@ -82,7 +86,8 @@ def test_flags_become_words_and_flags_again(tmp_path: Path) -> None:
 def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     """Those that are given now come last; a file that the run names is run only if it is named again, or trusted."""
     out = tmp_path / "run"
-    begun: UpCommand = parsed(UpCommand, out=out, nodes=3, steps=40, learning_rate=0.1, model="a.py:model")
+    own = {"model": "a.py:model", "train_flags": "--k-best 2", "node_flags": "--warm-up-rows 4"}
+    begun: UpCommand = parsed(UpCommand, out=out, nodes=3, steps=40, learning_rate=0.1, **own)
     (tmp_path / "run.logs").mkdir()
     (tmp_path / "run.logs" / "up.json").write_text(json.dumps(words_of(begun, without=("--out",))))
 
@@ -93,6 +98,7 @@ def test_up_goes_on_with_the_flags_of_the_run(tmp_path: Path) -> None:
     assert begun.to_go_on() == f"dmoe up --resume --out {out} --trust-run"
     up = resumed("--trust-run", "--steps", "80")
     assert (up.swarm.nodes, up.run_length.steps, up.adam.learning_rate, up.folder.resume) == (3, 80, 0.1, True)
+    assert (up.swarm.train_flags, up.swarm.node_flags) == ("--k-best 2", "--warm-up-rows 4")
     trainer = parse_command_line(TrainCommand, prog="train", args=["--join", "a:1", *up.flags_of_trainer(0)])
     assert (trainer.run_length.steps, trainer.trunk.recipe.learning_rate, trainer.model) == (80, 0.1, "a.py:model")
     # What is as by default now may have been otherwise in the run's folder, and is said.

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from dmoe_jax.cli import main
 from dmoe_jax.cli.demo import DemoCommand
-from dmoe_jax.cli.local_view import LocalView, TrainerWatch, headline_of
+from dmoe_jax.cli.local_view import LocalView, TrainerWatch, headline_of, show_headline
 from dmoe_jax.cli.node import NodeCommand
 from dmoe_jax.cli.train import TrainCommand
 from dmoe_jax.cli.up import UpCommand
@@ -189,6 +190,37 @@ def test_a_trainers_figures_are_read_while_they_are_written(tmp_path: Path) -> N
             file.write(part)
         watch.look()
         assert watch.figures(50) == f"step 2/50  loss 3.900  100 items/s  {failed} failed calls"
+
+
+def test_what_an_earlier_trainer_left_is_shown_when_the_new_one_writes(tmp_path: Path) -> None:
+    """Until then it has not come so far, though the folder has."""
+    metrics = tmp_path / "metrics.jsonl"
+    append_metric(metrics, kind="train", step=152, loss=4.0, items=100, time_s=1.0)
+    watch = TrainerWatch(tmp_path)
+    for _ in range(2):
+        watch.look()
+        assert (watch.step, watch.time_s) == (0, 0.0)
+    append_metric(metrics, kind="event", name="resumed", detail="with the same settings")
+    watch.look()
+    assert watch.step == 152
+    append_metric(metrics, kind="train", step=153, loss=4.0, items=100, time_s=2.0)
+    watch.look()
+    assert watch.figures(600) == "step 153/600  loss 4.000  100 items/s  0 failed calls"
+
+
+def test_the_last_table_is_written_as_the_report_is(tmp_path: Path) -> None:
+    """A dash for what is not known, yes and no, thousands apart."""
+    screen = io.StringIO()
+    headline = {"virtual_s": None, "complete": True, "tokens": 12345, "loss": 2.34567, "failures": {}}
+    show_headline(Console(file=screen, width=100), tmp_path, headline, title="A model")
+    rows = re.findall(r"^│ (.+?) +│ (.+?) +│$", screen.getvalue(), re.MULTILINE)
+    assert dict(rows) == {
+        "virtual s": "–",
+        "complete": "yes",
+        "tokens": "12,345",
+        "loss": "2.346",
+        "failures": "none",
+    }
 
 
 async def test_every_process_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
