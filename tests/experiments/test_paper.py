@@ -123,7 +123,7 @@ def test_report_over_real_experiments(
     assert f"No module named experiments.{missing}" in report
     assert (out / "moshpit_averaging.png").exists()
     assert not copy.exists()
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         run_experiment(
             PaperSettings, uses_jax=False, args=[*flags, "--resume", "--seed", "1"]
         )  # another seed is another report

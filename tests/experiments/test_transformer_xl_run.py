@@ -92,7 +92,7 @@ def test_the_command_compares_its_models(
     run_experiment(TransformerXLSettings, args=[*flags, "--resume"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["models"] == headline["models"]
     assert (dmoe / "metrics.jsonl").read_bytes() == metrics
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         run_experiment(TransformerXLSettings, args=[*flags, "--resume", "--seed", "1"])
     assert capsys.readouterr().err.splitlines()[-1].endswith("was begun with seed 0 and cannot be resumed with 1")
 
