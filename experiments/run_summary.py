@@ -20,7 +20,7 @@ class RunSummary:
     evaluated_words: int | None
     """Words of the validation text that its perplexity is over."""
     unigram_perplexity: float | None
-    """That of a unigram model on them, of a run that has ended."""
+    """Perplexity of a unigram model on these words; None for a run that has not ended."""
     final_load_entropy: float | None
     """Entropy of the load in the last window that was measured, mean over layers."""
     final_dead_experts: float | None

@@ -46,7 +46,6 @@ class PatientLayer:
         self._mixture, self._run, self._patience_s = mixture, run, patience_s
         self._select = select_program(mixture.router, mixture.config.k_best)
         self._seen = np.zeros(mixture.router.grid_size, bool)
-        self._contacts: Mapping[Coordinates, Contact] = {}  # those that `alive` found
         self._given_up = np.full(mixture.router.grid_size, -np.inf)  # until when
         self.asked_again = 0
         """Number of times that experts without an answer were asked again."""
@@ -62,7 +61,7 @@ class PatientLayer:
         """
         if self._seen.size > MAX_WATCHED_CELLS:
             return None
-        self._contacts = await self._living()
+        await self._living()
         self._seen &= self._given_up <= trio.current_time()
         if not self._seen.any():
             prefix = self._mixture.config.prefix
@@ -94,8 +93,7 @@ class PatientLayer:
         most = max(1, min(_MOST_SAMPLES, _MOST_BYTES * len(inputs[0]) // max(1, inputs[0].nbytes)))
         spec = self._mixture.expert.output
         while True:
-            # To list them anew for each word would cost a tenth of a call.
-            contacts, mask = self._contacts, mask if wanted is None else mask & wanted[:, None]
+            contacts, mask = await self._living(), mask if wanted is None else mask & wanted[:, None]
             outputs, answered = np.zeros((*mask.shape, *spec.shape), spec.dtype), np.zeros_like(mask)
             with trio.move_on_after(self._patience_s) as waiting:
                 pauses = _pauses()
