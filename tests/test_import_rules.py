@@ -42,7 +42,7 @@ SHELLS = modules(
         "dmoe_net.averaging.grouping": "matchmaker",
         "dmoe_net.averaging.reduction": "all_reduce",
         "dmoe_net.averaging.state": "download sharing",
-        "dmoe_net.dht": "calls maintenance node",
+        "dmoe_net.dht": "calls maintenance node reading",
         "dmoe_net.rpc": "base connection connections faults lanes liveness peer service",
         "dmoe_net.transport": "base sockets tcp tls tls_engine",
         "dmoe_net.transport.sim": "agenda calls endpoints flow network simulation transport",
@@ -151,7 +151,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 44_030, "dmoe_net": 18_177, "experiments": 13_498}
+LINE_BUDGETS = {"dmoe_jax": 44_030, "dmoe_net": 18_310, "experiments": 13_498}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {

@@ -73,6 +73,17 @@ class DirectNetwork:
         stranger, asked = DirectCaller(self, None, PeerId(bytes(32))), self._callers[node.address]
         return (await asked.serve(method, {**body, "client": True}, (), stranger, None)).body
 
+    def alter(self, node: DhtNode, method: str, change: Callable[[Body], Body]) -> None:
+        """From now on a node's answers to a method are changed on their way."""
+        caller = self._callers[node.address]
+        handler = caller._handlers[method]
+
+        async def altered(request: Request) -> Reply:
+            reply = await handler(request)
+            return replace(reply, body=change(reply.body))
+
+        caller._handlers[method] = altered
+
     def at(self, address: Address) -> "DirectCaller | None":
         """Caller at an address; None if there was never one."""
         return self._callers.get(address)

@@ -28,7 +28,7 @@ from dmoe_net.dht.entries import (
 )
 from dmoe_net.dht.messages import PAGE_BYTES, Find, FindReply
 from dmoe_net.dht.routing_table import key_id
-from dmoe_net.dht.storage import NO_ROOM, EntryStorage, Refusal
+from dmoe_net.dht.storage import NO_ROOM, EntryStorage, Held, Refusal
 from dmoe_net.errors import RemoteProtocolError
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.keys import OPEN_SWARM, Identity, Membership
@@ -251,14 +251,29 @@ def test_a_find_survives_the_wire() -> None:
     for question in (Find(KEY, 12, True, Position(7, 9), dead), Find(KEY, 0)):
         assert messages.parse_find_untrusted(messages.find_body(question)) == question
     entries = [(entry(None), 3.0), (entry([], suffix="b"), 4.0)]
-    for reply in (FindReply(tuple(PEERS), Position(2**64 - 1, 3), entries, more=True), FindReply(())):
+    last, later = Position(2**64 - 1, 3), Position(2**64 - 1, 9)
+    for pages in ((), (last,), (last, later)):
+        reply = FindReply(tuple(PEERS), last, entries, pages)
         assert messages.parse_found_untrusted(messages.found_body(reply), KEY, EntryReader()) == reply
+    assert messages.parse_found_untrusted(messages.found_body(FindReply(())), KEY, EntryReader()) == FindReply(())
+
+
+@pytest.mark.parametrize("pages", [[4, 9], [3, 3], [3, 9, 8], [3, "x"], 3, list(range(3, 36))])
+def test_pages_begin_where_the_first_ends_and_rise(pages: object) -> None:
+    with pytest.raises(RemoteProtocolError, match="pages"):
+        messages.parse_found_untrusted({"contacts": [], "copy": [7, 3, True], "pages": pages}, KEY, EntryReader())
+
+
+def test_an_answer_may_say_that_pages_follow_and_not_where() -> None:
+    """As peers do that read a record page by page."""
+    body = {"contacts": [], "copy": [7, 3, True]}
+    assert messages.parse_found_untrusted(body, KEY, EntryReader()).pages == (Position(7, 3),)
 
 
 def test_a_copy_without_changes_is_not_no_copy() -> None:
     """A holder says that it has the record though nothing in it is news."""
     body = messages.found_body(FindReply((), Position(1, 2)))
-    assert messages.parse_found_untrusted(body, KEY, EntryReader()) == FindReply((), Position(1, 2), [], False)
+    assert messages.parse_found_untrusted(body, KEY, EntryReader()) == FindReply((), Position(1, 2), [])
 
 
 def test_a_store_survives_the_wire() -> None:
@@ -315,7 +330,8 @@ def test_the_largest_answer_fits_a_header() -> None:
     entries = [(entry(b"x" * (MAX_VALUE_BYTES - 5), suffix="s" * 64, sequence=n), 300.0) for n in range(5)]
     (page, *_) = messages.batches(entries)
     assert len(page) == 2
-    reply = FindReply(contacts, Position(2**64 - 1, 2**64 - 1), page, more=True)
+    pages = tuple(Position(2**64 - 1, 2**64 - 1 - n) for n in range(messages.MAX_PAGES))
+    reply = FindReply(contacts, pages[0], page, pages)
     assert 32 * 1024 < len(cbor2.dumps(messages.found_body(reply))) < 64 * 1024
 
 
@@ -336,20 +352,29 @@ def test_batches_keep_order_and_fit() -> None:
 
 
 def test_pages_cover_a_record_once() -> None:
-    """Reading on since the last change of each page gives every entry once, in the order of changes."""
+    """The pages that the first names give every entry once, in the order of changes, and so does reading one by one."""
     storage = EntryStorage(max_bytes=10**7)
     rng = random.Random(2)
     for number in range(200):
         owner = Identity.from_seed(rng.randbytes(32))
         each = entry(b"x" * (number % 7) * 1000, owner=owner, life_s=300.0)
         storage.store(KEY, [(each, 100.0)], account=owner.peer_id, now=0.0)
-    seen: list[Entry] = []
-    since, more, num_pages = 0, True, 0
-    while more:
-        entries, since, more = messages.page(storage.since(KEY, since, 40.0), 40.0)
-        assert all(left_s == 60.0 for _, left_s in entries)
-        seen += [each for each, _ in entries]
-        num_pages += 1
-    assert seen == [held.entry for held in storage.get(KEY, 0.0)]
-    assert num_pages > 10
-    assert messages.page((), 0.0) == ((), 0, False)
+    first, named = messages.page(storage.get(KEY, 40.0), 40.0)
+    assert len(named) > 10
+    seen, since = list(first), named
+    for change in named:
+        assert since[0] == change
+        entries, since = messages.page(storage.since(KEY, change, 40.0), 40.0)
+        seen += entries
+    assert since == ()
+    assert all(left_s == 60.0 for _, left_s in seen)
+    assert [each for each, _ in seen] == [held.entry for held in storage.get(KEY, 0.0)]
+    assert messages.page((), 0.0) == ((), ())
+
+
+def test_an_answer_names_a_bounded_number_of_pages() -> None:
+    each = entry(b"x" * 16_000)
+    held = [
+        Held(entry=each, ends_at=9.0, seen_at=0.0, kept_until=9.0, change=n, account=ALICE.peer_id) for n in range(100)
+    ]
+    assert messages.page(held, 0.0)[1] == tuple(range(1, 2 * messages.MAX_PAGES, 2))

@@ -14,13 +14,13 @@ from trio.testing import MockClock
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.entries import Entry, encode_value, entry_to_wire
-from dmoe_net.dht.messages import STORE, batches, store_body
+from dmoe_net.dht.messages import FIND, STORE, batches, store_body
 from dmoe_net.dht.node import DhtNode, open_dht_node
 from dmoe_net.dht.routing_table import key_id
 from dmoe_net.errors import CallRefused
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.keys import Identity
-from dmoe_net.rpc.base import Reply, Request
+from dmoe_net.rpc.base import Body, Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,
@@ -58,6 +58,38 @@ async def test_a_slow_page_is_waited_for(autojump_clock: MockClock) -> None:
         async with open_node(network, 4, [address_of(0)], client_mode=True) as asker:
             slow_from = trio.current_time() + 0.01
             assert len(await asker.get("key")) == 40
+
+
+@pytest.mark.parametrize("what", ["no pages named", "a page left out", "a page that does not exist", "counted anew"])
+async def test_whatever_pages_a_holder_names_all_are_read(autojump_clock: MockClock, what: str) -> None:
+    """Holders that name no pages, name them wrongly, or lose count between two of them, leave nothing out."""
+    async with swarm_of(4) as (network, nodes):
+        for node in nodes:
+            for number in range(10):
+                await node.store("key", "x" * 4000, suffix=str(number), life_s=300)
+        answered = 0
+
+        def alter(body: Body) -> Body:
+            nonlocal answered
+            answered += 1
+            pages = body.get("pages", [])
+            if what == "no pages named":
+                return {name: each for name, each in body.items() if name != "pages"}
+            if what == "a page left out" and len(pages) > 2:
+                return {**body, "pages": [pages[0], *pages[2:]]}
+            if what == "a page that does not exist" and pages:
+                return {**body, "pages": [*pages, 10**6]}
+            if what == "counted anew" and answered == 4:
+                for each in nodes:
+                    each._storage.epoch += 1
+            return body
+
+        for node in nodes:
+            network.alter(node, FIND, alter)
+        async with open_node(network, 4, [address_of(0)], client_mode=True) as asker:
+            answered = 0
+            assert len(await asker.get("key")) == 40
+            assert answered > 4
 
 
 async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:
@@ -220,6 +252,7 @@ async def test_bad_requests_are_refused_with_a_reason(autojump_clock: MockClock)
         {"contacts": [], "copy": [1, 2, True], "entries": [], "now": 0.0},
         {"contacts": [], "copy": [1, 2, True], "now": 0.0},
         {"contacts": [], "copy": [1, 2, False], "now": 0.0},
+        {"contacts": [], "copy": [1, 2, True], "pages": [9, 8], "now": 0.0},
         {"contacts": [], "verdicts": [[bytes(32), "", 1, 1, 1, b"\0", bytes(64), 1]], "now": 0.0},
         {"contacts": [[n.to_bytes(32), "10.9.9.9", 9] for n in range(32)], "verdicts": [False], "now": 0},
     ],

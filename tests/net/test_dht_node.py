@@ -141,6 +141,23 @@ async def test_a_thorough_get_reads_all_copies(autojump_clock: MockClock) -> Non
             assert len(await reader.get("key", thoroughly=True)) == number
 
 
+async def test_what_one_large_copy_alone_has_is_found_by_a_later_look(autojump_clock: MockClock) -> None:
+    """An entry that one of two holders alone has taken, on its last page. A thorough look finds it at once."""
+    async with swarm_of(9) as (network, nodes):
+        for node in nodes[:3]:
+            for number in range(10):
+                await node.store("key", b"x" * 4000, suffix=str(number), life_s=100)
+        first, second, *others = await holders(network, nodes, "key")
+        network.take_down(*(holder.address for holder in others))
+        await bring(network, second, "key", signed(OWNERS[0], "key"))
+        readers = [node for node in nodes if node not in (first, second, *others)]
+        for reader in readers[:2]:
+            assert len(await reader.get("key")) >= 30
+            await reader.get("key")
+            assert len(await reader.get("key")) == 31
+        assert len(await readers[2].get("key", thoroughly=True)) == 31
+
+
 async def test_a_record_ends_when_it_says(autojump_clock: MockClock) -> None:
     """It is found before its end, gone after it, and swept from memory a little later; entries go one by one."""
     async with open_swarm(DirectNetwork(), 8) as nodes:
@@ -165,14 +182,30 @@ async def test_falsy_values_are_values(autojump_clock: MockClock, value: Any) ->
         assert (type(found.value), found.value) == (type(value), value)
 
 
-async def test_a_large_record_is_read_page_by_page(autojump_clock: MockClock) -> None:
-    """A client, and then its second look from what it knows, find 40 entries of 4 KB, of which 64 KiB hold few."""
-    async with swarm_of(40) as (network, nodes):
+async def test_the_pages_of_a_large_record_are_read_at_once(autojump_clock: MockClock) -> None:
+    """A client finds 40 entries of 4 KB, of which a message holds ten, in two round trips of 50 ms: one for the first
+    page and one for all others."""
+    async with swarm_of(4) as (network, nodes):
         for node in nodes:
-            assert await node.store("big", b"x" * 4000, life_s=60)
+            for number in range(10):
+                assert await node.store("big", b"x" * 4000, suffix=str(number), life_s=60)
         async with open_node(network, 99, [address_of(0)], client_mode=True) as reader:
-            for _ in range(2):
-                assert {entry.owner for entry in await reader.get("big")} == {node.peer_id for node in nodes}
+            began, placed = trio.current_time(), len(network.calls)
+            assert len(await reader.get("big")) == 40
+            assert trio.current_time() - began == pytest.approx(0.1)
+            placed = len(network.calls)
+            assert len(await reader.get("big")) == 40
+            assert len(network.calls) == placed + 1, "a second look asks for what changed"
+        async with open_node(network, 98, [address_of(0)], client_mode=True) as reader:
+            for node in nodes:
+                await node.store("small", 1, life_s=60)
+            await reader.get("small")
+            for node in nodes:
+                for number in range(10):
+                    assert await node.store("small", b"x" * 4000, suffix=str(number), life_s=60)
+            began = trio.current_time()
+            assert len(await reader.get("small")) == 44
+            assert trio.current_time() - began == pytest.approx(0.1), "what changed comes in pages too"
 
 
 async def test_wrong_arguments_store_nothing(autojump_clock: MockClock) -> None:

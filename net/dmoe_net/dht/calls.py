@@ -11,8 +11,8 @@ from dmoe_net.clock import SwarmClock
 from dmoe_net.dht import messages
 from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.copies import Position
-from dmoe_net.dht.entries import EntryReader
-from dmoe_net.dht.messages import Find, FindReply, SignedEntries
+from dmoe_net.dht.entries import EntryReader, SignedEntries
+from dmoe_net.dht.messages import Find, FindReply
 from dmoe_net.dht.patience import Patience
 from dmoe_net.dht.peer_book import PeerBook
 from dmoe_net.dht.routing_table import NodeId
@@ -89,7 +89,7 @@ class DhtCalls:
             body = await self._call(contact, messages.FIND, messages.find_body(question))
             found = messages.parse_found_untrusted(body, target, self.reader)
             found = found._replace(contacts=found.contacts[:contacts])
-            if found.more and (not found.entries or found.position == since):
+            if found.pages and (not found.entries or found.position == since):
                 raise RemoteProtocolError(f"{contact} pages a record without getting on")
         return found
 
@@ -171,9 +171,10 @@ class DhtCalls:
         newest = held[-1].change
         if question.since is not None and question.since.epoch == self.storage.epoch:
             held = self.storage.since(question.target, question.since.change, now)
-        entries, change, more = messages.page(held, now)
-        position = Position(self.storage.epoch, change if more else newest)
-        return messages.found_body(FindReply(contacts, position, entries, more))
+        entries, changes = messages.page(held, now)
+        pages = tuple(Position(self.storage.epoch, change) for change in changes)
+        position = pages[0] if pages else Position(self.storage.epoch, newest)
+        return messages.found_body(FindReply(contacts, position, entries, pages))
 
     def _answer_store(self, request: Request) -> Body:
         target, entries = messages.parse_store_untrusted(request.body, self.reader)

@@ -19,6 +19,7 @@ beyond the end that its own times give. Thus a peer whose clock is wrong is foun
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -127,6 +128,10 @@ class Entry:
         if self.issued_at > now + MAX_SKEW_S:
             return 0.0
         return min(said_s, self.life_s, self.issued_at + self.life_s + MAX_SKEW_S - now)
+
+
+SignedEntries = Sequence[tuple[Entry, float]]
+"""Entries with the seconds that are left of their lives."""
 
 
 class Found(NamedTuple):

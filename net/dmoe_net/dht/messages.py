@@ -1,7 +1,7 @@
 """The messages of DHT nodes: three calls, each a small CBOR map.
 
     dht.ping   {client}                                            -> {peer_id, now}
-    dht.find   {client, target, contacts, record, since?, dead?}   -> {peer_id, now, contacts, copy?, entries?}
+    dht.find   {client, target, contacts, record, since?, dead?}   -> {peer_id, now, contacts, copy?, entries?, pages?}
     dht.store  {client, target, entries, dead?}                    -> {peer_id, now, verdicts, contacts}
 
 `client` true says: do not put me into your table. `peer_id` in each answer tells who answered at an address, `now` is
@@ -11,19 +11,20 @@ host, port]`, entries as the rows of `dmoe_net.dht.entries`.
 `contacts` of a question is the number of contacts near the target that are wanted; answers to a store name the nearest
 ones. `dead` names peers that did not answer of late. `copy` is `[epoch, change, more]` of the answerer's copy of the
 record, and missing if it has none; `entries` are those that changed after `since`, `[epoch, change]`, in the order of
-changes. A verdict is true (taken), false (no room), the row of the entry that stands there instead, or the seconds by
-which the entry's times are ahead of the answerer's.
+changes; `pages` are the changes after which further pages begin. A verdict is true (taken), false (no room), the row of
+the entry that stands there instead, or the seconds by which the entry's times are ahead of the answerer's.
 
 A message must fit a header of 64 KiB. Entries therefore travel in pages of `PAGE_BYTES`: `more` is true if further ones
-follow, and the caller asks again since the change that it was told; stores are cut by `batches`.
+follow, and the caller asks again since each change of `pages`, all at once; stores are cut by `batches`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from dmoe_net.dht.copies import Position
-from dmoe_net.dht.entries import Entry, EntryReader, entry_to_wire
+from dmoe_net.dht.entries import Entry, EntryReader, SignedEntries, entry_to_wire
 from dmoe_net.dht.routing_table import NodeId
 from dmoe_net.dht.storage import MAX_ENTRIES, NO_ROOM, Held, Refusal, Verdict
 from dmoe_net.errors import RemoteProtocolError
@@ -48,6 +49,9 @@ PING, FIND, STORE = "dht.ping", "dht.find", "dht.store"
 PAGE_BYTES = 40 * 1024
 """Most bytes of entries in one message. With 32 contacts of the longest names (10 KB) a header stays below 64 KiB."""
 
+MAX_PAGES = 32
+"""Most further pages that an answer names."""
+
 MAX_CONTACTS = 32
 """Most contacts of one answer."""
 
@@ -70,15 +74,13 @@ _ENTRIES = rows(MAX_ENTRIES)
 _DEAD = optional(several(PEER_ID, MAX_DEAD))
 _SINCE: dict[str, Field[Any]] = {"epoch": _COUNTER, "change": _COUNTER}
 _COPY: dict[str, Field[Any]] = {**_SINCE, "more": FLAG}
+_PAGES = optional(several(_COUNTER, MAX_PAGES))
 _TARGET: Field[NodeId] = Field(
     f"an id of {PEER_ID_BYTES} bytes",
     octets(PEER_ID_BYTES, PEER_ID_BYTES).holds,
     lambda raw: int.from_bytes(raw, "big"),
     lambda target: target.to_bytes(PEER_ID_BYTES, "big"),
 )
-
-SignedEntries = Sequence[tuple[Entry, float]]
-"""Entries with the seconds that are left of their lives."""
 
 
 class Find(NamedTuple):
@@ -105,8 +107,8 @@ class FindReply(NamedTuple):
     """Last change among the entries, or in the whole copy if no more follow; None: the answerer has no copy."""
     entries: SignedEntries = ()
     """Entries that changed since then, the oldest change first, with the seconds left of their lives."""
-    more: bool = False
-    """True if further entries follow."""
+    pages: tuple[Position, ...] = ()
+    """Positions after which further pages begin, in order: the first is `position`. Empty: no entries follow."""
 
 
 def find_body(question: Find) -> Body:
@@ -129,7 +131,9 @@ def found_body(found: FindReply) -> Body:
     """An answer to `dht.find`."""
     body: dict[str, object] = {"contacts": [contact_to_wire(contact) for contact in found.contacts]}
     if found.position is not None:
-        body["copy"] = [*found.position, found.more]
+        body["copy"] = [*found.position, bool(found.pages)]
+    if len(found.pages) > 1:
+        body["pages"] = [page.change for page in found.pages]
     return {**body, "entries": _entries_to_wire(found.entries)} if found.entries else body
 
 
@@ -160,18 +164,18 @@ def batches(entries: Iterable[tuple[Entry, float]]) -> Iterator[SignedEntries]:
         yield tuple(batch)
 
 
-def page(held: Sequence[Held], now: float) -> tuple[SignedEntries, int, bool]:
+def page(held: Sequence[Held], now: float) -> tuple[SignedEntries, tuple[int, ...]]:
     """Cut one message's worth off the changes of a record.
 
     Args:
       held: entries in the order of changes.
       now: seconds of the clock of `Held.ends_at`.
 
-    Returns: entries with the seconds left, the number of the last change among them (0: there are none), and True if
-      more follow.
+    Returns: entries with the seconds left, and the numbers of the changes after which further pages begin.
     """
-    taken = next(batches((each.entry, each.ends_at - now) for each in held), ())
-    return taken, held[len(taken) - 1].change if taken else 0, len(taken) < len(held)
+    pages = list(batches((each.entry, each.ends_at - now) for each in held))
+    ends = list(accumulate(map(len, pages[: MAX_PAGES + 1])))
+    return pages[0] if pages else (), tuple(held[end - 1].change for end in ends[:-1])
 
 
 def parse_find_untrusted(body: Body) -> Find:
@@ -198,9 +202,11 @@ def parse_found_untrusted(body: Body, target: NodeId, reader: EntryReader) -> Fi
     if (raw := body.get("copy")) is None:
         return FindReply(contacts)
     epoch, change, more = row_untrusted(raw, "copy", **_COPY)
-    return FindReply(
-        contacts, Position(epoch, change), _read_entries_untrusted(body.get("entries", []), target, reader), more
-    )
+    changes = (_PAGES.of_untrusted(body, "pages") or (change,)) if more else ()
+    if more and (changes[0] != change or any(a >= b for a, b in pairwise(changes))):
+        raise RemoteProtocolError(f"expected pages that begin after {change} and rise, got {changes!r:.80}")
+    entries = _read_entries_untrusted(body.get("entries", []), target, reader)
+    return FindReply(contacts, Position(epoch, change), entries, tuple(Position(epoch, each) for each in changes))
 
 
 def parse_stored_untrusted(body: Body, target: NodeId, reader: EntryReader, *, count: int) -> list[Verdict]:

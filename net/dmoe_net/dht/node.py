@@ -24,6 +24,7 @@ from dmoe_net.dht.entries import (
     Entry,
     EntryReader,
     Found,
+    SignedEntries,
     Subkey,
     Value,
     check_life,
@@ -33,10 +34,10 @@ from dmoe_net.dht.entries import (
 )
 from dmoe_net.dht.lookup import Lookup, LookupConfig
 from dmoe_net.dht.maintenance import JobQueue, Maintenance
-from dmoe_net.dht.messages import FindReply, SignedEntries
 from dmoe_net.dht.peer_book import PeerBook
+from dmoe_net.dht.reading import RecordReader
 from dmoe_net.dht.routing_table import MAX_KEY_BYTES, NodeId, key_id, node_id
-from dmoe_net.dht.storage import NO_ROOM, EntryStorage, Held, Verdict
+from dmoe_net.dht.storage import EntryStorage, Held, Verdict
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.keys import OPEN_SWARM, Identity
 from dmoe_net.nursery import background_nursery
@@ -53,9 +54,6 @@ _LINGER_S = 2.0
 
 _MAX_ISSUED = 65_536
 """Entries of this node that are remembered; beyond it those that have ended are forgotten."""
-
-_MAX_PAGES = 32
-"""Most pages of one record: 1.25 MiB, more than any record may hold."""
 
 _CONTACTS = 12
 """Contacts wanted of each peer on the way to a record."""
@@ -138,10 +136,7 @@ class DhtNode:
         # Chance that changes nothing, not even in a simulation: it is only compared with another.
         epoch = int.from_bytes(secrets.token_bytes(8))
         self._storage = EntryStorage(max_bytes=config.max_storage_bytes, epoch=epoch)
-        self._read = EntryStorage(max_bytes=config.max_storage_bytes)  # what was read of others, while it lives
-        self._read_from = Copies(life_s=config.holders_life_s)
         self._stored_at = Copies(life_s=config.holders_life_s)
-        self._unread: set[tuple[NodeId, PeerId]] = set()  # copies of which a page was read, and more follow
         self._issued: dict[tuple[NodeId, str], _Issued] = {}
         self._reader = EntryReader(swarm)
         self._jobs = JobQueue()
@@ -163,12 +158,13 @@ class DhtNode:
             config=config,
             is_client=self.is_client,
         )
+        self._reading = RecordReader(calls=self._calls, clock=clock, config=config)
         self._maintenance = Maintenance(
             initial_peers=initial_peers,
             remembered=remembered,
             jobs=self._jobs,
             calls=self._calls,
-            read=self._read,
+            read=self._reading.entries,
             stored_at=self._stored_at,
             rng=rng,
         )
@@ -249,7 +245,7 @@ class DhtNode:
 
         What was read before is remembered while it lives: a holder that lacks an entry does not take it away. Asks a
         peer that held the record a moment ago for what changed since, else the peers nearest to the key, until two of
-        them have a copy.
+        them have a copy; where these have several pages, until one has come whole.
 
         Args:
           thoroughly: True to read the copies of all peers that should keep the record: then an entry that one of them
@@ -259,10 +255,8 @@ class DhtNode:
           ValueError: the key is not a string of at most 512 bytes.
         """
         target = key_id(check_key(key))
-        if thoroughly:
-            await self._walk_to_record(target, copies=self.config.replicas)
-        elif not await self._read_again(target):
-            await self._walk_to_record(target)
+        if thoroughly or not await self._reading.read_changes(target):
+            await self._walk_to_record(target, thoroughly=thoroughly)
         return self._living(target)
 
     async def get_many(self, keys: Iterable[str], *, thoroughly: bool = False) -> dict[str, tuple[Found, ...]]:
@@ -403,7 +397,7 @@ class DhtNode:
     def _living(self, target: NodeId) -> tuple[Found, ...]:
         """Living entries of a record, from what was read and what is kept here: the newest version of each."""
         now, newest = self.clock.ticks(), dict[Subkey, Held]()
-        for held in (*self._read.get(target, now), *self._storage.get(target, now)):
+        for held in (*self._reading.entries.get(target, now), *self._storage.get(target, now)):
             before = newest.get(held.entry.subkey)
             if before is None or before.entry.sequence < held.entry.sequence:
                 newest[held.entry.subkey] = held
@@ -413,66 +407,24 @@ class DhtNode:
             if not held.entry.is_withdrawn
         )
 
-    async def _find(self, contact: Contact, target: NodeId, *, contacts: int, record: bool) -> FindReply:
-        """Ask a peer for contacts and for what changed in its copy of the record, and remember what it says."""
-        since = self._read_from.position(target, contact.peer_id) if record else None
-        found = await self._calls.find(contact, target, contacts=contacts, record=record, since=since)
-        (self._unread.add if found.more else self._unread.discard)((target, contact.peer_id))
-        if found.position is not None:
-            now, lives = self.clock.now(), list[tuple[Entry, float]]()
-            lives += ((entry, entry.left(now, said_s)) for entry, said_s in found.entries)
-            living = [each for each in lives if each[1] > 0]
-            verdicts = self._read.store(target, living, account=contact.peer_id, now=self.clock.ticks(), swarm_now=now)
-            # What could not be kept, or is of another time than this clock's, is read again the next time.
-            if len(living) == len(lives) and NO_ROOM not in verdicts:
-                self._read_from.read(target, contact.peer_id, found.position)
-        return found
-
-    async def _read_again(self, target: NodeId) -> bool:
-        """Read what changed at the nearest remembered holder; False if a walk is needed."""
-        holders = self._read_from.holders(target, trio.current_time())
-        if not holders:
-            return False
-        # In turn: one that holds something back, or that writers have left, hides it for no longer than until the next.
-        holds = await self._read_on(self._read_from.next_holder(target), target)
-        if not holds:
-            self._read_from.forget(target)
-        return holds
-
-    async def _read_on(self, contact: Contact, target: NodeId, patience_s: float | None = None) -> bool:
-        """Read all that changed in a peer's copy, page by page; False if it has none, fails, or takes longer for a page
-        than it has been seen to take."""
-        if patience_s is None:
-            patience_s = self._calls.patience.of(contact.peer_id, trio.current_time())
-        with trio.move_on_after(patience_s) as scope:
-            try:
-                for _ in range(_MAX_PAGES):
-                    found = await self._find(contact, target, contacts=0, record=True)
-                    if not found.more:
-                        return found.position is not None
-                    scope.deadline = min(scope.deadline + patience_s, trio.current_time() + self.config.rpc_timeout_s)
-            except PEER_ERRORS:
-                return False
-            return True
-        return False
-
-    async def _walk_to_record(self, target: NodeId, *, copies: int = _COPIES) -> None:
-        """Walk to the peers that hold a record, until so many copies were read, and remember them."""
+    async def _walk_to_record(self, target: NodeId, *, thoroughly: bool) -> None:
+        """Walk to the peers that hold a record, until enough copies were read, and remember them."""
+        copies = self.config.replicas if thoroughly else _COPIES
         own = self._own_contact is not None and bool(self._storage.get(target, self.clock.ticks()))
-        walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own)
-        self._read_from.walked(target, walk.holders, trio.current_time())
+        # Further pages are no part of the walk, in which a peer that takes long is passed over.
+        async with self._reading.reading_on(target, all_copies=thoroughly) as read_on:
+            walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own, read_on=read_on)
+        self._reading.walked(target, walk.holders)
 
-        def unread() -> list[Contact]:
-            return [holder for holder in walk.holders if (target, holder.peer_id) in self._unread]
-
-        # Further pages are no part of the walk, in which a peer that takes long is passed over. But if of no copy all
-        # came, those that take long are waited for: part of a record would look like all of it.
-        await _each(self._read_on, [(holder, target) for holder in unread()])
-        if len(left := unread()) == len(walk.holders):
-            await _each(self._read_on, [(holder, target, self.config.rpc_timeout_s) for holder in left])
-        self._unread = {each for each in self._unread if each[0] != target}
-
-    async def _walk(self, target: NodeId, *, beam_size: int, copies: int = 0) -> Lookup:
+    async def _walk(
+        self,
+        target: NodeId,
+        *,
+        beam_size: int,
+        copies: int = 0,
+        read_on: Callable[[Contact], None] = lambda holder: None,
+    ) -> Lookup:
+        """Walk towards an id; `read_on` is called for each holder of whose copy further pages are to be read."""
         table, local_id = self._book.table, self._book.table.local_id
         now = trio.current_time()
         seeds = self._book.usable(table.nearest(target, self.config.bucket_size), now)
@@ -485,27 +437,29 @@ class DhtNode:
         )
         table.looked_up(target, now)
         with trio.move_on_after(self.config.lookup_timeout_s):
-            await self._carry_out(lookup)
+            await self._carry_out(lookup, read_on)
         for contact in lookup.unresponsive():
             self._jobs.check(contact)
         self._lookups += 1
         self._queries += lookup.queries
         return lookup
 
-    async def _carry_out(self, lookup: Lookup) -> None:
+    async def _carry_out(self, lookup: Lookup, read_on: Callable[[Contact], None]) -> None:
         changed = trio.Event()
         contacts, record = max(_CONTACTS, lookup.config.beam_size), lookup.config.copies > 0
 
         async def ask(contact: Contact) -> None:
             try:
-                found = await self._find(contact, lookup.target, contacts=contacts, record=record)
+                found = await self._reading.find(contact, lookup.target, contacts=contacts, record=record)
             except PEER_ERRORS:
                 lookup.on_failure(contact.peer_id)
             else:
                 usable = self._book.usable(found.contacts, trio.current_time())
                 # Anybody can say that nothing in its copy is news; of a copy something must have been seen.
-                is_seen = bool(found.entries) or self._read_from.position(lookup.target, contact.peer_id) is not None
+                is_seen = bool(found.entries) or self._reading.has_read(contact, lookup.target)
                 lookup.on_success(contact.peer_id, usable, holds=found.position is not None and is_seen)
+                if found.pages:
+                    read_on(contact)
             changed.set()
 
         async with trio.open_nursery() as nursery:
