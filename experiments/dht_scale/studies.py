@@ -96,18 +96,20 @@ async def trainer(world: World, nodes: int, experts: int, layers: int, seconds: 
 async def announcing(world: World, nodes: int) -> Figures:
     """Calls a second of a node that announces itself as a member and one expert, and of one with an expert in each of
     16 layers, while all others announce one, the background included."""
-    seconds = 60.0
     spread = [all_uids(layer_prefix(layer), square(nodes))[layer] for layer in range(16)]
-    hosts = await world.grow(nodes)
-    announced = one_each(nodes)
-    announcers = await world.announcers(announced)
-    world.keep_announced(announcers, [announced[0], spread, *announced[2:]], world.nursery)
-    for dht in list(world.nodes.values()):
-        await world.stack.enter_async_context(listed_member(dht, "dmoe", contact_of(dht), lambda: {"role": "node"}))
+    hosts, announced = await world.grow(nodes), one_each(nodes)
+
+    async def listed(dht: DhtNode) -> None:
+        async with listed_member(dht, "dmoe", contact_of(dht), lambda: {"role": "node"}):
+            await trio.sleep_forever()
+
+    world.keep_announced(await world.announcers(announced), [announced[0], spread, *announced[2:]], world.nursery)
+    for host in hosts:
+        world.nursery.start_soon(listed, world.nodes[host])
     await trio.sleep(60.0)
     before = [world.traffic(host)[0] for host in hosts]
-    await trio.sleep(seconds)
-    rates = [float(world.traffic(host)[0] - then) / seconds for host, then in zip(hosts, before, strict=True)]
+    await trio.sleep(60.0)
+    rates = [float(world.traffic(host)[0] - then) / 60.0 for host, then in zip(hosts, before, strict=True)]
     return {"one_calls_per_s": statistics.mean([rates[0], *rates[2:]]), "sixteen_calls_per_s": rates[1]}
 
 
@@ -172,7 +174,7 @@ async def _gets(world: World, nodes: list[DhtNode], count: int) -> tuple[float, 
     took, found = list[float](), 0
     for _ in range(count):
         node, key = world.rng.choice(nodes), f"key{world.rng.randrange(100)}"
-        node._read_from.forget(key_id(key))  # a walk each time: what is remembered would hide what is measured
+        node._reading.holders.forget(key_id(key))  # a walk each time: what is remembered would hide what is measured
         began = trio.current_time()
         found += bool(await node.get(key))
         took.append(trio.current_time() - began)

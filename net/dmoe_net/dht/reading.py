@@ -30,19 +30,20 @@ class RecordReader:
         self._calls = calls
         self._clock = clock
         self._config = config
-        self._holders = Copies(life_s=config.holders_life_s)
+        self.holders = Copies(life_s=config.holders_life_s)
+        """The peers that had copies, and how far these were read."""
         self._unread: dict[tuple[NodeId, PeerId], tuple[Position, ...]] = {}  # pages of copies that were begun
 
     async def find(self, contact: Contact, target: NodeId, *, contacts: int, record: bool) -> FindReply:
         """Ask a peer for contacts and for what changed in its copy of the record, and remember what it says."""
-        since = self._holders.position(target, contact.peer_id) if record else None
+        since = self.holders.position(target, contact.peer_id) if record else None
         found = await self._calls.find(contact, target, contacts=contacts, record=record, since=since)
         self._note(contact, target, found, is_kept=self._keep(contact, target, found))
         return found
 
     def has_read(self, contact: Contact, target: NodeId) -> bool:
         """True if something of a peer's copy has been read."""
-        return self._holders.position(target, contact.peer_id) is not None
+        return self.holders.position(target, contact.peer_id) is not None
 
     def _keep(self, contact: Contact, target: NodeId, found: FindReply) -> bool:
         """Remember the entries of a peer's answer; False if one could not be kept, or is of another time than this
@@ -60,19 +61,19 @@ class RecordReader:
         else:
             self._unread.pop((target, contact.peer_id), None)
         if found.position is not None and is_kept:
-            self._holders.read(target, contact.peer_id, found.position)
+            self.holders.read(target, contact.peer_id, found.position)
 
     async def read_changes(self, target: NodeId) -> bool:
         """Read what changed in the record at a remembered holder; return False if a walk is needed."""
-        holders = self._holders.holders(target, trio.current_time())
+        holders = self.holders.holders(target, trio.current_time())
         if not holders:
             return False
         # In turn: one that holds something back, or that writers have left, hides it for no longer than until the next.
-        holder = self._holders.next_holder(target)
+        holder = self.holders.next_holder(target)
         self._unread.pop((target, holder.peer_id), None)
         holds = await self.read_copy(holder, target)
         if not holds:
-            self._holders.forget(target)
+            self.holders.forget(target)
         return holds
 
     async def read_copy(self, contact: Contact, target: NodeId, patience_s: float | None = None) -> bool:
@@ -164,4 +165,4 @@ class RecordReader:
 
     def walked(self, target: NodeId, holders: Iterable[Contact]) -> None:
         """Remember the holders that a walk has found."""
-        self._holders.walked(target, holders, trio.current_time())
+        self.holders.walked(target, holders, trio.current_time())
