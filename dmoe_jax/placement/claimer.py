@@ -35,8 +35,8 @@ MAX_UIDS = 64
 
 _UIDS = several(text(1, 256), MAX_UIDS)
 _CALL_TIMEOUT_S = 2.0
-_CHUNK = 8
-"""Experts that are announced together: not one by one, and not only when the last of a thousand is restored."""
+_CHUNK, _CHUNK_S = 8, 2.0
+"""Most experts that are announced together, and seconds after which those that are there are announced."""
 
 
 class CannotTakeUp(Exception):
@@ -126,6 +126,7 @@ class Claimer:
         )
         self._news = trio.Event()
         self._scanned_at = float("-inf")
+        self._holders: Mapping[str, Mapping[PeerId, Contact]] = {}  # as of the last look
         self._won: list[str] = []
         self._has_won = trio.Event()
         self._claims = Claims(dht, uids, life_s=config.claim_life_s)
@@ -197,6 +198,7 @@ class Claimer:
         elif self._core.settles_at() <= read_at:
             await self._survey.look(self._core.held)
         view = self._survey.view(self._caller.peer_id, self._watch.dead, read_at=read_at)
+        self._holders = view.holders
         host = self._host
         actions = self._core.step(view, host.served, is_warm=host.is_warm, now=self._now())
         for uid, why in actions.drop.items():
@@ -222,14 +224,14 @@ class Claimer:
             self._has_won.set()
 
     async def _take_up(self) -> None:
-        """Take up what is won, some at a time, one after the other: the memory of one expert at a time."""
+        """Take up what is won, some at a time, one after the other: the memory of one expert at a time. Experts that
+        nobody serves come first."""
         while True:
             await self._has_won.wait()
-            chunk, self._won = self._won[:_CHUNK], self._won[_CHUNK:]
-            if not self._won:
-                self._has_won = trio.Event()
-            origins: dict[str, str] = {}
-            for uid in chunk:
+            began, origins = self._now(), dict[str, str]()
+            while self._won and len(origins) < _CHUNK and self._now() < began + _CHUNK_S:
+                uid = min(self._won, key=self._num_holders)
+                self._won.remove(uid)
                 try:
                     origins[uid] = await self._host.take_up(uid)
                 except CannotTakeUp as error:
@@ -239,6 +241,8 @@ class Claimer:
                     await self._claims.write(gone=[uid])
                 else:
                     logger.info("expert %s is taken up, from its %s", uid, origins[uid])
+            if not self._won:
+                self._has_won = trio.Event()
             if origins:
                 self._on_progress(f"took up {_counted(origins)}")
                 await self._host.announce(origins)
@@ -246,6 +250,9 @@ class Claimer:
                 # The claim is not taken back: it keeps others away until they have seen the announcement.
                 self._core.served(uid, origin)
             self._wake()
+
+    def _num_holders(self, uid: str) -> int:
+        return len(self._holders.get(uid, {}).keys() - self._watch.dead)
 
     def _meet(self, actions: Actions, nursery: trio.Nursery) -> None:
         """Ask the other holders of experts that too many nodes hold, some experts at a time."""

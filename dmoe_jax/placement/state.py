@@ -11,7 +11,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import trio
 
@@ -23,10 +23,12 @@ from dmoe_jax.placement import wire_form
 from dmoe_net.averaging.state.download import StateUnavailable, download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
 from dmoe_net.dht.node import DhtNode
-from dmoe_net.errors import CallFailed, CallRefused, NetError, PeerBusy
+from dmoe_net.errors import CallFailed, CallRefused, NetError, PeerBusy, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact
+from dmoe_net.nursery import background_nursery
 from dmoe_net.peer_health import Pause
 from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.rpc.liveness import ping
 from dmoe_net.wire.fields import text
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ has been fetched."""
 _IDLE_S = 10.0
 _DONE_S = 0.5
 _OPEN_TIMEOUT_S = 5.0
+_SILENCE_S = 5.0
 _RETRY_S = 0.5
 _ATTEMPTS = 3
 _SILENT = Pause(first_s=10.0, longest_s=60.0)
@@ -164,7 +167,7 @@ async def fetch_state(
     Returns: the updates of the state that was taken; None if no other node serves the expert.
 
     Raises:
-      HoldersSilent: others are announced, and none of them answers.
+      HoldersSilent: others are announced, and none of them answers, or none any more.
       StateUnavailable: others serve it, and their state cannot be had; the message says why in a few words.
     """
     found = (await find_replicas(dht, [parse_uid(uid)]))[parse_uid(uid)]
@@ -174,27 +177,55 @@ async def fetch_state(
     now = trio.current_time()
     holders = [each for each in holders if not caller.health.blocks(host_target(each), now, _SILENT)]
     (fits, is_sound), state = wire_form.checks_of(backend), None
+    donors, why_not = holders, "too slow"
     with trio.move_on_after(timeout_s):
         donors = await _opened(caller, holders, uid)
         try:
-            state = await download_state(
-                caller,
-                dht,
-                prefix=_prefix(swarm, uid, backend),
-                rng=rng,
-                config=StateSharingConfig(),
-                timeout_s=timeout_s,
-                attempts=_ATTEMPTS,
-                expects=fits,
-                accepts=is_sound,
-                known=donors,
-            )
-        except StateUnavailable as error:
-            raise StateUnavailable("no state of use") from error
+            async with background_nursery() as nursery:
+                nursery.start_soon(_until_silent, caller, donors, nursery.cancel_scope)
+                state = await download_state(
+                    caller,
+                    dht,
+                    prefix=_prefix(swarm, uid, backend),
+                    rng=rng,
+                    config=StateSharingConfig(),
+                    timeout_s=timeout_s,
+                    attempts=_ATTEMPTS,
+                    expects=fits,
+                    accepts=is_sound,
+                    known=donors,
+                )
+        except StateUnavailable:
+            why_not = "no state of use"
     if state is None:
-        raise StateUnavailable("too slow")
+        raise StateUnavailable(why_not) if await _any_lives(caller, donors) else HoldersSilent("no answer")
     await device.run(wire_form.load, backend, state)
     return state.version
+
+
+async def _until_silent(caller: Caller, donors: list[Contact], scope: trio.CancelScope) -> None:
+    """Cancel once all donors have died: a piece of a state is waited for much longer."""
+    while True:
+        await trio.sleep(_SILENCE_S)
+        if not await _any_lives(caller, donors):
+            scope.cancel()
+
+
+async def _any_lives(caller: Caller, donors: list[Contact]) -> bool:
+    """True if a donor gives a sign of life."""
+    living: list[Contact] = []
+
+    async def look(contact: Contact) -> None:
+        with suppress(PeerUnavailable):
+            with suppress(CallFailed, RemoteProtocolError):
+                await ping(caller, contact, silence_s=_SILENCE_S)
+            living.append(contact)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for contact in donors:
+            nursery.start_soon(look, contact)
+    return bool(living)
 
 
 async def _opened(caller: Caller, holders: list[Contact], uid: str) -> list[Contact]:

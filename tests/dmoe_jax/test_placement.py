@@ -145,6 +145,57 @@ async def test_experts_of_which_no_holder_is_left_go_on_from_their_checkpoints(w
     assert world.copies("node2")["not_taken"] == {"no answer": 20}
 
 
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "refuses"])
+@pytest.mark.parametrize("delay_s", [0.3, 0.4])
+@world_test
+async def test_a_donor_that_dies_while_it_gives_states_holds_nothing_up(
+    world: World, is_silent: bool, delay_s: float
+) -> None:
+    """Whatever step the fetching of a state is at, the newcomer serves all experts within half a minute."""
+    world.start("node0", max_experts=20, **AVERAGING)
+    await world.settled(1)
+    world.start("node1", max_experts=20, **AVERAGING)
+    await world.until(lambda: bool(world.said.get("node1")), within_s=60)  # it has taken some
+    await trio.sleep(delay_s)
+    world.network.apply(HostDown("node0", silent=is_silent))
+    await world.until(lambda: world.served.keys() == {"node1"} and world.all_served(), within_s=30)
+    assert world.claims("node1")["failed"] == 0
+    assert world.copies("node1")["not_taken"].keys() == {"no answer"}
+
+
+class Slow(InlineDevice):
+    """Takes two seconds to make an expert."""
+
+    async def aside(self, function: Callable[..., Any], *args: Any) -> Any:
+        await trio.sleep(2.0)
+        return await super().aside(function, *args)
+
+
+@world_test
+async def test_experts_that_nobody_serves_are_taken_up_first(world: World) -> None:
+    """A slow node is on its way to be the second holder of twenty experts when the first holder of ten of them dies."""
+    patterns = {"node0": "ffn.[0:2].[0:5]", "node1": "ffn.[2:4].[0:5]"}
+    for name, pattern in patterns.items():
+        world.start(name, {pattern: EXPERT}, **AVERAGING)
+    await world.until(lambda: len(world.holders()) == 20, within_s=60)
+    world.start("slow", device=Slow, max_experts=20, **AVERAGING)
+    await world.until(lambda: bool(world.said.get("slow")), within_s=60)
+
+    async def taken() -> Counter[str]:
+        """Experts that the slow node serves, by the node that served them first."""
+        reply = await world.entrance.rpc.call(Address("slow", SIM_PORT), "node.status", {}, timeout_s=5)
+        return Counter("node0" if uid < "ffn.2" else "node1" for uid in reply.body["updates"])
+
+    world.network.apply(HostDown("node1", silent=True))
+    await trio.sleep(10.0)  # a probe has found out
+    before = await taken()
+    assert before["node1"] < 8
+    while (now := await taken())["node1"] < 10:  # noqa: ASYNC110 (nobody could set an event)
+        await trio.sleep(1.0)
+    assert now["node0"] <= before["node0"] + 1
+    assert now["node0"] < 10
+
+
 @world_test
 async def test_a_node_that_leaves_makes_its_experts_vacant_at_once(world: World, compilations: Any) -> None:
     """Long before a probe would tell. Of a kind that is warm nothing is compiled for them."""
