@@ -6,9 +6,10 @@ can be cut in two; both look like silence.
 
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import trio
@@ -73,16 +74,10 @@ class DirectNetwork:
         stranger, asked = DirectCaller(self, None, PeerId(bytes(32))), self._callers[node.address]
         return (await asked.serve(method, {**body, "client": True}, (), stranger, None)).body
 
-    def alter(self, node: DhtNode, method: str, change: Callable[[Body], Body]) -> None:
-        """From now on a node's answers to a method are changed on their way."""
+    def alter(self, node: DhtNode, method: str, answer: Callable[[Handler, Request], Awaitable[Reply]]) -> None:
+        """From now on a node answers a method by this function, which is given its own handler."""
         caller = self._callers[node.address]
-        handler = caller._handlers[method]
-
-        async def altered(request: Request) -> Reply:
-            reply = await handler(request)
-            return replace(reply, body=change(reply.body))
-
-        caller._handlers[method] = altered
+        caller._handlers[method] = partial(answer, caller._handlers[method])
 
     def at(self, address: Address) -> "DirectCaller | None":
         """Caller at an address; None if there was never one."""

@@ -20,7 +20,7 @@ from dmoe_net.dht.routing_table import key_id
 from dmoe_net.errors import CallRefused
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.keys import Identity
-from dmoe_net.rpc.base import Body, Reply, Request
+from dmoe_net.rpc.base import Body, Handler, Reply, Request
 from tests.net.direct_network import (
     DirectNetwork,
     address_of,
@@ -69,10 +69,13 @@ async def test_whatever_pages_a_holder_names_all_are_read(autojump_clock: MockCl
                 await node.store("key", "x" * 4000, suffix=str(number), life_s=300)
         answered = 0
 
-        def alter(body: Body) -> Body:
+        async def alter(answer: Handler, request: Request) -> Reply:
             nonlocal answered
             answered += 1
-            pages = body.get("pages", [])
+            body = (await answer(request)).body
+            return Reply(body=altered(body, body.get("pages", [])))
+
+        def altered(body: Body, pages: list[int]) -> Body:
             if what == "no pages named":
                 return {name: each for name, each in body.items() if name != "pages"}
             if what == "a page left out" and len(pages) > 2:
@@ -90,6 +93,30 @@ async def test_whatever_pages_a_holder_names_all_are_read(autojump_clock: MockCl
             answered = 0
             assert len(await asker.get("key")) == 40
             assert answered > 4
+
+
+@pytest.mark.parametrize("number", range(4))
+async def test_a_holder_that_never_gives_its_pages_delays_a_get_little(autojump_clock: MockClock, number: int) -> None:
+    """The others' copies of four pages are whole; one that promises thirty has the time that its calls usually take."""
+    async with swarm_of(4) as (network, nodes):
+        for node in nodes:
+            for suffix in range(10):
+                await node.store("key", "x" * 4000, suffix=str(suffix), life_s=300)
+
+        async def never(answer: Handler, request: Request) -> Reply:
+            reply = await answer(request)
+            if request.body.get("since") is not None:
+                await trio.sleep_forever()
+            if "copy" not in reply.body:
+                return reply
+            epoch, change, _ = reply.body["copy"]
+            return Reply(body={**reply.body, "copy": [epoch, change, True], "pages": list(range(change, change + 30))})
+
+        network.alter(nodes[number], FIND, never)
+        async with open_node(network, 4, [address_of(0)], client_mode=True) as asker:
+            began = trio.current_time()
+            assert len(await asker.get("key")) == 40
+            assert trio.current_time() - began < asker.config.rpc_timeout_s
 
 
 async def test_the_silent_are_blacklisted_exactly(autojump_clock: MockClock) -> None:

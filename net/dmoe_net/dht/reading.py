@@ -127,8 +127,8 @@ class RecordReader:
     async def reading_on(self, target: NodeId, *, all_copies: bool) -> AsyncIterator[Callable[[Contact], None]]:
         """Read on, while a walk finds copies of a record, until one of the largest has come whole, or all have.
 
-        A holder that takes long is waited for only if no other copy of that size comes: part of a record would look
-        like all of it. What is left of a copy is read when its holder is asked again.
+        A holder that takes longer than it has been seen to take is waited for only if no copy of several pages comes
+        whole: part of a record would look like all of it. The rest of a copy is read when its holder is asked again.
 
         Args:
           all_copies: True to read all copies.
@@ -156,7 +156,7 @@ class RecordReader:
             is_walked = True
             if not all_copies and is_read():
                 nursery.cancel_scope.cancel()
-        if not is_read():
+        if begun and len(whole) == 1:
             async with trio.open_nursery() as nursery:
                 for holder in begun:
                     if (target, holder.peer_id) in self._unread:
