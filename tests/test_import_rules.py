@@ -179,7 +179,6 @@ WIDE_CLASSES: dict[str, int] = {"dmoe_jax.cli.demo.DemoCommand": 16, "dmoe_net.d
 
 # Public functions with more parameters than MOST_PARAMETERS.
 WIDE_FUNCTIONS: dict[str, int] = {
-    "dmoe_jax.mixture.parallel._on_device": 9,
     "dmoe_jax.node.server.open_expert_node": 10,
     "dmoe_jax.optim.peer_axis.moshpit_rounds": 9,
     "dmoe_jax.swarm.opening.open_swarm": 13,

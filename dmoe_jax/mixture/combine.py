@@ -26,19 +26,8 @@ def combine_outputs(
       outputs: [batch, k, ...], of the experts.
       x: [batch, ...], their first input.
     """
-    return add_rest(weights, weighted_sum(weights, mask, outputs), x)
-
-
-def weighted_sum(
-    weights: Float[Array, "batch k"], mask: Bool[Array, "batch k"], outputs: Array
-) -> Float[Array, "batch ..."]:
-    """sum_k weights_k outputs_k over the slots of the mask, in the type of the outputs."""
     cell = (...,) + (None,) * (outputs.ndim - 2)
-    return jnp.sum(weights[cell].astype(outputs.dtype) * jnp.where(mask[cell], outputs, 0), axis=1)
-
-
-def add_rest(weights: Float[Array, "batch k"], mixed: Array, x: Array) -> Float[Array, "batch ..."]:
-    """The mixture and what its weights leave over of x, where both have the same shape and type."""
+    mixed = jnp.sum(weights[cell].astype(outputs.dtype) * jnp.where(mask[cell], outputs, 0), axis=1)
     if mixed.shape[1:] != x.shape[1:] or mixed.dtype != x.dtype:
         return mixed
     # Weights that sum to 1 up to rounding leave nothing over: an exact 0 keeps x (and its gradient) out of the mixture.

@@ -65,8 +65,6 @@ def call_experts(
     chosen: Int[Array, "batch k"],
     inputs: tuple[Array, ...],
     keyed: Keyed,
-    *,
-    likely_calls: int | None = None,
 ) -> Float[Array, "batch k ..."]:
     """The chosen experts' outputs for each sample; zeros where none is chosen.
 
@@ -76,15 +74,13 @@ def call_experts(
       params: stacked parameters, [E, ...], or `WithDeltas`.
       chosen: numbers of experts, E for none.
       inputs, keyed: the expert's inputs and dropout keys, batch first.
-      likely_calls: number of slots with an expert on average, where most hold none: blocks have their turns, and those
-        without pairs are skipped.
 
     Raises:
       ValueError: there are fewer deltas than experts that can be chosen.
     """
     num_experts = num_stacked(params)
     flat = chosen.reshape(-1)
-    rows, turn = _plan(expert, params, flat.size, likely_calls, (*inputs, *keyed.values()))
+    rows, turn = _plan(expert, params, flat.size, (*inputs, *keyed.values()))
     place = jnp.arange(num_experts)
     target, fixed = params, params
     if isinstance(params, WithDeltas):
@@ -103,9 +99,7 @@ def call_experts(
     return outputs.reshape(*chosen.shape, *outputs.shape[1:])
 
 
-def _plan(
-    expert: Expert, params: PyTree, num_pairs: int, likely_calls: int | None, samples: Sequence[Array]
-) -> tuple[int, int]:
+def _plan(expert: Expert, params: PyTree, num_pairs: int, samples: Sequence[Array]) -> tuple[int, int]:
     """(rows of a block, number of blocks that have their turn together; 0 for all at once)."""
     stacked = params.params if isinstance(params, WithDeltas) else params
     num_experts = num_stacked(stacked)
@@ -123,11 +117,9 @@ def _plan(
 
     # With few pairs for each expert, padding would cost more than gathering.
     rows = cheapest(_power_below(num_pairs // (4 * num_experts), least=BLOCK_ROWS))
-    is_small = own_bytes * num_blocks(rows) <= max(LARGE_COPIES, row_bytes * num_pairs)
-    if is_small and likely_calls is None:
+    if own_bytes * num_blocks(rows) <= max(LARGE_COPIES, row_bytes * num_pairs):
         return rows, 0
-    share = (likely_calls or num_pairs) // (2 * num_experts)
-    rows = cheapest(min(_power_below(share, least=BLOCK_ROWS), MOST_ROWS_IN_TURNS))
+    rows = cheapest(min(_power_below(num_pairs // (2 * num_experts), least=BLOCK_ROWS), MOST_ROWS_IN_TURNS))
     return rows, max(1, min(TURN_BYTES // own_bytes, num_blocks(rows)))
 
 

@@ -17,8 +17,6 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert, init_by_uid
 from dmoe_jax.mixture.combine import combine_outputs
 from dmoe_jax.mixture.grouped import call_experts
-from dmoe_jax.mixture.local_update import WithDeltas
-from dmoe_jax.mixture.parallel import ShardedExperts, parallel_mixture
 from dmoe_jax.routing.base import cell_numbers
 
 _DRAWN_AT_ONCE = 1 << 22
@@ -70,8 +68,7 @@ def local_mixture(
 
     Args:
       expert: the network that all experts share.
-      params: stacked parameters, [E, ...]; or `WithDeltas`, for gradients of the chosen alone, or `ShardedExperts`, on
-        several devices.
+      params: stacked parameters, [E, ...]; or `WithDeltas`, for gradients of the chosen alone.
       grid_size: extents of the grid, E their product.
       indices: coordinates of the chosen experts; those under a False of the mask must be valid, too.
       mask: True for each of the chosen experts that takes part.
@@ -80,19 +77,15 @@ def local_mixture(
       dropout_keys: in training, for experts that take a key: key data for each sample, the same for all of its experts.
 
     Raises:
-      ValueError: if the inputs are not those of the expert, it takes no keys, or `WithDeltas` holds `ShardedExperts`.
+      ValueError: if the inputs are not those of the expert, or it takes no keys.
     """
     if len(inputs) != len(expert.inputs):
         names = ", ".join(spec.name for spec in expert.inputs)
         raise ValueError(f"expert {expert.name!r} takes {len(expert.inputs)} inputs ({names}), got {len(inputs)}")
     if dropout_keys is not None and not expert.takes_key:
         raise ValueError(f"expert {expert.name!r} takes no dropout keys")
-    if isinstance(params, WithDeltas) and isinstance(params.params, ShardedExperts):
-        raise ValueError("experts that are spread over devices have gradients of all of them: use jax.value_and_grad")
     keyed = {} if dropout_keys is None else {"keys": dropout_keys}
 
-    cells = cell_numbers(indices, grid_size)
-    if isinstance(params, ShardedExperts):
-        return parallel_mixture(expert, params, grid_size, cells, mask, weights, inputs, keyed)
-    outputs = call_experts(expert, params, jnp.where(mask, cells, math.prod(grid_size)), inputs, keyed)
+    chosen = jnp.where(mask, cell_numbers(indices, grid_size), math.prod(grid_size))
+    outputs = call_experts(expert, params, chosen, inputs, keyed)
     return combine_outputs(weights, mask, outputs, inputs[0])

@@ -1,4 +1,4 @@
-"""Experts called on grouped rows, in turns as all at once, in little memory; and on eight devices as on one."""
+"""Experts called on grouped rows, in turns as all at once, in little memory."""
 
 import functools
 import os
@@ -13,14 +13,11 @@ import numpy as np
 import pytest
 
 from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.mixture import grouped
 from dmoe_jax.mixture.grouped import TURN_BYTES, call_experts
-from dmoe_jax.mixture.local import local_mixture
 from dmoe_jax.mixture.local_update import WithDeltas, zero_deltas
-from dmoe_jax.mixture.parallel import shard_experts
 
 NUM_EXPERTS, BATCH, K = 6, 16, 3
-LIKELY = 40
-"""Slots with an expert on average: blocks have their turns."""
 X = TensorSpec(name="x", shape=(3,), dtype="float32", differentiable=True)
 
 
@@ -61,16 +58,16 @@ def loops(params: Any, chosen: Any, inputs: Any, keyed: Any) -> Any:
 
 
 @pytest.mark.parametrize("turn", [0, 2, 3])
-def test_outputs_and_gradients_are_those_of_loops(turn: int) -> None:
+def test_outputs_and_gradients_are_those_of_loops(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once (0) or in turns: values, gradients of parameters and of the input, and those of the chosen alone."""
     params, chosen, inputs, keyed = make_case(turn)
+    monkeypatch.setattr(grouped, "LARGE_COPIES", 0 if turn else grouped.LARGE_COPIES)
 
     def loss(call: Any, params: Any, x: Any) -> Any:
         outputs = call(params, chosen, (x, inputs[1]), keyed)
         return jnp.sum(jnp.sin(outputs)), outputs
 
-    def ours(*args: Any) -> Any:
-        return call_experts(EXPERT, *args, likely_calls=LIKELY if turn else None)
+    ours = functools.partial(call_experts, EXPERT)
 
     @jax.jit
     def run(params: Any, x: Any) -> Any:
@@ -104,15 +101,16 @@ def test_too_few_deltas_are_refused() -> None:
         call_experts(EXPERT, WithDeltas(params, zero_deltas(params, 2)), chosen, inputs, keyed)
 
 
-def test_nobody_chosen() -> None:
+def test_nobody_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros, and no turn is taken: even experts of NaN do nothing."""
     params, chosen, inputs, keyed = make_case(2)
+    monkeypatch.setattr(grouped, "LARGE_COPIES", 0)
     nan, nobody = jax.tree.map(lambda leaf: leaf * jnp.nan, params), jnp.full_like(chosen, NUM_EXPERTS)
 
     @jax.jit
     @jax.value_and_grad
     def run(params: Any) -> Any:
-        return call_experts(EXPERT, params, nobody, inputs, keyed, likely_calls=LIKELY).sum()
+        return call_experts(EXPERT, params, nobody, inputs, keyed).sum()
 
     for leaf in jax.tree.leaves(run(nan)):
         np.testing.assert_array_equal(leaf, 0)
@@ -134,70 +132,6 @@ def test_memory_holds_no_copy_for_every_block() -> None:
     assert analysis.temp_size_in_bytes < 64e6
 
 
-SPEC = TensorSpec(name="x", shape=(2,), dtype="float32", differentiable=True)
-SCALE = Expert("scale", lambda key: jnp.ones(2), lambda w, x: w * x, (SPEC,), SPEC)
-
-# A layer's loss and all gradients; then a mixture whose samples all go to one device; then what is refused.
-EIGHT_DEVICES = """
-import jax, jax.numpy as jnp, numpy as np, optax
-from jax.sharding import AxisType
-from dmoe_jax.experts.base import Expert, TensorSpec
-from dmoe_jax.mixture.local_update import init_opt_states, update_experts
-from dmoe_jax.mixture.parallel import parallel_mixture, shard_experts
-from dmoe_jax.models.layers import dmoe_layer
-from dmoe_jax.routing.product_key import product_key
-
-spec = TensorSpec(name="x", shape=(3,), dtype="float32", differentiable=True)
-flag = TensorSpec(name="flag", shape=(), dtype="bool", differentiable=False)
-expert = Expert("small", None, lambda w, x, flag: x + jnp.tanh(x @ w) * flag[:, None], (spec, flag), spec)
-router = product_key((4, 4), init_scale=1.0)
-mesh = jax.make_mesh((8,), ("experts",), axis_types=(AxisType.Auto,))
-rng = np.random.default_rng(0)
-x, flag, params = rng.normal(size=(16, 3)).astype("f4"), np.arange(16) % 3 > 0, rng.normal(size=(16, 3, 3)).astype("f4")
-gate = jax.jit(lambda: router.init(jax.random.key(0), 3))()
-spread = shard_experts(params, mesh, "experts")
-alive = rng.random((4, 4)) > 0.8
-alive[2, :2] = True
-assert alive.sum() == 4  # and every sample wants 6
-
-def loss(gate, experts, x):
-    scores = router.scores(gate, x)
-    mixed, aux = dmoe_layer(expert, experts, router, 6, scores, jnp.asarray(alive), x, jnp.asarray(flag))
-    return jnp.sum(jnp.sin(mixed)), mixed
-
-gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
-expected, (gate_grad, params_grad, x_grad) = gradient(gate, params, x)
-compiled = gradient.lower(gate, spread, x).compile()
-assert "all-to-all" in compiled.as_text()
-found, (found_gate_grad, found_params_grad, found_x_grad) = compiled(gate, spread, x)
-assert {s.data.shape[0] for s in found_params_grad.params.addressable_shards} == {2}
-ours = found, found_gate_grad, found_params_grad.params, found_x_grad
-theirs = expected, gate_grad, params_grad, x_grad
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *jax.device_get((ours, theirs)))
-
-optimizer, used = optax.adamw(1e-2), np.arange(16) % 5 > 0
-update = jax.jit(lambda p, g: update_experts(optimizer, p, init_opt_states(optimizer, p), g, jnp.asarray(used)))
-(after, states), (expected, _) = update(spread, found_params_grad), update(params, params_grad)
-np.testing.assert_allclose(jax.device_get(after.params), expected, atol=1e-5)
-large = [leaf for leaf in jax.tree.leaves((after, states)) if leaf.ndim > 1]  # counts of updates may be everywhere
-assert len(large) == 3
-assert {s.data.shape[0] for leaf in large for s in leaf.addressable_shards} == {2}
-
-# All samples want the first two experts, both of the first device.
-cells, mask, weights = np.tile([[0, 1]], (16, 1)), np.ones((16, 2), bool), np.full((16, 2), 0.5, "f4")
-mixed = jax.jit(lambda: parallel_mixture(
-    expert, spread, (4, 4), jnp.asarray(cells), jnp.asarray(mask), jnp.asarray(weights), (x, flag), {}))()
-np.testing.assert_allclose(
-    mixed, x + 0.5 * (np.tanh(x @ params[0]) + np.tanh(x @ params[1])) * flag[:, None], atol=1e-5)
-for bad in (lambda: shard_experts(jnp.ones((9, 2)), mesh, "experts"), lambda: parallel_mixture(
-        expert, spread, (4, 4), cells[:9], mask[:9], weights[:9], (x[:9], flag[:9]), {})):
-    try:
-        bad()
-    except ValueError as error:
-        print(error)
-"""
-
-
 def on_eight_devices(*arguments: str) -> list[str]:
     """The lines that Python prints, given these arguments and eight CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -206,23 +140,3 @@ def on_eight_devices(*arguments: str) -> list[str]:
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_eight_devices_agree_with_one() -> None:
-    """Loss, output, gradients and an update to 1e-5, the dead left out; also where one device has all the work."""
-    assert on_eight_devices("-c", EIGHT_DEVICES) == [
-        "9 experts are no multiple of the 8 devices on axis 'experts'",
-        "9 samples are no multiple of the 8 devices on axis 'experts'",
-    ]
-
-
-def test_what_cannot_be_spread_is_refused() -> None:
-    """The mesh must have the axis; gradients of the chosen alone would be gathered onto every device."""
-    mesh = jax.make_mesh((1,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
-    with pytest.raises(ValueError, match="the mesh has the axes experts, none is 'model'"):
-        shard_experts(jnp.ones((4, 2)), mesh, "model")
-    deltas = WithDeltas(shard_experts(jnp.ones((4, 2)), mesh, "experts"), jnp.zeros((1, 2)))
-    x, cells = jnp.ones((1, 2)), jnp.zeros((1, 1, 1), jnp.int32)
-    with pytest.raises(ValueError, match="spread over devices have gradients of all of them"):
-        local_mixture(SCALE, deltas, (4,), cells, cells[..., 0] == 0, x[:, :1], x)
