@@ -150,7 +150,8 @@ def expert_from_linen(
     training, evaluating = _modes(module.__call__, specs, train, evaluate)
 
     def init(key: PRNGKeyArray) -> PyTree:
-        variables = module.init({"params": key}, *_zeros(specs, 1), **evaluating)
+        zeros = [jnp.zeros((1, *spec.shape), spec.dtype) for spec in specs]
+        variables = module.init({"params": key}, *zeros, **evaluating)
         _refuse_state(name, set(variables) - {"params"})
         return variables.get("params", {})
 
@@ -356,10 +357,6 @@ def _modes(
     training = {flag: _TRAINING_FLAGS[flag] for flag in flags}
     evaluating = {flag: not value for flag, value in training.items()}
     return {**training, **(train or {})}, {**evaluating, **(evaluate or {})}
-
-
-def _zeros(specs: tuple[TensorSpec, ...], rows: int) -> list[Any]:
-    return [jnp.zeros((rows, *spec.shape), spec.dtype) for spec in specs]
 
 
 def _shapes(specs: tuple[TensorSpec, ...], rows: int) -> list[jax.ShapeDtypeStruct]:

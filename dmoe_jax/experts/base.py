@@ -82,12 +82,7 @@ def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Seq
       prefix: the grid's name.
       coordinates: the expert's place in the grid; may be traced.
     """
-    return expert.init(key_of_uid(key, prefix, coordinates))
-
-
-def key_of_uid(key: PRNGKeyArray, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PRNGKeyArray:
-    """Key that `init_by_uid` gives to an expert's `init`."""
-    return folded_in(key, numbers_of_uid(prefix, coordinates))
+    return expert.init(folded_in(key, numbers_of_uid(prefix, coordinates)))
 
 
 def numbers_of_uid(prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> list[int | Int[Array, ""]]:

@@ -46,14 +46,10 @@ def feedforward(*, d_model: int, expansion: int = 4, dtype: str = "float32") -> 
       ValueError: if a size is not a positive integer, or the type is another one or not enabled.
     """
     check_positive(d_model=d_model, expansion=expansion)
-    _check_type(dtype)
-    example = jax.ShapeDtypeStruct((1, d_model), np.dtype(dtype))
-    return expert_from_linen(FeedforwardBlock(d_model, expansion, dtype), example, name="feedforward", check=False)
-
-
-def _check_type(dtype: str) -> None:
     if dtype not in ("float32", "float64"):
         raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
     # JAX would make float32 of it, and warn.
     if jax.dtypes.canonicalize_dtype(dtype) != np.dtype(dtype):
         raise ValueError(f"dtype {dtype!r} needs JAX's 64-bit types: jax.config.update('jax_enable_x64', True)")
+    example = jax.ShapeDtypeStruct((1, d_model), np.dtype(dtype))
+    return expert_from_linen(FeedforwardBlock(d_model, expansion, dtype), example, name="feedforward", check=False)

@@ -7,8 +7,8 @@ carry the input and a vector back for two products of its width: such experts ar
 parameters are looked up like an embedding's (`dmoe_jax.mixture.neurons`). They can be served all the same.
 """
 
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,20 +21,19 @@ from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.remembered import remembered
 
 
-def _init(key: PRNGKeyArray, d_model: int) -> PyTree:
-    # The unit gets its input's scale, and what the mixture adds, a mean over the chosen units, is of the order of 1.
-    down, up = jax.random.normal(key, (2, d_model))
-    return {"down": down / math.sqrt(d_model), "up": up}
-
-
 def apply_neuron(params: PyTree, x: Float[Array, "batch d_model"]) -> Float[Array, "batch d_model"]:
     """The output of one neuron, its residual connection included."""
     return x + jax.nn.gelu(x @ params["down"])[:, None] * params["up"]
 
 
 @remembered(16)
-def _init_of(d_model: int) -> functools.partial[PyTree]:
-    return functools.partial(_init, d_model=d_model)
+def _init_of(d_model: int) -> Callable[[PRNGKeyArray], PyTree]:
+    def init(key: PRNGKeyArray) -> PyTree:
+        # The unit gets its input's scale, and what the mixture adds, a mean over the chosen units, is about 1.
+        down, up = jax.random.normal(key, (2, d_model))
+        return {"down": down / math.sqrt(d_model), "up": up}
+
+    return init
 
 
 def neuron(*, d_model: int) -> Expert:

@@ -218,20 +218,16 @@ def transformer_xl_layer(**sizes_and_rates: Any) -> Expert:
     Raises:
       ValueError: as of `LayerConfig`.
     """
-    return layer_expert(LayerConfig(**sizes_and_rates))
+    return layer_expert(LayerConfig(**sizes_and_rates), "sequence")
 
 
-def layer_expert(config: LayerConfig, route: Route = "sequence") -> Expert:
+@remembered(16)
+def layer_expert(config: LayerConfig, route: Route) -> Expert:
     """`transformer_xl_layer` of this configuration; where tokens are routed, its second half.
 
     The latter's inputs are hidden [rows, d_model], what left the attention, and, if the layer drops anything,
     dropout_key [rows, 2]. Lengths and heads do not matter to it.
     """
-    return _layer_expert(config, route)
-
-
-@remembered(16)
-def _layer_expert(config: LayerConfig, route: Route) -> Expert:
     d_model = config.d_model
     hidden = TensorSpec(name="hidden", shape=(d_model,), dtype="float32", differentiable=True)
     rest: list[TensorSpec] = []

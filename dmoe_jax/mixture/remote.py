@@ -210,10 +210,16 @@ class RemoteMixture:
         """The choice with what a router heeds of it, if it heeds anything."""
         if not self.router.heeds_traffic:
             return choice
-        asked = np.zeros(choice.indices.shape[:2], bool)
+        asked, capacity = np.zeros(choice.indices.shape[:2], bool), None
         for call in choice.calls:
             asked[call.rows, call.slots] = True
-        return choice._replace(traffic=cast(Any, Traffic)(asked, await self._capacity()))
+        if self.knows_capacity:
+            living, directory = await self.living(), self._caller.directory
+            hosts = {contact.peer_id for contact in living.values()}
+            published = {host: seconds for host, seconds in directory.call_seconds().items() if host in hosts}
+            slowness = {**relative_to_median(published), **self._caller.slowness(hosts)}
+            capacity = grid_capacity(living, self.router.grid_size, slowness)
+        return choice._replace(traffic=cast(Any, Traffic)(asked, capacity))
 
     def _split(self, call: ExpertCall) -> list[ExpertCall]:
         """The call, or several of like size where it has more rows than its node takes in one, as far as is known."""
@@ -228,17 +234,6 @@ class RemoteMixture:
     def knows_capacity(self) -> bool:
         """True if the router heeds the capacity of experts, and there are not too many to know them all."""
         return self.router.heeds_traffic and math.prod(self.router.grid_size) <= MAX_WATCHED_CELLS
-
-    async def _capacity(self) -> Array | None:
-        """Capacity of each expert; None for grids that are too large to be known as a whole."""
-        grid_size = self.router.grid_size
-        if not self.knows_capacity:
-            return None
-        living, directory = await self.living(), self._caller.directory
-        hosts = {contact.peer_id for contact in living.values()}
-        published = {host: seconds for host, seconds in directory.call_seconds().items() if host in hosts}
-        slowness = {**relative_to_median(published), **self._caller.slowness(hosts)}
-        return grid_capacity(living, grid_size, slowness)
 
     async def forward(
         self, choice: Choice, inputs: Sequence[Array], dropout_seed: int | None = None

@@ -13,8 +13,8 @@ that is gone; whoever calls this must be ready to end the process (`on_lost`).
 
 import logging
 import math
+import queue
 import secrets
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -192,18 +192,19 @@ async def open_lead(
     send, receive = trio.open_memory_channel[_Parts | None](float("inf"))
 
     followers = await _accept_all(listeners, secret)
-    meeting = _Meeting(len(followers))
+    # At a meeting the device's thread waits here for True from each of the others; there is False when one is gone.
+    came = queue.SimpleQueue[bool]()
 
     def tell(order: Order) -> None:
         token.run_sync_soon(send.send_nowait, encode_order(order))  # from the device's thread, or from this one
-        if order.kind == "meet":
-            meeting.wait()
+        if order.kind == "meet" and not all(came.get() for _ in followers):
+            raise ProcessFailed("a process of the node is gone")
 
     async with background_nursery() as nursery, AsyncExitStack() as stack:
         for stream in followers.values():
             await stack.enter_async_context(stream)
         all_told, watching = trio.Event(), trio.CancelScope()
-        nursery.start_soon(_watch, followers, meeting, watching, on_lost, on_leave_asked)
+        nursery.start_soon(_watch, followers, came, watching, on_lost, on_leave_asked)
         nursery.start_soon(_telling, on_lost, _send_orders, receive, followers, all_told)
         try:
             yield _devices(mesh, tell)
@@ -423,7 +424,7 @@ async def _send_orders(
 
 async def _watch(
     followers: Mapping[int, trio.SocketStream],
-    meeting: "_Meeting",
+    came: queue.SimpleQueue[bool],
     scope: trio.CancelScope,
     on_lost: Callable[[str], None],
     on_leave_asked: Callable[[], None],
@@ -435,39 +436,14 @@ async def _watch(
             if said == _ASKS_TO_LEAVE:
                 on_leave_asked()
             else:
-                meeting.came()
-        meeting.call_off()
+                came.put(True)
+        came.put(False)
         raise _lost(number)
 
     with scope:
         async with trio.open_nursery() as nursery:
             for number, stream in followers.items():
                 nursery.start_soon(_telling, on_lost, hear, number, stream)
-
-
-class _Meeting:
-    """A place for the device's thread of process 0 to wait for the other processes."""
-
-    def __init__(self, others: int) -> None:
-        self._others = others
-        self._came = threading.Semaphore(0)
-        self._is_off = False
-
-    def wait(self) -> None:
-        """Return when all have come. Raises ProcessFailed if one is gone."""
-        for _ in range(self._others):
-            self._came.acquire()
-        if self._is_off:
-            raise ProcessFailed("a process of the node is gone")
-
-    def came(self) -> None:
-        """Note that one of them has come."""
-        self._came.release()
-
-    def call_off(self) -> None:
-        """Note that one of them is gone."""
-        self._is_off = True
-        self._came.release(self._others)
 
 
 async def _receive_orders(stream: trio.SocketStream, send: trio.MemorySendChannel[Order]) -> None:

@@ -28,8 +28,6 @@ from dmoe_net.types import Array
 
 State = tuple[PyTree, PyTree]
 """Parameters and optimiser state, of one expert or of all experts of a group."""
-Step = Callable[[State, PyTree], State]
-"""(state, gradients) -> the state after the optimiser's step."""
 
 LARGE_BYTES = 4 << 20
 """Bytes of parameters, beyond which the gradients have buffers of their own."""
@@ -536,7 +534,13 @@ def update_unless_not_finite(
     finite = jnp.stack(
         [stays_finite(old, new, is_whole=is_whole) for old, new in ((state, outcome), (zeros, input_grads))]
     )
-    branched, selected = functools.partial(_branched, step), functools.partial(_selected, step)
+
+    def branched(state: State, grads: PyTree, is_good: Any) -> Any:
+        return jax.lax.cond(is_good, step, lambda state, grads: state, state, grads)
+
+    def selected(state: State, grads: PyTree, is_good: Any) -> Any:
+        return jax.tree.map(functools.partial(jnp.where, is_good), step(state, grads), state)
+
     new = jax.lax.platform_dependent(state, grads, finite.all(), cpu=branched, default=selected)
     return finite, cast(State, new)
 
@@ -565,14 +569,6 @@ def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
             by_shape.setdefault(each.shape, []).append(each)
         sound = [functools.reduce(jnp.logical_and, alike) for alike in by_shape.values()]
     return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
-
-
-def _branched(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
-    return cast(State, jax.lax.cond(is_good, step, lambda state, grads: state, state, grads))
-
-
-def _selected(step: Step, state: State, grads: PyTree, is_good: Any) -> State:
-    return cast(State, jax.tree.map(functools.partial(jnp.where, is_good), step(state, grads), state))
 
 
 def _in_rows(grad: Any) -> Any:

@@ -244,10 +244,8 @@ class BatchQueue:
                 oldest[job.kind] = job
                 if len(oldest) == kinds:
                     break
-        return min(oldest.values(), key=self._counts_from, default=None)
-
-    def _counts_from(self, job: Job) -> float:
-        return job.arrived_at - self._head_starts.get(job.kind, 0.0)
+        starts = self._head_starts
+        return min(oldest.values(), key=lambda job: job.arrived_at - starts.get(job.kind, 0.0), default=None)
 
     def _take_off(self, job: Job) -> None:
         total = self._totals[job.kind]

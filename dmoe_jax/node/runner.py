@@ -73,22 +73,6 @@ class BatchCounts:
         return BatchCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-class BatchTimes:
-    """Seconds that batches take, by what decides it: a mean in which older ones fade."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Hashable, float] = {}
-
-    def expected_s(self, kind: Hashable) -> float:
-        """Seconds that a batch of this kind will take; infinite if there was none."""
-        return self._seconds.get(kind, math.inf)
-
-    def note(self, kind: Hashable, seconds: float) -> None:
-        """Take in that a batch of this kind took so long."""
-        before = self._seconds.get(kind, seconds)
-        self._seconds[kind] = before + _NEWEST * (seconds - before)
-
-
 class BatchRunner:
     """Runs the jobs for all experts of a node on the devices of its places. Some may be added to `backends` while it
     runs, and taken off when `finish` has returned.
@@ -214,7 +198,7 @@ class _DeviceLoop:
         self._backends = backends
         self._recorder = recorder
         self._max_batch_rows, self._delay_s = config.max_batch_rows, config.max_queue_delay_s
-        self._times = BatchTimes()  # of batches, by `_size_of`, and of rows, by `_work_of`
+        self._times: dict[Hashable, float] = {}  # mean seconds of batches, by `_size_of`, and of rows, by `_work_of`
         self._compiling = trio.Lock()
         self._growing: set[int] = set()
         self._work_arrived = trio.Event()
@@ -224,8 +208,7 @@ class _DeviceLoop:
         self._work_left = trio.Event()  # set, and replaced, when some has ended or was withdrawn
 
     def submit(self, job: Job) -> None:
-        row_s = self._times.expected_s(self._work_of(job))
-        job.expected_s = job.rows * row_s if math.isfinite(row_s) else 0.0
+        job.expected_s = job.rows * self._times.get(self._work_of(job), 0.0)
         self.queue.submit(job)
         self._work_arrived.set()
 
@@ -277,7 +260,7 @@ class _DeviceLoop:
             return
         with trio.move_on_at(until):
             while jobs := self.queue.only_batch():
-                expected_s = self._times.expected_s(self._size_of(jobs))
+                expected_s = self._times.get(self._size_of(jobs), math.inf)
                 is_long = _LONG_BATCH * self._delay_s <= expected_s < math.inf
                 if not is_long or len(jobs) >= self._together.get(jobs[0].uid, 0):
                     return
@@ -322,11 +305,11 @@ class _DeviceLoop:
         """Seconds that these batches will take together; infinite if nobody knows."""
         if any(self._calls_host(jobs) for jobs in turn):
             return math.inf  # It may even wait for something that the event loop does.
-        return sum(self._times.expected_s(self._size_of(jobs)) for jobs in turn)
+        return sum(self._times.get(self._size_of(jobs), math.inf) for jobs in turn)
 
     def _expected_s(self, jobs: Jobs, turn: Iterable[str]) -> float:
         """Seconds by which this batch makes the turn longer, which has batches of these experts, its own among them."""
-        share, backend = self._times.expected_s(self._size_of(jobs)), backend_of(jobs, self._backends)
+        share, backend = self._times.get(self._size_of(jobs), math.inf), backend_of(jobs, self._backends)
         if not backend.programs.at_once:
             return share
         # What is computed at the same time takes about as long as one: only when there is no room left it counts.
@@ -398,8 +381,9 @@ class _DeviceLoop:
             self.counts.busy_s += spent.seconds
         for jobs, outcome, seconds in done:
             if not isinstance(outcome, Exception):
-                self._times.note(self._size_of(jobs), seconds)
-                self._times.note(self._work_of(jobs[0]), seconds / rows_of(jobs))
+                for kind, took_s in ((self._size_of(jobs), seconds), (self._work_of(jobs[0]), seconds / rows_of(jobs))):
+                    before = self._times.get(kind, took_s)
+                    self._times[kind] = before + _NEWEST * (took_s - before)
                 self._answer(jobs, outcome, started, seconds)
             elif not isinstance(outcome, UpdateRejected):
                 self._fail(jobs, outcome)

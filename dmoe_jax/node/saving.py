@@ -222,7 +222,7 @@ class ExpertSaver:
         if id(programs) not in self._copies:
             shapes, is_on_host = await device.run(_kind_of, backend)
             is_fetched = shapes is not None and not is_on_host
-            copy: Copy = await device.aside(compiled_alone, copied, (shapes,)) if is_fetched else _as_it_is
+            copy: Copy = await device.aside(compiled_alone, copied, (shapes,)) if is_fetched else lambda state: state
             self._copies[id(programs)] = programs, shapes if is_on_host else None, copy
         _, room_shapes, copy = self._copies[id(programs)]
         if room_shapes is None:
@@ -246,20 +246,15 @@ def _is_uid(name: str) -> bool:
     return True
 
 
-def is_sound(state: dict[str, PyTree], xp: Any = np) -> Any:
-    """True if an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN.
+def is_sound(state: dict[str, PyTree]) -> bool:
+    """True if an expert's parameters are finite, and its optimiser's state, which may start at infinity, is not NaN."""
 
-    Args:
-      xp: NumPy, or `jax.numpy` to look under `jit`.
-    """
+    def inexact(part: str) -> list[np.ndarray]:
+        leaves = map(np.asarray, jax.tree.leaves(state[part]))
+        return [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
-    def inexact(part: str) -> list[Any]:
-        return [
-            leaf for leaf in map(xp.asarray, jax.tree.leaves(state[part])) if jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
-
-    finite = [xp.isfinite(leaf).all() for leaf in inexact("params")]
-    return xp.stack([*finite, *(~xp.isnan(leaf).any() for leaf in inexact("opt_state")), xp.asarray(True)]).all()
+    are_finite = all(np.isfinite(leaf).all() for leaf in inexact("params"))
+    return are_finite and not any(np.isnan(leaf).any() for leaf in inexact("opt_state"))
 
 
 def _give_way() -> None:
@@ -304,10 +299,6 @@ def _touch(octets: np.ndarray) -> None:
 def _filled(room: PyTree, state: PyTree) -> PyTree:
     jax.tree.map(np.copyto, room, jax.tree.map(np.asarray, state))
     return room
-
-
-def _as_it_is(state: PyTree) -> PyTree:
-    return state
 
 
 def _snapshot(backend: ExpertBackend, copy: Copy) -> tuple[int, tuple[bytes, ...], dict[str, PyTree]]:

@@ -203,7 +203,8 @@ def most_in_program(expert: Expert, size: int, bucket: int, form: Form) -> int:
     """The most experts, of a stack of so many, that a program of this form for this bucket takes; a power of two."""
     row_bytes = max(1, *(_row_bytes(spec) for spec in (*expert.inputs, expert.output)))
     room = min(_MAX_ROWS[form] // bucket, _MAX_BYTES[form] // (bucket * row_bytes))
-    return _power_below(min(MAX_TOGETHER[form], bucket_of(size), room))
+    most = max(1, min(MAX_TOGETHER[form], bucket_of(size), room))
+    return 1 << (most.bit_length() - 1)
 
 
 def form_for(place: Place) -> Form:
@@ -322,10 +323,6 @@ def _why_single(backends: Sequence[ExpertBackend], *, may_adopt: bool) -> str:
     return "" if first.programs.size > 1 else why_not_alike([each.group.read(each.index) for each in backends])
 
 
-def _stack(*leaves: Any) -> Any:
-    return jnp.stack(leaves)
-
-
 def stacked(states: list[State]) -> PyTree:
     """The states stacked, array by array; those that were stacked are let go of, so that hardly any is there twice."""
     structure = jax.tree.structure(states[0])
@@ -339,7 +336,7 @@ def stacked(states: list[State]) -> PyTree:
         if kind not in programs:
             sharding = column[0].sharding if column[0].committed else None
             shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf in column]
-            programs[kind] = compiled_alone(_stack, shapes)
+            programs[kind] = compiled_alone(lambda *leaves: jnp.stack(leaves), shapes)
         stacked.append(jax.block_until_ready(programs[kind](*column)))
         column.clear()
         if stacked[-1].nbytes > _LARGE_BYTES:
@@ -377,11 +374,6 @@ def _int32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _row_bytes(spec: TensorSpec) -> int:
     return int(np.prod(spec.shape, dtype=np.int64)) * jnp.dtype(spec.dtype).itemsize
-
-
-def _power_below(count: int) -> int:
-    """The largest power of two that is not larger, at least 1."""
-    return 1 << (max(count, 1).bit_length() - 1)
 
 
 def _read(state: PyTree, index: Any) -> PyTree:

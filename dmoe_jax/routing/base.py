@@ -21,7 +21,7 @@ through nothing else.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
@@ -194,17 +194,6 @@ def score(
         raise RouterError(f"router {router.name!r}: {error}") from error
 
 
-def dense_bias(bias: Sequence[Float[Array, " _"]]) -> Float[Array, " num_experts"]:
-    """A bias for every cell of the grid, row-major, from one for each dimension or for each cell."""
-    return dense_logits(Scores(tuple(part[None] for part in bias)))[0]
-
-
-def selection_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
-    """Logits by which experts are selected: g(x, f) for every cell, plus the bias where there is one."""
-    logits = dense_logits(scores)
-    return logits + dense_bias(scores.bias) if scores.bias else logits
-
-
 def combine_weights(router: Router, scores: Scores, indices: Indices, mask: Mask) -> Float[Array, "batch slots"]:
     """The weights of the chosen experts' outputs, from the logits without the bias. Differentiable in them.
 
@@ -304,7 +293,10 @@ def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[
       ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
     """
     _check_choice(k, alive, grid_size)
-    logits = jax.lax.stop_gradient(selection_logits(scores))
+    logits = dense_logits(scores)
+    if scores.bias:
+        logits += dense_logits(Scores(tuple(part[None] for part in scores.bias)))
+    logits = jax.lax.stop_gradient(logits)
     return logits if alive is None else jnp.where(alive.reshape(1, -1), logits, -jnp.inf)
 
 

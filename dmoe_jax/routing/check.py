@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dmoe_jax.routing.base import (
-    Router,
-    RouterError,
-    as_scores,
-    cell_numbers,
-    combine_weights,
-    gather_logits,
-    score,
-)
+from dmoe_jax.routing.base import Router, RouterError, as_scores, cell_numbers, combine_weights, gather_logits, score
 
 _BATCH, _FIRST = 3, 16
 

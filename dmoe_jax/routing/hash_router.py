@@ -40,10 +40,6 @@ def hash_router(grid_size: tuple[int, ...], *, seed: int = 0) -> Router:
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be between 0 and 2**32 - 1, got {seed!r}")
 
-    def init(key: PRNGKeyArray, d_model: int) -> PyTree:
-        del key, d_model
-        return {}
-
     def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del params, key
         hashed = (sim_hash(x, seed) if ids is None else ids.astype(jnp.uint32))[:, None]
@@ -54,7 +50,7 @@ def hash_router(grid_size: tuple[int, ...], *, seed: int = 0) -> Router:
             )
         )
 
-    return top_k_router("hash", grid_size, init, scores, combine=uniform_weights)
+    return top_k_router("hash", grid_size, lambda key, d_model: {}, scores, combine=uniform_weights)
 
 
 def sim_hash(x: Features, seed: int) -> UInt32[Array, " batch"]:

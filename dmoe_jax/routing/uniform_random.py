@@ -27,10 +27,6 @@ def uniform_random(grid_size: tuple[int, ...]) -> Router:
     """
     num_experts = math.prod(grid_size)
 
-    def init(key: PRNGKeyArray, d_model: int) -> PyTree:
-        del key, d_model
-        return {}
-
     def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
         del params, ids
         if key is not None:
@@ -38,4 +34,6 @@ def uniform_random(grid_size: tuple[int, ...]) -> Router:
         cells = jnp.arange(num_experts, dtype=jnp.uint32)
         return Scores((unit_interval(hash_words(cells, hash_rows(jax.lax.stop_gradient(x))[:, None])),))
 
-    return top_k_router("uniform_random", grid_size, init, scores, flat=True, combine=uniform_weights)
+    return top_k_router(
+        "uniform_random", grid_size, lambda key, d_model: {}, scores, flat=True, combine=uniform_weights
+    )

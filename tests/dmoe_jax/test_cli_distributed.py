@@ -22,7 +22,7 @@ FLAGS = (
     "--num-layers 1 --grid-size 2 2 --k-best 2 --timeout-s 60 --wait-s 60 --eval-every 4 --eval-tokens 64 "
     "--final-eval-tokens 128"
 )
-EXPERTS = {"layer0.[0:2].[0:2]": layer_expert(SIZES)}
+EXPERTS = {"layer0.[0:2].[0:2]": layer_expert(SIZES, "sequence")}
 
 
 class Run:

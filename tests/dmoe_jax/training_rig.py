@@ -29,7 +29,7 @@ OPTIMIZER = optax.sgd(0.1)
 async def served_swarm(sizes: LayerConfig = SIZES) -> AsyncIterator[tuple[Served, Swarm]]:
     """A node with a 2x2 grid in one layer, and a client that has joined it, over TCP."""
     async with open_swarm(listen="127.0.0.1:0", security=Plain(), seed=0) as node:
-        experts = {"layer0.[0:2].[0:2]": layer_expert(sizes)}
+        experts = {"layer0.[0:2].[0:2]": layer_expert(sizes, "sequence")}
         served = await node.serve(experts, optimizer=OPTIMIZER, warm_up_rows=2)
         async with open_swarm(node.contact, listen=None, security=Plain(), seed=0) as client:
             yield served, client
