@@ -37,11 +37,8 @@ EXPERTS: dict[str, Callable[..., Expert]] = {
 
 
 def make_expert(kind: str, **config: Any) -> Expert:
-    """The expert of this kind and configuration; equal arguments return the same object.
-
-    Raises:
-      ValueError: naming an unknown kind, an unknown or missing field, or a value that the factory refuses.
-    """
+    """The expert of this kind and configuration; equal arguments return the same object. Raises ValueError, naming an
+    unknown kind, an unknown or missing field, or a value that the factory refuses."""
     if kind not in EXPERTS:
         raise ValueError(f"unknown kind of expert {kind!r}; there are {', '.join(sorted(EXPERTS))}")
     factory = EXPERTS[kind]

@@ -79,11 +79,8 @@ def as_expert(what: Any, *examples: Any, **options: Any) -> Expert:
 
 
 def _remembered(num_makers: int) -> Callable[[Callable[P, Expert]], Callable[P, Expert]]:
-    """A decorator: equal arguments give the same expert, wherever they can be hashed.
-
-    Args:
-      num_makers: how many arguments come before the examples, of which shape and type count.
-    """
+    """A decorator: equal arguments give the same expert, wherever they can be hashed; `num_makers` of them come before
+    the examples, of which shape and type count."""
 
     def decorate(make: Callable[P, Expert]) -> Callable[P, Expert]:
         made: dict[Any, Expert] = {}
@@ -352,7 +349,6 @@ def _modes(
     train: Mapping[str, Any] | None,
     evaluate: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of the call in training and in evaluation."""
     flags = set(inspect.signature(call).parameters) & set(_TRAINING_FLAGS) - {spec.name for spec in specs}
     training = {flag: _TRAINING_FLAGS[flag] for flag in flags}
     evaluating = {flag: not value for flag, value in training.items()}

@@ -73,14 +73,8 @@ class Expert(NamedTuple):
 def init_by_uid(key: PRNGKeyArray, expert: Expert, prefix: str, coordinates: Sequence[int | Int[Array, ""]]) -> PyTree:
     """Initial parameters of the expert `prefix.u0.u1...`: the key and the uid decide them, not who makes them.
 
-    So a swarm of nodes and a mixture on one machine that share a key start from the same experts, and a node that takes
-    an expert over starts it as the first one did.
-
-    Args:
-      key: the whole model's.
-      expert: the network.
-      prefix: the grid's name.
-      coordinates: the expert's place in the grid; may be traced.
+    So a swarm of nodes and a mixture on one machine that share a key, the whole model's, start from the same experts,
+    and a node that takes an expert over starts it as the first one did. The coordinates may be traced.
     """
     return expert.init(folded_in(key, numbers_of_uid(prefix, coordinates)))
 

@@ -42,10 +42,7 @@ def dropout(
 def locked_dropout(
     x: Float[Array, "batch time *features"], rate: float, key_data: RowKeys | None, *, site: int = 0
 ) -> Float[Array, "batch time *features"]:
-    """Variational dropout (Gal and Ghahramani 2016): one mask for each sample, the same at all times.
-
-    Args: as of `dropout`.
-    """
+    """Variational dropout (Gal and Ghahramani 2016): `dropout` with one mask for each sample, the same at all times."""
     return scale(x, dropout_factors(key_data, {"x": (rate, (1, *x.shape[2:]))}, site=site).get("x"))
 
 

@@ -37,11 +37,8 @@ def _init_of(d_model: int) -> Callable[[PRNGKeyArray], PyTree]:
 
 
 def neuron(*, d_model: int) -> Expert:
-    """The expert of one hidden unit; equal widths return the same object.
-
-    Raises:
-      ValueError: if d_model is not a positive integer.
-    """
+    """The expert of one hidden unit; equal widths return the same object. Raises ValueError if d_model is not a
+    positive integer."""
     check_positive(d_model=d_model)
     example = jax.ShapeDtypeStruct((1, d_model), np.float32)
     return expert_from_functions(_init_of(d_model), apply_neuron, example, name="neuron", check=False)

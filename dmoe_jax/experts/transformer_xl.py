@@ -66,11 +66,8 @@ def _locked(config: LayerConfig, position_dropout: float) -> dict[str, tuple[flo
 
 
 class _LayerPart(nn.Module):
-    """Base of a layer and of its two halves; each has the parameters of what it uses.
-
-    Attributes:
-      config: its sizes and rates. Parameters, residual stream, LayerNorm and softmax are float32 whatever the type.
-    """
+    """Base of a layer and of its two halves; each has the parameters of what it uses. Parameters, residual stream,
+    LayerNorm and softmax are float32 whatever the type."""
 
     config: LayerConfig
 
@@ -99,14 +96,12 @@ class _LayerPart(nn.Module):
 
         context = jnp.concatenate([jax.lax.stop_gradient(memory), hidden], axis=1)
         if positions is None:
-            encodings = jnp.asarray(relative_positions(context.shape[1], d_model, config.clamp_len))[None]
-        else:
-            encodings = positions[None]
+            positions = jnp.asarray(relative_positions(context.shape[1], d_model, config.clamp_len))
         attended = relative_attention(
             drop("query", project("query", hidden)),
             drop("key", project("key", context)),
             drop("value", project("value", context)),
-            project("position", drop("position", encodings)),
+            project("position", drop("position", positions[None])),
             self.param("content_bias", normal, heads) if content_bias is None else content_bias,
             self.param("position_bias", normal, heads) if position_bias is None else position_bias,
             visible_keys(memory_mask, hidden.shape[1], config.same_length),
@@ -121,7 +116,6 @@ class _LayerPart(nn.Module):
     def _feed(
         self, attention: Float[Array, "*rows d_model"], factors: Mapping[str, Array]
     ) -> Float[Array, "*rows d_model"]:
-        """The feed-forward network with its residual connection and LayerNorm."""
         normal, dtype = nn.initializers.normal(INIT_STDDEV), jnp.dtype(self.config.compute_dtype)
         inner = nn.relu(nn.Dense(self.config.d_ff, kernel_init=normal, dtype=dtype, name="ff_in")(attention))
         outer = nn.Dense(attention.shape[-1], kernel_init=normal, dtype=dtype, name="ff_out")(

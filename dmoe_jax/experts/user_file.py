@@ -63,10 +63,7 @@ def call_user(spec: str, function: Callable[..., Any], *args: Any, kind: Kind) -
 
 def user_expert(spec: str) -> Expert:
     """Return the expert of "path/to/file.py:attribute": an `Expert`, or a function without arguments that returns one.
-
-    Raises:
-      UserFileError: there is none, or it does not keep to the contract of experts (`check_expert`).
-    """
+    Raises UserFileError if there is none, or it does not keep to the contract of experts (`check_expert`)."""
     found: Expert = _found_or_made(spec, "expert", Expert, "an Expert (see dmoe_jax.experts.as_expert)")
     try:
         check_expert(found)
@@ -84,10 +81,8 @@ def user_optimizer(spec: str) -> optax.GradientTransformation:
 
 
 def user_model(spec: str) -> Callable[[Any], Any]:
-    """Return the function `model(swarm)` of "path/to/file.py:attribute", which makes a `dmoe_jax.model.Model`.
-
-    Raises UserFileError if there is none.
-    """
+    """Return the function `model(swarm)` of "path/to/file.py:attribute", which makes a `dmoe_jax.model.Model`. Raises
+    UserFileError if there is none."""
     found = load_from_file(spec, kind="model")
     if not callable(found):
         raise _not_a("a function of the swarm that returns a Model, or a class like that", found, "model", spec)

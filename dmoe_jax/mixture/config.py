@@ -8,11 +8,8 @@ from dmoe_net.wire.compression import Compression
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig:
-    """Settings by which a mixture chooses its experts, speaks with them, and waits for them.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
+    """Settings by which a mixture chooses its experts, speaks with them, and waits for them. Raises ValueError if one
+    is out of range."""
 
     prefix: str = ""
     """Experts are `prefix.i.j`; one prefix a layer."""

@@ -220,13 +220,8 @@ def answer_of(outcomes: Sequence[tuple[int, Outcome]], compression: Compression)
 
 def outcomes_of_untrusted(answer: Reply, expected_rows: Mapping[int, int]) -> list[tuple[int, Outcome]]:
     """The outcomes that a partial or a reply tells, by the parts' numbers; shapes of tensors are still to be checked.
-
-    Args:
-      expected_rows: the rows of the parts that are not answered yet, by number.
-
-    Raises:
-      RemoteProtocolError: it says something of other parts, or not all tensors have a row for each pair.
-    """
+    `expected_rows` has the rows of the parts that are not answered yet. Raises RemoteProtocolError if it says something
+    of other parts, or not all tensors have a row for each pair."""
     left = dict(expected_rows)
     said: list[tuple[int, int, Mapping[str, Any]]] = []  # number, rows, what is said
     for body in _ANSWERS.of_untrusted(answer.body, "answers"):

@@ -153,12 +153,8 @@ class ExpertCaller:
 
 class Quorum:
     """Counts answers per sample: a batch goes on once every sample has `k_min`, plus a grace time for the stragglers
-    (Learning@home, appendix on fault tolerance: `timeout_after_k_min`).
-
-    Args:
-      rows_of_call: for each call the indices of the samples that it serves.
-      num_samples: samples in the batch. k_min: answers that a sample needs.
-    """
+    (Learning@home, appendix on fault tolerance: `timeout_after_k_min`). `rows_of_call` has for each call the indices of
+    the samples that it serves."""
 
     def __init__(self, rows_of_call: Sequence[Array], *, num_samples: int, k_min: int) -> None:
         self._rows_of_call = rows_of_call
@@ -223,7 +219,6 @@ class _LayerCalls:
         await _together([functools.partial(ask, moved) for moved in elsewhere.values()])
 
     def _finish(self, index: int, outcome: Answer | NetError) -> None:
-        """Note that a call has come to its end."""
         call = self.left.pop(index)
         if isinstance(outcome, Answer) and (fault := _fault_in(outcome, self.replies, rows=len(call.rows))):
             outcome = fault

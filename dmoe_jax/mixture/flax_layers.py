@@ -63,16 +63,10 @@ class Portal(Protocol):
 
     def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run `await function(*args)` there, and wait for its result or its error here."""
-        ...
 
 
 class HostCall:
-    """One remote mixture, callable with arrays or tracers.
-
-    Args:
-      mixture: does the work, in the portal's thread.
-      portal: leads there.
-    """
+    """One remote mixture, which does its work in the portal's thread, callable with arrays or tracers."""
 
     def __init__(self, mixture: RemoteMixture, portal: Portal) -> None:
         self.mixture = mixture
@@ -254,9 +248,6 @@ class LinenMixture(nn.Module):
 
         y, sown = model.apply({"params": params}, x, mutable=["losses"])
         loss = ... + sum(jax.tree.leaves(sown["losses"]))
-
-    Attributes:
-      call: the mixture.
     """
 
     call: HostCall
@@ -320,11 +311,8 @@ class NnxMixture(nnx.Module):
 
 
 class BlockingMixture:
-    """A remote mixture for programs without trio. Made by `BlockingSwarm.mixture`.
-
-    Args:
-      mixture: the mixture. portal: leads into the thread of its swarm.
-    """
+    """A remote mixture for programs without trio. Made by `BlockingSwarm.mixture`; the portal leads into the thread of
+    its swarm."""
 
     def __init__(self, mixture: RemoteMixture, portal: Portal) -> None:
         self.remote = mixture

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.experts.base import Expert
-from dmoe_jax.mixture.local_update import WithDeltas, delta_places, num_stacked
+from dmoe_jax.mixture.local_update import WithDeltas, num_stacked
 
 BLOCK_ROWS = 4
 """Pairs that share a copy of their expert's parameters, where experts have that many and rows are small. All at once, a
@@ -88,8 +88,9 @@ def call_experts(
         num_deltas = num_stacked(target)
         if num_deltas < min(num_experts, flat.size):
             raise ValueError(f"{flat.size} calls of {num_experts} experts need as many deltas, got {num_deltas}")
-        used = jnp.zeros(num_experts, bool).at[flat].set(True, mode="drop")
-        place = delta_places(used, num_deltas)
+        if num_deltas < num_experts:
+            used = jnp.zeros(num_experts, bool).at[flat].set(True, mode="drop")
+            place = jnp.maximum(jnp.cumsum(used) - 1, 0)
     blocks = _cut(flat, place, rows, turn)
     if turn:
         outputs = _in_turns(expert, turn, target, fixed, blocks, inputs, keyed)
@@ -108,8 +109,7 @@ def _plan(expert: Expert, params: PyTree, num_pairs: int, samples: Sequence[Arra
     coming_out = math.prod(expert.output.shape) * jnp.dtype(expert.output.dtype).itemsize
     row_bytes = COPIES_OVER_ROWS * (going_in + coming_out)
 
-    def num_blocks(rows: int) -> int:
-        return _num_blocks(num_pairs, num_experts, rows)
+    num_blocks = functools.partial(_num_blocks, num_pairs, num_experts)
 
     def cheapest(most: int) -> int:
         powers = (1 << power for power in range(most.bit_length()))
@@ -134,7 +134,6 @@ def _num_blocks(num_pairs: int, num_experts: int, rows: int) -> int:
 
 
 def _cut(chosen: Int[Array, " pairs"], place: Int[Array, " num_experts"], rows: int, turn: int) -> _Blocks:
-    """Sort the pairs by expert, and cut."""
     num_pairs, num_experts = chosen.size, place.size
     num_blocks = _num_blocks(num_pairs, num_experts, rows)
     if turn:
@@ -167,7 +166,6 @@ def _rows_of(parts: PyTree, pairs: Int[Array, "blocks rows"], num_pairs: int) ->
 
 
 def _of_experts(params: PyTree, blocks: _Blocks) -> PyTree:
-    """The parameters of each block's expert."""
     return jax.tree.map(lambda leaf: leaf[blocks.expert], params)
 
 
@@ -191,7 +189,6 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _add(grads: PyTree, blocks: _Blocks, own_grads: PyTree) -> PyTree:
-    """Add the gradients of the blocks' parameters to those that there are."""
     return jax.tree.map(lambda total, own: total.at[blocks.place].add(own), grads, own_grads)
 
 

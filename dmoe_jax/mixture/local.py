@@ -26,10 +26,8 @@ _CACHED = 1 << 17
 
 
 def init_experts(key: PRNGKeyArray, expert: Expert, prefix: str, grid_size: tuple[int, ...]) -> PyTree:
-    """Stacked parameters of a whole grid; each cell holds what a node that serves its uid makes from the same key.
-
-    See `dmoe_jax.experts.base.init_by_uid`.
-    """
+    """Stacked parameters of a whole grid; each cell holds what a node that serves its uid makes from the same key, see
+    `init_by_uid`."""
     cells = jnp.stack(jnp.meshgrid(*(jnp.arange(size) for size in grid_size), indexing="ij"), axis=-1)
     coordinates = cells.reshape(-1, len(grid_size))
 

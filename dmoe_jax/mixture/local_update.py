@@ -46,13 +46,6 @@ def zero_deltas(params: PyTree, num_calls: int) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros((num_deltas, *leaf.shape[1:]), leaf.dtype), params)
 
 
-def delta_places(used: Bool[Array, " num_experts"], num_deltas: int) -> Int[Array, " num_experts"]:
-    """The place of each chosen expert's gradient among the deltas; of the others it says nothing."""
-    if num_deltas >= used.size:
-        return jnp.arange(used.size)
-    return jnp.maximum(jnp.cumsum(used) - 1, 0)
-
-
 def chosen_value_and_grad(
     loss: Callable[..., tuple[Float[Array, ""], Any]],
     layers_of: Callable[[Any], Iterable[Any]] = lambda aux: aux.layers,

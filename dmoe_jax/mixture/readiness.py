@@ -39,12 +39,8 @@ _MAX_ROWS = integer(1, 2**31)
 
 
 class ExpertMismatch(ValueError):
-    """The swarm's experts take or return other tensors than the model's, or compute otherwise.
-
-    Attributes:
-      theirs: the inputs and the output of the swarm's expert, as `expert.info` gives them.
-      ours: those of the model's.
-    """
+    """The swarm's experts take or return other tensors than the model's, or compute otherwise. `theirs` are the inputs
+    and the output of the swarm's expert, as `expert.info` gives them, `ours` those of the model's."""
 
     def __init__(self, message: str, *, theirs: list[Any], ours: list[TensorSpec]) -> None:
         super().__init__(message)

@@ -151,11 +151,8 @@ class RemoteMixture:
 
     async def choose(self, scores: Scores) -> Choice:
         """The experts of each sample, by beam search through the directory, or for routers that must see the whole grid
-        by `router.select` over all that are alive. The scores are arrays on the host.
-
-        Raises:
-          RouterError: as `__call__`.
-        """
+        by `router.select` over all that are alive. The scores are arrays on the host. Raises RouterError as
+        `__call__`."""
         prefix, k_best = self.config.prefix, self.config.k_best
         self.check_scores(scores)
         if self.router.whole_grid:
@@ -177,10 +174,7 @@ class RemoteMixture:
 
     async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Choice:
         """The experts that `router.select` chose among those of `alive`; those that have died since are left out.
-
-        Raises:
-          RouterError: some of them were not alive.
-        """
+        Raises RouterError if some of them were not alive."""
         for coordinates in map(tuple, indices[mask].tolist()):
             if not alive[coordinates]:
                 where = f"{coordinates} of {self.config.prefix}"
@@ -248,7 +242,18 @@ class RemoteMixture:
           NoQuorum, TooFewExperts: as `__call__`.
         """
         outputs, answered, residual = await self.ask(choice, inputs, dropout_seed)
-        self._note_answers(answered, choice.calls, residual.answered)
+        config, answers = self.config, np.count_nonzero(answered, axis=1)
+        num_found, num_replied = (len({call.uid for call in calls}) for calls in (choice.calls, residual.answered))
+        skipped = len(answers) - int(np.count_nonzero(answers))
+        self.statistics.samples += len(answers)
+        self.statistics.skipped_samples += skipped
+        self._coverage.note(skipped, len(answers), found=num_found, answered=num_replied)
+        short = np.flatnonzero(answers < config.k_min)
+        if short.size and config.on_shortfall == "raise":
+            raise NoQuorum(
+                f"layer {config.prefix!r}: {short.size} of {len(answers)} samples got fewer than "
+                f"k_min={config.k_min} answers from experts"
+            )
         return outputs, answered, residual
 
     async def ask(
@@ -317,20 +322,6 @@ class RemoteMixture:
             self.expert, self.config.prefix, self.router.grid_size, self._caller, timeout_s=timeout_s, say=say
         )
 
-    def _note_answers(self, answered: Array, asked: Sequence[ExpertCall], replied: Sequence[ExpertCall]) -> None:
-        config, answers = self.config, np.count_nonzero(answered, axis=1)
-        num_found, num_replied = (len({call.uid for call in calls}) for calls in (asked, replied))
-        skipped = len(answers) - int(np.count_nonzero(answers))
-        self.statistics.samples += len(answers)
-        self.statistics.skipped_samples += skipped
-        self._coverage.note(skipped, len(answers), found=num_found, answered=num_replied)
-        short = np.flatnonzero(answers < config.k_min)
-        if short.size and config.on_shortfall == "raise":
-            raise NoQuorum(
-                f"layer {config.prefix!r}: {short.size} of {len(answers)} samples got fewer than "
-                f"k_min={config.k_min} answers from experts"
-            )
-
     def _note_update(self, call: ExpertCall, updates: int | None) -> None:
         statistics = self.statistics
         statistics.load[call.uid] = statistics.load.get(call.uid, 0) + len(call.rows)
@@ -358,7 +349,6 @@ class _LayerCall:
 
 
 def _add_rows(array: Array, rows: Array, grads: Array) -> None:
-    """Add each gradient to its row."""
     rises = np.count_nonzero(rows[1:] > rows[:-1]) == len(rows) - 1  # the usual case, and faster than to sort
     if rises or len(np.unique(rows)) == len(rows):
         array[rows] += grads

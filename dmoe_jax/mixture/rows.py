@@ -117,11 +117,7 @@ class Rows:
 
 
 def owned_runs(holders: Mapping[Run, Collection[int]], process: int) -> list[Run]:
-    """The rows that a process owns, in order: of each shard an equal part of those that hold it.
-
-    Args:
-      holders: rows of each shard -> processes that hold it.
-    """
+    """The rows that a process owns, in order: of each shard (rows -> processes that hold it) an equal part."""
     found = []
     for (start, end), processes in sorted(holders.items()):
         if process in processes:

@@ -84,11 +84,8 @@ def soft_weights(params: PyTree, x: Float[Array, "samples d_model"]) -> tuple[Ar
 
 @remembered(16)
 def soft_segments(expert: Expert, router: Router) -> SoftSegments:
-    """The functions of a layer with these experts; equal arguments return the same objects.
-
-    Args:
-      router: a `slot_router`, for as many slots as the gate's parameters have.
-    """
+    """The functions of a layer with these experts, and a `slot_router` for as many slots as the gate's parameters have;
+    equal arguments return the same objects."""
 
     def dispatch(params: PyTree, x: Float[Array, "samples d_model"]) -> Slots:
         to_slots, combine = soft_weights(params, x)

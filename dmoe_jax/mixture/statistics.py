@@ -166,11 +166,8 @@ class Coverage:
 
     def note(self, skipped: int, samples: int, *, found: int, answered: int) -> None:
         """Record one call of the layer: of `samples` `skipped` had no expert, of `found` living ones some `answered`.
-
-        Raises:
-          TooFewExperts: the share of samples without an expert has exceeded `max_skipped` for `HOLD_S`; with 0, exceeds
-            it. Calls that were not made yet count as complete.
-        """
+        Raises TooFewExperts if the share of samples without an expert has exceeded `max_skipped` for `HOLD_S`; with 0,
+        if it exceeds it. Calls that were not made yet count as complete."""
         self._shares.append(skipped / samples if samples else 0.0)
         state = f"{found} experts were found alive and asked, {answered} of them answered"
         if skipped and not self._warned:

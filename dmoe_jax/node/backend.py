@@ -41,11 +41,8 @@ LEAST_REMEMBERED, MOST_REMEMBERED = 64, 65536
 
 class UpdateRejected(ValueError):
     """The outcome of a backward request is not finite; the expert is as it was before. One gradient of finite numbers
-    could make it NaN for everybody, for good.
-
-    Attributes:
-      reason: "update", for the new parameters or optimiser state, or "input gradient".
-    """
+    could make it NaN for everybody, for good. The `reason` is "update", for the new parameters or optimiser state, or
+    "input gradient"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the {reason} is not finite")
@@ -162,11 +159,6 @@ class ExpertBackend:
         params, opt_state = self.group.read(self.index)
         return jax.tree.map(stored, {"params": params, "opt_state": opt_state})
 
-    @property
-    def spans_processes(self) -> bool:
-        """True if parts of it are in other processes."""
-        return self.place.layout is not None and self.place.layout.spans_processes
-
     def load(self, state: dict[str, PyTree], *, update_count: int, learnt_from: Iterable[bytes] | None = None) -> None:
         """Take up a state of the same structure, laid out over devices as the present one is; `learnt_from` comes with
         a saved state. None: the names stay, as where copies of the expert are averaged."""
@@ -187,11 +179,8 @@ class ExpertBackend:
         seen: Array | None = None,
         requests: Mapping[bytes, float] | None = None,
     ) -> tuple[Array, ...]:
-        """Gradients of the differentiable inputs, and one update; see `Batch`.
-
-        Raises:
-          UpdateRejected: the update or a gradient is not finite; nothing was changed.
-        """
+        """Gradients of the differentiable inputs, and one update; see `Batch`. Raises UpdateRejected if the update or a
+        gradient is not finite; nothing was changed then."""
         return self._run(
             Batch(inputs=tuple(inputs), output_grads=output_grads, keys=keys, seen=seen, requests=requests or {})
         )
@@ -324,6 +313,5 @@ def make_backend(
 def _programs_of(
     expert: Expert, optimizer: optax.GradientTransformation | None, place: Place, uid: str
 ) -> ExpertPrograms:
-    """The programs of an expert that is alone."""
     programs = expert_programs(expert, optimizer, place.layout)
     return programs if place.led is None else place.led(uid, programs)

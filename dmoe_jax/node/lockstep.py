@@ -108,11 +108,8 @@ def encode_order(order: Order) -> _Parts:
 
 
 def parse_header_untrusted(data: bytes) -> tuple[Order, tuple[_Spec, ...]]:
-    """Read the CBOR of an order. Return the order without its arrays, and what these are.
-
-    Raises:
-      RemoteProtocolError: it is none.
-    """
+    """Read the CBOR of an order. Return the order without its arrays, and what these are. Raises RemoteProtocolError if
+    it is none."""
     body = codec.decode_untrusted(data)
     told = body if isinstance(body, dict) else {}
     order = Order(
@@ -151,11 +148,8 @@ def with_arrays(order: Order, specs: Sequence[_Spec], body: bytearray) -> Order:
 
 
 def mesh_of_all(mesh: MeshShape | str | None) -> MeshShape:
-    """The mesh that the devices of all processes make up; None: they share each expert.
-
-    Raises:
-      ValueError: it has another number of devices than there are, or is written otherwise.
-    """
+    """The mesh that the devices of all processes make up; None: they share each expert. Raises ValueError if it has
+    another number of devices than there are, or is written otherwise."""
     count = jax.device_count()
     shape = MeshShape.parse(mesh) if isinstance(mesh, str) else mesh or MeshShape(model=count)
     if shape.num_devices != count:

@@ -96,28 +96,22 @@ class Programs(Protocol):
     @property
     def calls_host(self) -> bool:
         """True if a compiled one calls the host, see `dmoe_jax.node.host_calls`."""
-        ...
 
     def most_together(self, rows: int) -> int:
         """The most experts of a program for so many rows of each."""
-        ...
 
     def compile(self, bucket: int) -> None:
         """Compile for batches of so many rows, from shapes; may run beside the device."""
-        ...
 
     def begin(self, state: State, work: Sequence[Work]) -> tuple[State, Callable[[], list[Result]]]:
         """Have XLA begin batches; return the new state, for what is begun next, and what waits for the results. The
         state that is given is lost where updates are made."""
-        ...
 
     def read(self, state: State, index: int) -> State:
         """The state of one expert, valid until the next update."""
-        ...
 
     def write(self, state: State, index: int, saved: State) -> State:
         """The state with that of one expert replaced by a saved one, laid out over devices as the present one is."""
-        ...
 
 
 def bucket_of(rows: int, parts: int = 1) -> int:
@@ -317,12 +311,8 @@ def compiled_alone(
     """A program for arguments of these shapes and types, of which JAX remembers nothing but the machine's code: all
     that it remembers of a program which it traces by itself is several times as large, a megabyte at least.
 
-    Args:
-      of: the `Programs` to which it belongs, which then say if it calls the host.
-      options: as of `jax.jit`.
-
-    Raises:
-      TooFewThreadsError: one that belongs to some calls the host, and XLA has too few threads.
+    `of` are the `Programs` to which it belongs, which then say if it calls the host; where it does and XLA has too few
+    threads, TooFewThreadsError is raised. Options are those of `jax.jit`.
     """
 
     # JAX remembers traces and what they were lowered to as long as their function lives: so it gets one of its own.
@@ -417,12 +407,9 @@ def without_grads(grad_and_update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_optimizer(expert: Expert, optimizer: optax.GradientTransformation) -> None:
-    """Make sure, without computing anything, that an optimiser can step this expert from gradients alone.
-
-    Raises:
-      ValueError: if its update needs more than gradients, state, parameters and staleness, such as the loss, or changes
-        the structure of its state.
-    """
+    """Raise ValueError, without computing anything, unless an optimiser can step this expert from gradients alone: if
+    its update needs more than gradients, state, parameters and staleness, such as the loss, or changes the structure of
+    its state."""
     params = jax.eval_shape(expert.init, jax.random.key(0))
     try:
         before = jax.eval_shape(optimizer.init, params)
@@ -466,14 +453,12 @@ def _padded(tree: PyTree, rows: int) -> Any:
     return jax.tree.map(lambda leaf: padded(leaf) if leaf.ndim else leaf, tree)
 
 
-def _with_folded_in(key_data: Any, numbers: Any) -> Any:
-    return jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), list(numbers)))
-
-
 own_copies = EachCompiledAlone(copied)
 """`copied`, by one program."""
 
-key_data_with = EachCompiledAlone(_with_folded_in)
+key_data_with = EachCompiledAlone(
+    lambda key_data, numbers: jax.random.key_data(folded_in(jax.random.wrap_key_data(key_data), list(numbers)))
+)
 """(data of a random key, numbers as uint32 [n]) -> data of the key with these folded in, see `folded_in`."""
 
 
@@ -551,7 +536,11 @@ def laid_out(grads: PyTree) -> PyTree:
     XLA would take a product's transpose as it comes, and the branch would then read it across; and it would compute the
     gradients of a single row anew wherever they are used. Either takes half as long again.
     """
-    return jax.lax.optimization_barrier(jax.tree.map(_in_rows, grads))
+
+    def in_rows(grad: Any) -> Any:
+        return grad if grad.ndim < 2 else with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))
+
+    return jax.lax.optimization_barrier(jax.tree.map(in_rows, grads))
 
 
 def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
@@ -569,9 +558,3 @@ def stays_finite(old: PyTree, new: PyTree, *, is_whole: bool) -> Any:
             by_shape.setdefault(each.shape, []).append(each)
         sound = [functools.reduce(jnp.logical_and, alike) for alike in by_shape.values()]
     return jnp.stack([each.all() for each in sound] or [jnp.array(True)]).all()
-
-
-def _in_rows(grad: Any) -> Any:
-    if grad.ndim < 2:
-        return grad
-    return with_layout_constraint(grad, ArrayLayout(tuple(range(grad.ndim))))

@@ -288,8 +288,7 @@ class RememberedJobs:
 
     def find(self, replay_key: bytes) -> Job | None:
         """Return the job of this name, or None."""
-        job, _ = self._entries.get(replay_key, (None, 0))
-        return job
+        return self._entries.get(replay_key, (None, 0))[0]
 
     def remember(self, replay_key: bytes, job: Job) -> None:
         """Keep a job that has just come, and forget the oldest that have ended beyond the bounds."""

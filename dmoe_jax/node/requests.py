@@ -202,11 +202,8 @@ def jobs_of_untrusted(
     request: Request, experts: Mapping[str, Expert], *, max_rows: int, backward: bool
 ) -> tuple[list[Job | CallRefused], Compression]:
     """Check each part of a request against its expert's specification. Return the parts in their order, with what was
-    expected in place of one that does not fit, and the form in which the answer's float32 tensors shall travel.
-
-    Raises:
-      CallRefused: the request as a whole does not fit.
-    """
+    expected in place of one that does not fit, and the form in which the answer's float32 tensors shall travel. Raises
+    CallRefused if the request as a whole does not fit."""
     try:
         parts = parts_of_untrusted(request)
         seed = _SEED.of_untrusted(request.body, "dropout_seed")

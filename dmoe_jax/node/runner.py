@@ -75,11 +75,7 @@ class BatchCounts:
 
 class BatchRunner:
     """Runs the jobs for all experts of a node on the devices of its places. Some may be added to `backends` while it
-    runs, and taken off when `finish` has returned.
-
-    Raises:
-      ValueError: an expert lives where there is no device.
-    """
+    runs, and taken off when `finish` has returned. Raises ValueError if an expert lives where there is no device."""
 
     def __init__(
         self, backends: Backends, devices: Sequence[PlacedDevice], config: NodeConfig, recorder: NodeRecorder
@@ -125,11 +121,9 @@ class BatchRunner:
         return min((backend.warm_rows for backend in self._backends.values()), default=0)
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the work of each device, as plain CBOR data.
-
-        Keys: `name` of the device or mesh, the `experts` that live there and their `nbytes`, seconds `busy_s` in which
-        it worked on batches, `batches` and their `rows`, and `waiting_rows` in its queue.
-        """
+        """Return the work of each device, as plain CBOR data: `name` of the device or mesh, the `experts` that live
+        there and their `nbytes`, seconds `busy_s` in which it worked on batches, `batches` and their `rows`, and
+        `waiting_rows` in its queue."""
         backends = list(self._backends.values())
         nbytes = bytes_by_place(((each.place, each.nbytes) for each in backends), len(self._loops))
         return [
@@ -146,13 +140,8 @@ class BatchRunner:
         ]
 
     def cold_programs(self, prototypes: Sequence[ExpertBackend] = ()) -> list[tuple[ExpertBackend, int]]:
-        """List what is to be compiled before the experts are announced, smallest first; nothing where it takes no time.
-
-        Args:
-          prototypes: experts of further kinds.
-
-        Returns: (a backend of those that share its programs, number of rows).
-        """
+        """Programs to compile before the experts are announced, for `prototypes` of further kinds, too: (a backend of
+        those that share it, number of rows), smallest first; none where compiling takes no time."""
         if not self._loops[0].device.compiles_aside or not self._first_rows:
             return []
         kinds = {backend.programs.kind: backend for backend in (*prototypes, *self._backends.values())}.values()
@@ -353,7 +342,6 @@ class _DeviceLoop:
         self._growing.discard(backend.programs.kind)
 
     async def _run_cold(self, backend: ExpertBackend, jobs: Jobs, bucket: int) -> None:
-        """Run a batch whose program must be compiled first, while others are served."""
         try:
             await self.compile(backend, bucket)
         except Exception as error:
@@ -527,12 +515,10 @@ def _fitting(buckets: Sequence[int], group: ExpertGroup) -> int:
 
 
 def backend_of(jobs: Jobs, backends: Backends) -> ExpertBackend:
-    """The expert of these jobs."""
     return backends[jobs[0].uid]
 
 
 def rows_of(jobs: Jobs) -> int:
-    """Rows of all jobs."""
     return sum(job.rows for job in jobs)
 
 
@@ -553,7 +539,6 @@ def joined(jobs: Jobs) -> Batch:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function returns, or the exception that it raised."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -95,8 +95,7 @@ class ExpertSaver:
 
         Raises:
           CheckpointError: a checkpoint is of an expert of another shape, meaning or optimiser; it names the expert.
-          FolderInUse: another process saves one of them; the message says which. OSError: the folder cannot be
-            written to.
+          FolderInUse: another process saves one of them; it says which. OSError: the folder cannot be written to.
         """
         try:
             for uid in self._backends if alone else ():
@@ -116,7 +115,7 @@ class ExpertSaver:
     async def restore_one(self, uid: str, backend: ExpertBackend) -> int | None:
         """Have a backend that is not served yet take up the newest checkpoint of this expert that can be used; return
         its updates, None if there is none. Newer ones are set aside. Raises CheckpointError as `restore`."""
-        updates = await self._device_of(backend).aside(self._take_up, uid, backend)
+        updates = await self._devices[backend.place.number].aside(self._take_up, uid, backend)
         if updates is not None:
             self._saved[uid] = updates
         return updates
@@ -124,15 +123,12 @@ class ExpertSaver:
     async def save(self, *, gives_way: bool = False) -> None:
         """Write the experts that have learnt something since the last checkpoint. If this `gives_way` to threads that
         compute, it takes longer. If cancelled, the expert at hand is written or its last checkpoint stays.
-
-        Raises:
-          CheckpointError: some could not be written. All were tried.
-        """
+        Raises CheckpointError if some could not be written; all were tried."""
         failed: dict[str, CheckpointError] = {}
         backends = self._backends.items()
         learnt = [(uid, backend) for uid, backend in backends if backend.update_count != self._saved.get(uid, 0)]
         for uid, backend in learnt:
-            device = self._device_of(backend)
+            device = self._devices[backend.place.number]
             copy = await self._copying(backend, device)
             updates, learnt_from, state = await device.run(_snapshot, backend, copy)
             del copy
@@ -229,9 +225,6 @@ class ExpertSaver:
             return copy
         return functools.partial(_filled, await _room_for(room_shapes, device))
 
-    def _device_of(self, backend: ExpertBackend) -> Device:
-        return self._devices[backend.place.number]
-
 
 def saved_uids(folder: Path) -> tuple[str, ...]:
     """The uids of the experts that a folder of an `ExpertSaver` holds checkpoints of, sorted."""
@@ -267,7 +260,7 @@ def _give_way() -> None:
 def _kind_of(backend: ExpertBackend) -> tuple[PyTree, bool]:
     """(shape, type and sharding of each array, True if all lie in the host's memory); (None, False) where the state is
     gathered from several processes, into arrays of its own."""
-    if backend.spans_processes:
+    if backend.place.layout is not None and backend.place.layout.spans_processes:
         return None, False
     state = backend.state
     leaves = jax.tree.leaves(state)

@@ -9,6 +9,7 @@ Size and device decide which experts are stacked, and `NodeConfig.strategy` over
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.experts.base import Expert, TensorSpec
+from dmoe_jax.experts.base import Expert
 from dmoe_jax.machine.freed_memory import give_back
 from dmoe_jax.node.backend import ExpertBackend, ExpertGroup
 from dmoe_jax.node.config import NodeConfig
@@ -201,7 +202,8 @@ class StackPrograms:
 
 def most_in_program(expert: Expert, size: int, bucket: int, form: Form) -> int:
     """The most experts, of a stack of so many, that a program of this form for this bucket takes; a power of two."""
-    row_bytes = max(1, *(_row_bytes(spec) for spec in (*expert.inputs, expert.output)))
+    specs = (*expert.inputs, expert.output)
+    row_bytes = max(1, *(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in specs))
     room = min(_MAX_ROWS[form] // bucket, _MAX_BYTES[form] // (bucket * row_bytes))
     most = max(1, min(MAX_TOGETHER[form], bucket_of(size), room))
     return 1 << (most.bit_length() - 1)
@@ -242,11 +244,7 @@ def stack_up(backends: Sequence[ExpertBackend], form: Form | None = None) -> Non
 
 class Strategies:
     """The strategies by which the experts of a node are run; of each kind in each place. `may_adopt`: experts come and
-    go.
-
-    Raises:
-      ValueError: all are to be stacked, and some cannot be.
-    """
+    go. Raises ValueError if all are to be stacked, and some cannot be."""
 
     def __init__(
         self,
@@ -284,10 +282,8 @@ class Strategies:
         self._kinds.clear()
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the choice for each kind in each place, as plain CBOR data.
-
-        Keys: `expert`, the kind's name; `place`; `experts`, how many; `strategy`; `why`.
-        """
+        """Return the choice for each kind in each place, as plain CBOR data: `expert`, the kind's name; `place`;
+        `experts`, how many; `strategy`; `why`."""
         return list(self._choices)
 
     def _choose(
@@ -370,10 +366,6 @@ def _filled(arrays: Sequence[Array | None], count: int, rows: int) -> Array | No
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.int32)
-
-
-def _row_bytes(spec: TensorSpec) -> int:
-    return int(np.prod(spec.shape, dtype=np.int64)) * jnp.dtype(spec.dtype).itemsize
 
 
 def _read(state: PyTree, index: Any) -> PyTree:

@@ -170,35 +170,28 @@ def steer_biases(optimizer: optax.GradientTransformation) -> optax.GradientTrans
         others, state = inner.update(
             _without_biases(updates), state, None if params is None else _without_biases(params), **rest
         )
-        merged = jax.tree_util.tree_map_with_path(
-            lambda path, gradient, other: -gradient if _is_bias(path) else other,
-            updates,
-            others,
-        )
-        return merged, state
+
+        def merged(path: Any, gradient: Any, other: Any) -> Any:
+            return -gradient if _is_bias(path) else other
+
+        return jax.tree_util.tree_map_with_path(merged, updates, others), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def bias_range(params: PyTree) -> float | None:
-    """The largest difference between two biases of one layer, in units of a score; None where this process has none.
-
-    Args:
-      params: a trunk's, or any tree with those of routers in it.
-    """
+    """The largest difference between two biases of one layer, in units of a score, in a trunk's parameters or any tree
+    with those of routers in it; None where this process has none."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    found = [np.ptp(np.asarray(leaf)) for path, leaf in leaves if _is_bias(path) and _is_here(leaf)]
+    biases = [leaf for path, leaf in leaves if _is_bias(path)]
+    here = [x for x in biases if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated]
+    found = [np.ptp(np.asarray(leaf)) for leaf in here]
     return float(max(found)) if found else None
 
 
 def _without_biases(tree: PyTree) -> PyTree:
     """The tree with nothing in the places of the biases, as `optax.masked` has it."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: optax.MaskedNode() if _is_bias(path) else leaf, tree)
-
-
-def _is_here(leaf: Any) -> bool:
-    """True if this process has all of an array."""
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated
 
 
 def _is_bias(path: Any) -> bool:

@@ -16,6 +16,8 @@ Two paths lead from scores to a mixture, and both end in `combine`:
 
 Gradients reach the router through the weights of the experts that answered and through its own `aux_loss`, and
 through nothing else.
+
+Unless its file says otherwise, an expert takes as many samples of a batch as choose it: no capacity, nobody is dropped.
 """
 
 import functools
@@ -120,11 +122,7 @@ class Router(NamedTuple):
 
 
 def check_grid_size(grid_size: tuple[int, ...] | list[int]) -> tuple[int, ...]:
-    """The grid size as a tuple of Python integers.
-
-    Raises:
-      ValueError: if it is empty or an extent is not a positive integer.
-    """
+    """The grid size as a tuple. Raises ValueError if it is empty or an extent is not a positive integer."""
     sizes = tuple(grid_size)
     if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(f"grid_size must be one or more positive integers, got {grid_size!r}")
@@ -153,11 +151,8 @@ def router_factory(make: Callable[P, Router]) -> Callable[P, Router]:
 
 
 def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
-    """`Scores` from what a router's function returned: Scores, a sequence of arrays, or one array.
-
-    Raises:
-      ValueError: if it is none of these, or of another shape; the message gives what was expected.
-    """
+    """`Scores` from what a router's function returned: Scores, a sequence of arrays, or one array. Raises ValueError if
+    it is none of these, or of another shape; the message gives what was expected."""
     scores = raw if isinstance(raw, Scores) else Scores(tuple(raw) if isinstance(raw, tuple | list) else (raw,))
     shapes = tuple(getattr(part, "shape", None) for part in scores.logits)
     additive = tuple((batch, size) for size in grid_size)
@@ -182,11 +177,8 @@ def as_scores(raw: Any, grid_size: tuple[int, ...], batch: int) -> Scores:
 def score(
     router: Router, params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None
 ) -> Scores:
-    """The router's scores in their one form; models call this, never `router.scores` itself.
-
-    Raises:
-      RouterError: naming the router, if what it returned does not fit its grid.
-    """
+    """The router's scores in their one form; models call this, never `router.scores` itself. Raises RouterError, naming
+    the router, if what it returned does not fit its grid."""
     raw = router.scores(params, x, key=key, ids=ids)
     try:
         return as_scores(raw, router.grid_size, x.shape[0])
@@ -197,10 +189,8 @@ def score(
 def combine_weights(router: Router, scores: Scores, indices: Indices, mask: Mask) -> Float[Array, "batch slots"]:
     """The weights of the chosen experts' outputs, from the logits without the bias. Differentiable in them.
 
-    Models call this, never `router.combine` itself: see `softmax_weights` for one expert of each sample.
-
-    Raises:
-      RouterError: see `check_weights`.
+    Models call this, never `router.combine` itself: see `softmax_weights` for one expert of each sample. Raises
+    RouterError as `check_weights`.
     """
     if router.combine is masked_softmax:
         return softmax_weights(scores, indices, mask, router.grid_size)
@@ -225,11 +215,8 @@ def softmax_weights(
 
 
 def check_weights(router: Router, slots: int) -> None:
-    """Make sure that a router's gate can learn with so many experts of each sample.
-
-    Raises:
-      RouterError: with one slot the weight is the same whatever the score, where with two it is not.
-    """
+    """Raise RouterError unless a router's gate can learn with so many experts of each sample: if with one slot the
+    weight is the same whatever the score, where with two it is not."""
     if slots == 1 and router.combine is not masked_softmax and _ignores_one(router.combine):
         raise RouterError(
             f"router {router.name!r}: with one expert of each sample (k_best=1) its weight is the same whatever the "
@@ -272,7 +259,6 @@ def dense_logits(scores: Scores) -> Float[Array, "batch num_experts"]:
 
 
 def _check_choice(k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> None:
-    """Raise ValueError unless k experts can be chosen from such a grid; see `living_logits`."""
     num_experts = math.prod(grid_size)
     if not 1 <= k <= num_experts:
         raise ValueError(f"k must be between 1 and the {num_experts} cells of grid {grid_size}, got {k}")
@@ -283,14 +269,8 @@ def _check_choice(k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> No
 def living_logits(scores: Scores, k: int, alive: Alive | None, grid_size: tuple[int, ...]) -> Float[Array, "batch _"]:
     """Logits among which `select` chooses: g(x, f) plus its bias for every cell, -inf for the dead, without a gradient.
 
-    Args:
-      scores: of the samples.
-      k: experts for each sample.
-      alive: of the grid's shape, or None if every cell holds a live expert.
-      grid_size: extents of the grid.
-
-    Raises:
-      ValueError: if k is not between 1 and the number of cells, or alive has another shape than the grid.
+    Nobody is dead where `alive` is None. Raises ValueError if k, the experts for each sample, is not between 1 and the
+    number of cells, or alive has another shape than the grid.
     """
     _check_choice(k, alive, grid_size)
     logits = dense_logits(scores)
@@ -366,11 +346,8 @@ def select_top_k(
 
 
 def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cells"]:
-    """Row-major numbers of cells from their coordinates, [..., dims].
-
-    Raises:
-      ValueError: if the number of coordinates is not that of the grid's dimensions.
-    """
+    """Row-major numbers of cells from their coordinates, [..., dims]. Raises ValueError if the number of coordinates is
+    not that of the grid's dimensions."""
     if indices.shape[-1] != len(grid_size):
         raise ValueError(f"grid {grid_size} needs {len(grid_size)} coordinates, got {indices.shape[-1]}")
     strides = [math.prod(grid_size[i + 1 :]) for i in range(len(grid_size))]
@@ -378,10 +355,8 @@ def cell_numbers(indices: Any, grid_size: tuple[int, ...]) -> Int32[Array, "*cel
 
 
 def gather_logits(scores: Scores, indices: Indices, grid_size: tuple[int, ...]) -> Float[Array, "batch slots"]:
-    """g(x, f) of the chosen experts: sum_i g_i(x)[u_i] (Learning@home, section 3.2), or their flat scores.
-
-    Differentiable in the scores.
-    """
+    """g(x, f) of the chosen experts: sum_i g_i(x)[u_i] (Learning@home, section 3.2), or their flat scores; with their
+    gradient."""
     numbers = cell_numbers(indices, grid_size)
     if len(scores.logits) != len(grid_size):
         return jnp.take_along_axis(scores.logits[0], numbers, axis=-1)

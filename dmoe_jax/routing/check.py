@@ -58,13 +58,8 @@ def check_router(
 
 
 def check_finite(router: Router, logits: tuple[np.ndarray, ...], where: str) -> None:
-    """Raise RouterError unless the scores that a router gave are numbers. -inf is one: never choose this expert.
-
-    Args:
-      router: for its name.
-      logits: its scores, on the host.
-      where: for the message, such as "layer0".
-    """
+    """Raise RouterError unless the scores that a router gave `where`, such as in "layer0", are numbers. -inf is one:
+    never choose this expert. They are on the host."""
     for part in logits:
         bad = np.isnan(part) | np.isposinf(part)
         if bad.any():

@@ -49,11 +49,8 @@ Transformation = Callable[[Router], Router]
 
 
 def chain_routers(router: Router, *transformations: Transformation) -> Router:
-    """The router after all transformations, applied from left to right.
-
-    Raises:
-      RouterError: naming the transformation that did not return a router.
-    """
+    """The router after all transformations, applied from left to right. Raises RouterError, naming the transformation
+    that did not return a router."""
     for transformation in transformations:
         name = router.name
         router = transformation(router)
@@ -69,10 +66,7 @@ def add_noise(router: Router, stddev: float) -> Router:
     """Gaussian noise on the scores in training, so that experts which are not yet the best are tried as well.
 
     Additive scores stay additive: each coordinate draws its own noise, scaled so that an expert's score has deviation
-    `stddev`. Experts that share a coordinate share that part of the noise.
-
-    Raises:
-      ValueError: if stddev is not positive.
+    `stddev`. Experts that share a coordinate share that part of the noise. Raises ValueError if stddev is not positive.
     """
     _check_range("stddev", stddev, stddev > 0, "positive and finite")
 
@@ -89,11 +83,8 @@ def add_noise(router: Router, stddev: float) -> Router:
 
 @router_factory
 def temperature(router: Router, value: float) -> Router:
-    """Scores divided by a temperature: the same experts, with more even weights above 1, sharper ones below.
-
-    Raises:
-      ValueError: if the value is not positive.
-    """
+    """Scores divided by a temperature: the same experts, with more even weights above 1, sharper ones below. Raises
+    ValueError if the value is not positive."""
     _check_range("temperature", value, value > 0, "positive and finite")
     return _change_scores(router, "temperature", lambda logits, key: tuple(part / value for part in logits))
 
@@ -103,10 +94,8 @@ def drop_experts(router: Router, rate: float) -> Router:
     """In training each expert is gone for each sample with this probability: its score is -inf, the next best is used.
 
     How the released code of Learning@home emulates failures of machines (at a rate of 0.1). An expert is gone, not a
-    coordinate, so the scores become flat; on a grid of several dimensions `select` then needs the whole grid.
-
-    Raises:
-      ValueError: if the rate is not at least 0 and below 1.
+    coordinate, so the scores become flat; on a grid of several dimensions `select` then needs the whole grid. Raises
+    ValueError if the rate is not at least 0 and below 1.
     """
     _check_range("rate", rate, 0 <= rate < 1, "at least 0 and below 1")
 
@@ -135,10 +124,8 @@ def freeze(router: Router) -> Router:
 def with_balancing_loss(router: Router, weight: float = 0.01) -> Router:
     """The router with the load-balancing loss of Switch Transformer added to its own, the paper's weight by default.
 
-    The probabilities are the softmax of its scores over the whole grid; see `losses`.
-
-    Raises:
-      ValueError: if the weight is negative.
+    The probabilities are the softmax of its scores over the whole grid; see `losses`. Raises ValueError if the weight
+    is negative.
     """
 
     def loss(scores: Scores, indices: Indices, mask: Mask) -> Loss:
@@ -153,10 +140,7 @@ def with_z_loss(router: Router, weight: float = 0.001) -> Router:
     """The router with the z-loss of ST-MoE added to its own, the paper's weight by default; see `losses`.
 
     It penalises the scores as this router hands them over; those that are log-probabilities already have none to pay
-    (`switch` has its own z-loss, on what goes into its softmax).
-
-    Raises:
-      ValueError: if the weight is negative.
+    (`switch` has its own z-loss, on what goes into its softmax). Raises ValueError if the weight is negative.
     """
     return _add_loss(router, "z_loss", weight, lambda scores, indices, mask: router_z_loss(dense_logits(scores)))
 

@@ -76,12 +76,8 @@ def select_samples(
     Args:
       scores: of the samples, log-probabilities.
       k: experts for each sample on average.
-      alive, grid_size: see `dmoe_jax.routing.base.living_logits`.
 
-    Returns: indices and mask, with min(num_experts, 2k) slots.
-
-    Raises:
-      ValueError: see `dmoe_jax.routing.base.living_logits`.
+    Returns: indices and mask, with min(num_experts, 2k) slots. Raises ValueError as `living_logits`.
     """
     num_experts = math.prod(grid_size)
     logits = living_logits(scores, k, alive, grid_size)

@@ -90,7 +90,6 @@ def router_from_nnx(
 
 
 def _split(raw: Any, grid_size: tuple[int, ...]) -> Logits:
-    """Logits by dimension, from what a module returned."""
     if isinstance(raw, tuple | list):
         if (widths := tuple(scores.shape[-1] for scores in raw)) != grid_size:
             raise ValueError(f"a scoring network for grid {grid_size} must return these widths, got {widths}")

@@ -7,8 +7,7 @@ initialisation, and only the experts learn to live with it. A comparison with it
 
 One flat score for each expert (no product keys), LayerNorm at its initial gain and bias, PyTorch's epsilon. A score
 thus has a standard deviation near sqrt(d_model / num_experts), 5.7 for 512 features and 16 experts: the best expert
-gets nearly all of the weight. No gradient reaches the parameters; it does reach x. An expert takes as many samples of a
-batch as choose it: no capacity, nobody is dropped.
+gets nearly all of the weight. No gradient reaches the parameters; it does reach x.
 """
 
 import math
@@ -25,11 +24,7 @@ TORCH_EPSILON = 1e-5
 
 @router_factory
 def frozen_random(grid_size: tuple[int, ...]) -> Router:
-    """The frozen router.
-
-    Raises:
-      ValueError: if grid_size is not one or more positive integers.
-    """
+    """The frozen router. Raises ValueError if grid_size is not one or more positive integers."""
 
     def init(key: PRNGKeyArray, d_model: int) -> PyTree:
         keys = jax.random.normal(key, (d_model, math.prod(grid_size)))

@@ -10,7 +10,7 @@ are, so that beam search finds the experts.
 A word goes to the same coordinates in every layer. Weights are uniform over the experts that answer; the paper has
 k = 1. Without ids what is hashed are the signs of random projections of x (SimHash, Charikar 2002, section 3): samples
 in similar directions go to the same experts. Those signs are stable across processes but for projections within
-rounding of 0. An expert takes as many samples of a batch as are hashed to it: no capacity, nobody is dropped.
+rounding of 0.
 """
 
 import jax

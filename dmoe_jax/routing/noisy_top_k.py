@@ -6,8 +6,7 @@
 
 Both matrices start at zero, "no signal and some noise" (appendix A): at first experts are chosen at random, and all
 scores are equal in evaluation. Noise is drawn in training only. Unlike in the paper x is normalised first, as every
-gate of this package does it: our models hand over features of any scale. An expert takes as many samples of a batch as
-choose it: no capacity, nobody is dropped.
+gate of this package does it: our models hand over features of any scale.
 """
 
 import math

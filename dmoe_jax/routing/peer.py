@@ -10,8 +10,7 @@ a score from growing without bound.
 
 One head is enough for experts that are whole networks. For experts of a single neuron the paper has several, each with
 a query network of its own over the same keys: `init_heads` and `score_heads`, where every head of every sample is a row
-that is routed by itself (`dmoe_jax.mixture.neurons` is the layer). An expert takes as many samples of a batch as choose
-it: no capacity, nobody is dropped.
+that is routed by itself (`dmoe_jax.mixture.neurons` is the layer).
 """
 
 import math
@@ -60,10 +59,7 @@ def peer(grid_size: tuple[int, ...], *, part_dim: int = 64) -> Router:
 
 def init_heads(router: Router, key: PRNGKeyArray, d_model: int, *, heads: int) -> PyTree:
     """Parameters of a `peer` router with several heads: a query network for each, and the sub-keys that they share.
-
-    Raises:
-      ValueError: if heads is not a positive integer, or the router is another one.
-    """
+    Raises ValueError if heads is not a positive integer, or the router is another one."""
     check_positive(heads=heads)
     if router.name != "peer":
         raise ValueError(f"heads share the sub-keys of a router of `peer`, got {router.name!r}")

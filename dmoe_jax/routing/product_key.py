@@ -2,8 +2,7 @@
 
 One linear map of the normalised input gives a score for every coordinate of every grid dimension; an expert's score
 is the sum over its coordinates (section 3.2). A grid of 32 x 32 experts thus needs 64 scores. Unlike product-key
-memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query. An expert takes as many
-samples of a batch as choose it, all of them at most: no capacity, nobody is dropped.
+memory (Lample et al. 2019), every dimension sees the whole input instead of a part of a query.
 
 `flat_top_k`, the usual gate with one score for each expert (Shazeer et al. 2017, eq. 2), is what product keys are to be
 compared with: the same gate for a grid of one dimension, LayerNorm and initial scale included, so that between the two
@@ -24,12 +23,7 @@ order of the experts already differs from sample to sample, so that load spreads
 
 
 class ProductKeyGate(nn.Module):
-    """LayerNorm, then one Dense to a score for every coordinate of the grid.
-
-    Attributes:
-      grid_size: extent of each dimension of the expert grid.
-      init_scale: standard deviation of one score at initialisation.
-    """
+    """LayerNorm, then one Dense to a score for every coordinate of the grid; see `product_key`."""
 
     grid_size: tuple[int, ...]
     init_scale: float

@@ -88,11 +88,6 @@ def make_router(spec: str, grid_size: tuple[int, ...]) -> Router:
 
 
 def _balancer(suffix: str) -> Callable[[Router], Router]:
-    """The combinator of a suffix.
-
-    Raises:
-      RouterError: what stands behind its = is no number that the combinator takes.
-    """
     name, equals, number = suffix.partition("=")
     if not equals:
         return BALANCERS[name]

@@ -2,8 +2,7 @@
 
 In training the k experts of a sample are drawn anew in each step. In evaluation nothing may be random: there they
 follow from a hash of the sample's own features, so that the same sample always meets the same experts. Scores are flat,
-since sums over dimensions would make experts that share a coordinate come together. Weights are uniform. An expert
-takes as many samples of a batch as are drawn for it: no capacity, nobody is dropped.
+since sums over dimensions would make experts that share a coordinate come together. Weights are uniform.
 """
 
 import math
@@ -20,11 +19,7 @@ from dmoe_jax.routing.weights import uniform_weights
 
 @router_factory
 def uniform_random(grid_size: tuple[int, ...]) -> Router:
-    """The random router.
-
-    Raises:
-      ValueError: if grid_size is not one or more positive integers.
-    """
+    """The random router. Raises ValueError if grid_size is not one or more positive integers."""
     num_experts = math.prod(grid_size)
 
     def scores(params: PyTree, x: Features, *, key: PRNGKeyArray | None = None, ids: Ids | None = None) -> Scores:
