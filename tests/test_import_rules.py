@@ -187,7 +187,6 @@ WIDE_FUNCTIONS: dict[str, int] = {
     "dmoe_jax.swarm.swarm.serve": 12,
     "dmoe_net.averaging.grouping.matchmaking.__init__": 10,
     "dmoe_net.averaging.state.download.download_state": 11,
-    "dmoe_net.dht.node.__init__": 9,
     "dmoe_net.dht.node.open_dht_node": 9,
     "dmoe_net.rpc.lanes.call": 9,
 }

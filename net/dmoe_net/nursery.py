@@ -1,6 +1,6 @@
-"""A nursery for what runs behind an open context manager."""
+"""Nurseries: for what runs behind an open context manager, and for one work many times."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 
 import trio
@@ -20,3 +20,10 @@ async def background_nursery() -> AsyncIterator[trio.Nursery]:
             nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+async def for_each(work: Callable[..., Awaitable[object]], *arguments: Iterable[object]) -> None:
+    """Do a work for the arguments, as `map` would hand them on, all at once."""
+    async with trio.open_nursery() as nursery:
+        for each in zip(*arguments, strict=True):
+            nursery.start_soon(work, *each)

@@ -1,7 +1,7 @@
 """The background of a DHT node: meet newcomers, hand records over, refresh, find lost peers again, sweep."""
 
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
@@ -72,19 +72,16 @@ class Maintenance:
     def __init__(
         self,
         *,
-        initial_peers: Sequence[Contact | Address],
-        remembered: Sequence[Contact],
         jobs: JobQueue,
         calls: DhtCalls,
         read: EntryStorage,
         stored_at: Copies,
         rng: random.Random,
     ) -> None:
-        self.remembered = tuple(peer for peer in remembered if peer.peer_id != calls.caller.peer_id)
         self.jobs, self.calls = jobs, calls
         self.book, self.storage, self.config = calls.book, calls.storage, calls.config
         self.read, self.stored_at = read, stored_at
-        self.name_initial_peers(initial_peers)
+        self.initial_peers: tuple[Contact | Address, ...] = ()
         self._rng = rng
         self._working = 0
 
@@ -93,11 +90,15 @@ class Maintenance:
         others = (peer for peer in peers if address_of(peer) != self.calls.caller.address)
         self.initial_peers = tuple(dict.fromkeys(others))
 
-    async def join(self, lookup: Lookup) -> None:
+    async def join(
+        self, initial_peers: Iterable[Contact | Address], remembered: Iterable[Contact], lookup: Lookup
+    ) -> None:
         """Meet the swarm through the initial peers, and those remembered; DialFailed if initial ones were named, and
         nobody answered."""
-        self.book.remember(self.remembered)
-        targets = (*self.initial_peers, *self.remembered)
+        self.name_initial_peers(initial_peers)
+        known = tuple(peer for peer in remembered if peer.peer_id != self.calls.caller.peer_id)
+        self.book.remember(known)
+        targets = (*self.initial_peers, *known)
         if not targets:
             return
         if not await self._ask(targets, grace_s=self.config.bootstrap_grace_s):

@@ -7,7 +7,7 @@ async with open_dht_node(peer, identity=identity, clock=clock, rng=rng, initial_
 
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from dmoe_net.dht.routing_table import MAX_KEY_BYTES, NodeId, key_id, node_id
 from dmoe_net.dht.storage import EntryStorage, Held, Verdict
 from dmoe_net.identity import Address, Contact, PeerId
 from dmoe_net.keys import OPEN_SWARM, Identity
-from dmoe_net.nursery import background_nursery
+from dmoe_net.nursery import background_nursery, for_each
 from dmoe_net.rpc.base import Caller, handlers
 
 _COPIES = 2
@@ -121,8 +121,6 @@ class DhtNode:
         swarm: bytes,
         clock: SwarmClock,
         rng: random.Random,
-        initial_peers: Sequence[Contact | Address],
-        remembered: Sequence[Contact],
         is_client: bool,
         config: DhtConfig,
     ) -> None:
@@ -158,10 +156,8 @@ class DhtNode:
             config=config,
             is_client=self.is_client,
         )
-        self._reading = RecordReader(calls=self._calls, clock=clock, config=config)
+        self._reading = RecordReader(self._calls)
         self._maintenance = Maintenance(
-            initial_peers=initial_peers,
-            remembered=remembered,
             jobs=self._jobs,
             calls=self._calls,
             read=self._reading.entries,
@@ -213,7 +209,7 @@ class DhtNode:
             for index, count in zip(indices, taken, strict=True):
                 counts[index] = count
 
-        await _each(store_key, by_key.items())
+        await for_each(store_key, by_key.keys(), by_key.values())
         return counts
 
     async def withdraw(self, key: str, suffix: str = "") -> None:
@@ -238,7 +234,7 @@ class DhtNode:
             async with self._stores:
                 await self._store(key, issue)
 
-        await _each(withdraw_key, by_key.items())
+        await for_each(withdraw_key, by_key.keys(), by_key.values())
 
     async def get(self, key: str, *, thoroughly: bool = False) -> tuple[Found, ...]:
         """Look a record up: its living entries, in the order of owners and suffixes.
@@ -267,7 +263,7 @@ class DhtNode:
             async with self._gets:
                 found[key] = await self.get(key, thoroughly=thoroughly)
 
-        await _each(get_one, [(key,) for key in found])
+        await for_each(get_one, found)
         return found
 
     async def find_nearest(self, target: NodeId, beam_size: int | None = None) -> tuple[Contact, ...]:
@@ -357,10 +353,10 @@ class DhtNode:
                     if any(v is None or v.held is not None for v in verdicts.get(contact, ())):
                         return
 
-            await _each(fill_one, [(contact,) for contact in wanted])
+            await for_each(fill_one, wanted)
 
         known = self._stored_at.holders(target, now)
-        await _each(store_at, [(contact,) for contact in known])
+        await for_each(store_at, known)
         has_walked = not known or bool(failed)
         if has_walked:
             walk = await self._walk(target, beam_size=max(_STORE_BEAM, self.config.replicas))
@@ -369,7 +365,7 @@ class DhtNode:
         # Peers that came since the last walk, and are nearer than some of those that took it.
         near = nearest((*verdicts, *named), target, self.config.replicas)
         known_or_failed = {contact.peer_id for contact in (*verdicts, *failed)} | {self.peer_id}
-        await _each(store_at, [(contact,) for contact in near if contact.peer_id not in known_or_failed])
+        await for_each(store_at, [contact for contact in near if contact.peer_id not in known_or_failed])
         keepers = (c for c, each in verdicts.items() if any(v is None or v.held is not None for v in each))
         holders = nearest(keepers, target, self.config.replicas)
         if has_walked:
@@ -414,7 +410,7 @@ class DhtNode:
         # Further pages are no part of the walk, in which a peer that takes long is passed over.
         async with self._reading.reading_on(target, all_copies=thoroughly) as read_on:
             walk = await self._walk(target, beam_size=self.config.replicas, copies=copies - own, read_on=read_on)
-        self._reading.walked(target, walk.holders)
+        self._reading.holders.walked(target, walk.holders, trio.current_time())
 
     async def _walk(
         self,
@@ -510,13 +506,11 @@ async def open_dht_node(
         swarm=swarm,
         clock=clock,
         rng=rng,
-        initial_peers=initial_peers,
-        remembered=remembered,
         is_client=client_mode or caller.address is None,
         config=config,
     )
     with handlers(caller, node._calls.handlers()):
-        await node._maintenance.join(node.find_nearest)
+        await node._maintenance.join(initial_peers, remembered, node.find_nearest)
         async with background_nursery() as nursery:
             nursery.start_soon(node._maintenance.run, nursery, node.find_nearest)
             yield node
@@ -527,10 +521,3 @@ def check_key(key: str) -> str:
     if not isinstance(key, str) or len(key.encode()) > MAX_KEY_BYTES:
         raise ValueError(f"a DHT key is a string of at most {MAX_KEY_BYTES} bytes, got {key!r:.80}")
     return key
-
-
-async def _each(work: Callable[..., Awaitable[object]], arguments: Iterable[tuple[object, ...]]) -> None:
-    """Do a work for each of these arguments, all at once."""
-    async with trio.open_nursery() as nursery:
-        for each in arguments:
-            nursery.start_soon(work, *each)

@@ -5,32 +5,29 @@ for all at once. Of several copies one of the largest has to come whole. Later l
 was read is remembered while it lives, so that a holder that lacks an entry does not take it away.
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import trio
 
-from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.calls import PEER_ERRORS, DhtCalls
-from dmoe_net.dht.config import DhtConfig
 from dmoe_net.dht.copies import Copies, Position
 from dmoe_net.dht.entries import Entry
 from dmoe_net.dht.messages import MAX_PAGES, FindReply
 from dmoe_net.dht.routing_table import NodeId
 from dmoe_net.dht.storage import NO_ROOM, EntryStorage
 from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import for_each
 
 
 class RecordReader:
     """Reads others' copies for a node, and remembers from whom and how far."""
 
-    def __init__(self, *, calls: DhtCalls, clock: SwarmClock, config: DhtConfig) -> None:
-        self.entries = EntryStorage(max_bytes=config.max_storage_bytes)
+    def __init__(self, calls: DhtCalls) -> None:
+        self._calls, self._clock, self._config = calls, calls.clock, calls.config
+        self.entries = EntryStorage(max_bytes=self._config.max_storage_bytes)
         """Entries that were read, while they live."""
-        self._calls = calls
-        self._clock = clock
-        self._config = config
-        self.holders = Copies(life_s=config.holders_life_s)
+        self.holders = Copies(life_s=self._config.holders_life_s)
         """The peers that had copies, and how far these were read."""
         self._unread: dict[tuple[NodeId, PeerId], tuple[Position, ...]] = {}  # pages of copies that were begun
 
@@ -109,9 +106,7 @@ class RecordReader:
             else:
                 are_kept.append(self._keep(contact, target, answers[since]))
 
-        async with trio.open_nursery() as nursery:
-            for since in pages:
-                nursery.start_soon(ask, since)
+        await for_each(ask, pages)
         if errors:
             raise errors[0]
         found = answers[pages[0]]
@@ -162,7 +157,3 @@ class RecordReader:
                     if (target, holder.peer_id) in self._unread:
                         nursery.start_soon(read, holder, self._config.rpc_timeout_s)
         self._unread = {copy: pages for copy, pages in self._unread.items() if copy[0] != target}
-
-    def walked(self, target: NodeId, holders: Iterable[Contact]) -> None:
-        """Remember the holders that a walk has found."""
-        self.holders.walked(target, holders, trio.current_time())

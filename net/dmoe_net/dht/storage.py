@@ -44,10 +44,10 @@ class Held:
     kept_until: float
     """Time until which it is remembered though its life has ended: for so long somebody could hand it on again as new,
     or what it has replaced."""
-    change: int
-    """Number of the change that brought it."""
     account: PeerId
     """The peer that brought it."""
+    change: int = 0
+    """Number of the change that brought it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,10 +184,11 @@ class EntryStorage:
             self._drop(key, next(subkey for subkey in record.entries if subkey.owner == entry.owner))
         if not self._make_room(key, entry, account, now):
             if before is not None:
-                self._put(key, before.entry, (before.ends_at, before.seen_at, before.kept_until), before.account)
+                self._put(key, before)
             return NO_ROOM
-        kept_until = max(now + left_s, entry.issued_at + entry.life_s + MAX_SKEW_S - ahead_s)
-        self._put(key, entry, (now + left_s, now, kept_until), account)
+        ends_at = now + left_s
+        kept_until = max(ends_at, entry.issued_at + entry.life_s + MAX_SKEW_S - ahead_s)
+        self._put(key, Held(entry=entry, ends_at=ends_at, seen_at=now, kept_until=kept_until, account=account))
         return None
 
     def _make_room(self, key: NodeId, entry: Entry, account: PeerId, now: float) -> bool:
@@ -235,25 +236,17 @@ class EntryStorage:
     def _change(self, key: NodeId, held: Held, ends_at: float, account: PeerId) -> None:
         """Let what is held live longer, or be charged to another account."""
         self._drop(key, held.entry.subkey)
-        self._put(key, held.entry, (ends_at, held.seen_at, held.kept_until), account)
         held.ends_at, held.account = ends_at, account
+        self._put(key, held)
 
-    def _put(self, key: NodeId, entry: Entry, times: tuple[float, float, float], account: PeerId) -> None:
-        """Keep an entry; `times` are as of `Held`, in its order."""
-        record = self._records.setdefault(key, _Record())
+    def _put(self, key: NodeId, held: Held) -> None:
+        """Keep an entry, as the newest change."""
+        record, subkey = self._records.setdefault(key, _Record()), held.entry.subkey
         self._changes += 1
-        ends_at, seen_at, kept_until = times
-        held = Held(
-            entry=entry,
-            ends_at=ends_at,
-            seen_at=seen_at,
-            kept_until=kept_until,
-            change=self._changes,
-            account=account,
-        )
-        record.entries[entry.subkey] = held
-        self._accounts.setdefault(account, {})[key, entry.subkey] = entry.size_bytes
-        heapq.heappush(self._ends, (kept_until, held.change, key, entry.subkey))
+        held.change = self._changes
+        record.entries[subkey] = held
+        self._accounts.setdefault(held.account, {})[key, subkey] = held.entry.size_bytes
+        heapq.heappush(self._ends, (held.kept_until, held.change, key, subkey))
         self._count(record, held, 1)
         if len(self._ends) > 2 * self._count_held + 64:
             self._forget_void_ends()
