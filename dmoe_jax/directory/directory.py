@@ -19,7 +19,7 @@ import trio
 from dmoe_jax.directory.grid import Coordinates, ExpertUid, check_prefix, key_prefix, parse_uid
 from dmoe_jax.directory.members import list_members
 from dmoe_jax.directory.preference import Renewals, by_preference
-from dmoe_jax.directory.records import Replicas, announcements, experts_in_untrusted, grid_keys, group_key
+from dmoe_jax.directory.records import Replicas, announcements, experts_in_untrusted, grid_keys, group_key, key_of
 from dmoe_jax.routing.beam_search import search_beams
 from dmoe_net.dht.node import DhtNode, StoreItem
 from dmoe_net.identity import Contact, PeerId
@@ -69,13 +69,7 @@ def expert_target(contact: Contact, uid: str) -> tuple[PeerId, str]:
 
 
 class Announcer:
-    """Keeps a node's experts announced.
-
-    Args:
-      dht: where.
-      contact: the node.
-      life_s: seconds that an announcement lives.
-    """
+    """Keeps a node's experts announced, each announcement for `life_s` seconds."""
 
     def __init__(self, dht: DhtNode, contact: Contact, *, life_s: float) -> None:
         self._dht, self._contact, self._life_s = dht, contact, life_s
@@ -94,21 +88,19 @@ class Announcer:
             self._call_s = call_s
             uids = list(uids)
             self._uids.update(uids)
-            keys = {group_key(uid.prefix, uid.coordinates) for uid in uids}
-            failed = await self._store(keys)
-            return [uid for uid in uids if group_key(uid.prefix, uid.coordinates) in failed]
+            failed = await self._store(set(map(key_of, uids)))
+            return [uid for uid in uids if key_of(uid) in failed]
 
     async def withdraw(self, uids: Iterable[ExpertUid]) -> None:
         """Take the announcements of experts back; those of others stay."""
         async with self._turn:
             gone = self._uids.intersection(uids)
             self._uids -= gone
-            await self._store({group_key(uid.prefix, uid.coordinates) for uid in gone})
+            await self._store(set(map(key_of, gone)))
 
     async def _store(self, keys: set[str]) -> set[str]:
         """Bring the entries of these keys up to date; return the keys under which some were not taken."""
-        of_keys = (uid for uid in self._uids if group_key(uid.prefix, uid.coordinates) in keys)
-        values = announcements(of_keys, self._contact.address, self._call_s)
+        values = announcements((uid for uid in self._uids if key_of(uid) in keys), self._contact.address, self._call_s)
         items = [
             StoreItem(key=key, suffix=_suffix(number), value=value, life_s=self._life_s)
             for key, several in values.items()
@@ -127,7 +119,7 @@ class Announcer:
 
 async def find_replicas(dht: DhtNode, uids: Iterable[ExpertUid]) -> dict[ExpertUid, Replicas]:
     """The nodes that serve these experts now, straight from the DHT."""
-    keys = {uid: group_key(uid.prefix, uid.coordinates) for uid in uids}
+    keys = {uid: key_of(uid) for uid in uids}
     found = await dht.get_many(dict.fromkeys(keys.values()))
     experts = {key: experts_in_untrusted(key, record) for key, record in found.items()}
     return {uid: experts[key].get(uid.coordinates, ()) for uid, key in keys.items()}
@@ -187,12 +179,14 @@ class ExpertDirectory:
 
     def answers(self, uid: str, contact: Contact) -> bool:
         """True if an expert may be asked there, as far as is known: neither it nor its host failed just now."""
-        return not self._is_avoided(contact, uid)
+        now = trio.current_time()
+        targets = host_target(contact), expert_target(contact, uid)
+        return not any(self.health.blocks(target, now, self._pause) for target in targets)
 
     def another(self, uid: str, contact: Contact) -> Contact | None:
         """Another node, from memory, that serves an expert, has not failed of late and is not busy; else None."""
         name = parse_uid(uid)
-        cached = self._cache.get(group_key(name.prefix, name.coordinates))
+        cached = self._cache.get(key_of(name))
         others = [
             each
             for each in self._contacts(uid, cached.experts.get(name.coordinates, ()) if cached else ())
@@ -287,12 +281,10 @@ class ExpertDirectory:
         await self._refresh([key for key in keys if not self._touch(key)])
 
     async def _refresh(self, keys: list[str]) -> None:
-        wanted = [key for key in keys if key not in self._in_flight]
-        for key in wanted:
-            self._in_flight[key] = trio.Event()
-        if wanted:
-            # In a task of the directory: whoever waits may be cancelled without leaving others to wait for nothing.
-            for key in wanted:  # one by one: none waits for another that is slow
+        for key in keys:  # one by one: none waits for another that is slow
+            if key not in self._in_flight:
+                self._in_flight[key] = trio.Event()
+                # In a task of the directory: whoever waits may be cancelled without leaving others to wait for nothing.
                 self._nursery.start_soon(self._fetch, key)
         await trio.lowlevel.checkpoint()
         for event in [self._in_flight[key] for key in keys if key in self._in_flight]:
@@ -339,7 +331,7 @@ class ExpertDirectory:
         """The nodes among these that live, as far as is known, and did not fail of late; last the ones that should have
         announced themselves again, and have not."""
         now = self._dht.clock.ticks()
-        living = [each for each in replicas if each.ends_at > now and not self._is_avoided(each.contact, uid)]
+        living = [each for each in replicas if each.ends_at > now and self.answers(uid, each.contact)]
         return [each.contact for each in sorted(living, key=lambda each: each.due_at < now)]
 
     def _best(self, contacts: Sequence[Contact]) -> Contact | None:
@@ -367,11 +359,6 @@ class ExpertDirectory:
             self._busy_until.pop(contact.peer_id, None)
             return False
         return True
-
-    def _is_avoided(self, contact: Contact, uid: str) -> bool:
-        now = trio.current_time()
-        targets = host_target(contact), expert_target(contact, uid)
-        return any(self.health.blocks(target, now, self._pause) for target in targets)
 
     def _lifetime(self, cached: _Cached) -> float:
         return self._config.ttl_s if cached.experts else self._config.negative_ttl_s

@@ -8,7 +8,7 @@ disappears. Strangers write these records: whatever is malformed is left out.
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from dmoe_net.dht.messages import contact_to_wire, parse_contact_untrusted
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import NetError, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
-from dmoe_net.nursery import background_nursery
+from dmoe_net.nursery import background_nursery, for_each
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.peer import RpcPeer
 from dmoe_net.wire.fields import integer
@@ -112,6 +112,11 @@ async def list_members(dht: DhtNode, swarm: str) -> tuple[Member, ...]:
 
 async def node_statuses(rpc: Caller, members: Sequence[Member]) -> dict[PeerId, Mapping[str, Any]]:
     """Counters of the nodes among the members that answer within two seconds; see `ExpertNode.status`."""
+    return await ask_nodes(rpc, [each.contact for each in members if each.role == "node" and each.contact is not None])
+
+
+async def ask_nodes(rpc: Caller, nodes: Iterable[Contact]) -> dict[PeerId, Mapping[str, Any]]:
+    """The same of these nodes."""
     statuses: dict[PeerId, Mapping[str, Any]] = {}
 
     async def ask(node: Contact) -> None:
@@ -121,10 +126,7 @@ async def node_statuses(rpc: Caller, members: Sequence[Member]) -> dict[PeerId, 
         except NetError as error:
             _log.info("node %s does not say what it serves: %s", node, error)
 
-    async with trio.open_nursery() as nursery:
-        for member in members:
-            if member.role == "node" and member.contact is not None:
-                nursery.start_soon(ask, member.contact)
+    await for_each(ask, nodes)
     return statuses
 
 

@@ -67,6 +67,11 @@ def group_key(prefix: str, coordinates: Sequence[int]) -> str:
     return f"{prefix}.{dims}d{coordinates[0] // (COLUMNS if dims == 1 else ROWS)}"
 
 
+def key_of(uid: ExpertUid) -> str:
+    """The same for its name."""
+    return group_key(uid.prefix, uid.coordinates)
+
+
 def grid_keys(prefix: str, grid_size: Sequence[int]) -> tuple[str, ...]:
     """Keys of all records of a grid, in the order of rows."""
     rest = (0,) * (len(grid_size) - 1)
@@ -84,7 +89,7 @@ def announcements(uids: Iterable[ExpertUid], address: Address, call_s: float | N
     flat: dict[str, list[int]] = {}
     dims: dict[str, int] = {}
     for uid in sorted(uids):
-        key = group_key(uid.prefix, uid.coordinates)
+        key = key_of(uid)
         flat.setdefault(key, []).extend(uid.coordinates)
         dims[key] = len(uid.coordinates)
 

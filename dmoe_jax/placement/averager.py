@@ -14,7 +14,7 @@ an average of which that is not known is not used.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,18 +22,18 @@ import trio
 
 from dmoe_jax.directory.directory import find_replicas
 from dmoe_jax.directory.grid import parse_uid
-from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
-from dmoe_jax.placement.config import MEET_TIMEOUT_S, PlacementConfig
+from dmoe_jax.placement.config import MEET_TIMEOUT_S
 from dmoe_jax.placement.copies import CopyLayout, Progress
+from dmoe_jax.placement.holder import Holder
 from dmoe_jax.placement.learnt import LearntNames
 from dmoe_jax.placement.rounds import Bundle, bundles_of, group_of, next_round, unweighted, weighted
 from dmoe_net.averaging.reduction.all_reduce import AllReduce, AllReduceResult
 from dmoe_net.averaging.reduction.partition import AllReduceConfig
-from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import CallFailed, NetError
 from dmoe_net.identity import Contact, PeerId
-from dmoe_net.rpc.base import Caller, Reply, Request, read_request
+from dmoe_net.nursery import for_each
+from dmoe_net.rpc.base import Reply, Request, read_request
 from dmoe_net.types import Array
 from dmoe_net.wire.fields import real
 
@@ -50,6 +50,9 @@ _PERIOD = real(0.0)
 class _Part:
     """Part of one expert in an average, all of one moment."""
 
+    uid: str
+    backend: ExpertBackend
+    layout: CopyLayout
     count: int
     """Its updates."""
     sent: Array
@@ -62,47 +65,23 @@ class ReplicaAverager:
     """Averages a node's experts with their other copies, round after round.
 
     Args:
-      caller: places and serves the calls. dht: where the others are found.
-      contact: this node.
-      swarm: its name.
-      backends: the experts by uid, which may come and go.
-      progress: returns the progress of one of them.
-      device: copies and changes their state between two batches.
-      config: when, and how long.
+      progress: returns the progress of an expert by its uid.
 
     Raises:
       ValueError: the caller averages replicas already.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        contact: Contact,
-        *,
-        swarm: str,
-        backends: Mapping[str, ExpertBackend],
-        progress: Callable[[str], Progress],
-        device: Device,
-        config: PlacementConfig,
-    ) -> None:
+    def __init__(self, holder: Holder, progress: Callable[[str], Progress]) -> None:
         self.averages = 0
         """Experts that have got an average, summed over rounds."""
         self.failed: Counter[str] = Counter()
         """Experts that should have got one and did not, by reason."""
-        self._caller = caller
-        self._dht = dht
-        self._contact = contact
-        self._swarm = swarm
-        self._backends = backends
-        self._progress = progress
-        self._device = device
-        self._config = config
+        self._holder, self._progress, self._backends = holder, progress, holder.backends
+        self._period_s, timeout_s = holder.config.average_period_s, holder.config.average_timeout_s
         self._layouts: dict[str, CopyLayout] = {}
-        timeout_s = config.average_timeout_s
         all_reduce = AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s)
-        self._all_reduce = AllReduce(caller, prefix=_PREFIX, config=all_reduce)
-        self.learnt = LearntNames(caller, timeout_s=timeout_s)
+        self._all_reduce = AllReduce(holder.caller, prefix=_PREFIX, config=all_reduce)
+        self.learnt = LearntNames(holder.caller, timeout_s=timeout_s)
         """Names of the requests learnt from, as the other replicas are told them."""
 
     def close(self) -> None:
@@ -112,13 +91,13 @@ class ReplicaAverager:
     async def serve_meet(self, request: Request) -> Reply:
         """Answer `replica.meet`."""
         read_request(request, period_s=_PERIOD)
-        return Reply(body={"period_s": self._config.average_period_s})
+        return Reply(body={"period_s": self._period_s})
 
     async def run(self) -> None:
         """Average at each round's beginning, for ever. A round that takes longer than the period costs the next one."""
         while True:
-            number, begins_at = next_round(self._dht.clock.now(), self._config.average_period_s)
-            await trio.sleep(begins_at - self._dht.clock.now())
+            number, begins_at = next_round(self._holder.dht.clock.now(), self._period_s)
+            await trio.sleep(begins_at - self._holder.dht.clock.now())
             try:
                 await self.average(number)
             except NetError as error:
@@ -127,14 +106,14 @@ class ReplicaAverager:
     async def average(self, round_number: int) -> None:
         """Carry out one round. If cancelled, some experts have their average and others have not."""
         uids = {parse_uid(uid): uid for uid in self._backends}
-        found = await find_replicas(self._dht, list(uids))
-        own = self._caller.peer_id
+        found = await find_replicas(self._holder.dht, list(uids))
+        own = self._holder.contact
         peers = {uids[uid]: {each.contact.peer_id: each.contact for each in found[uid]} for uid in uids}
         # Experts that this node has not announced yet, nobody else expects of it.
         others = {
-            uid: [contact for peer_id, contact in contacts.items() if peer_id != own]
+            uid: [contact for peer_id, contact in contacts.items() if peer_id != own.peer_id]
             for uid, contacts in peers.items()
-            if own in contacts
+            if own.peer_id in contacts
         }
         ready = await self._meet({contact for contacts in others.values() for contact in contacts})
         members = {}
@@ -144,7 +123,7 @@ class ReplicaAverager:
             here = frozenset(contact for contact in contacts if contact in ready)
             if contacts and not here:
                 self._note_failed([uid], "no other copy takes part")
-            members[uid] = here | {self._contact}
+            members[uid] = here | {own}
         self.learnt.begin_round()
         lost: set[PeerId] = set()
         sizes = {uid: self._layout(uid).size for uid in members}
@@ -159,28 +138,22 @@ class ReplicaAverager:
         ready: set[Contact] = set()
 
         async def ask(contact: Contact) -> None:
-            body, timeout_s = {"period_s": self._config.average_period_s}, MEET_TIMEOUT_S
             try:
-                reply = await self._caller.call(contact, MEET, body, timeout_s=timeout_s)
+                body = {"period_s": self._period_s}
+                reply = await self._holder.caller.call(contact, MEET, body, timeout_s=MEET_TIMEOUT_S)
                 period_s = _PERIOD.of_untrusted(reply.body, "period_s")
             except CallFailed as error:
                 logger.info("node %s serves experts of ours and does not replicate them: %s", contact, error)
             except NetError as error:
                 logger.info("node %s, which serves experts of ours, does not answer: %s", contact, error)
             else:
-                if period_s == self._config.average_period_s:
+                if period_s == self._period_s:
                     ready.add(contact)
                     return
-                logger.warning(
-                    "node %s averages every %g s and this one every %g s: they do not meet",
-                    contact,
-                    period_s,
-                    self._config.average_period_s,
-                )
+                text = "node %s averages every %g s and this one every %g s: they do not meet"
+                logger.warning(text, contact, period_s, self._period_s)
 
-        async with trio.open_nursery() as nursery:
-            for contact in contacts:
-                nursery.start_soon(ask, contact)
+        await for_each(ask, contacts)
         return ready
 
     async def _average_bundle(self, bundle: Bundle, round_number: int) -> set[PeerId]:
@@ -190,20 +163,20 @@ class ReplicaAverager:
             self._note_failed(bundle.uids, "given up")
             return set()
         layouts = [self._layout(uid) for uid in bundle.uids]
-        parts, vector = await self._device.run(self._snapshot, backends, layouts)
-        group = group_of(
-            bundle, swarm=self._swarm, round_number=round_number, schemas=[each.schema for each in layouts]
-        )
+        parts, vector = await self._holder.device.run(self._snapshot, list(backends.items()), layouts)
+        schemas = [each.schema for each in layouts]
+        group = group_of(bundle, swarm=self._holder.swarm, round_number=round_number, schemas=schemas)
         if group.group_id in self._all_reduce.groups:
             self._note_failed(bundle.uids, "the clock went back")
             return set()
         self.learnt.offer(group.group_id, [part.learnt_from for part in parts])
+        own = self._holder.contact.peer_id
         names: list[list[bytes]] = []
         silent: set[PeerId] = set()
 
         async def ask() -> None:
             nonlocal names, silent
-            others = [contact for contact in bundle.members if contact.peer_id != self._caller.peer_id]
+            others = [contact for contact in bundle.members if contact.peer_id != own]
             names, silent = await self.learnt.of_others(group.group_id, others, len(parts))
 
         async with trio.open_nursery() as nursery:
@@ -212,42 +185,40 @@ class ReplicaAverager:
             if not result.complete:
                 nursery.cancel_scope.cancel()
         if result.complete and not silent:
-            await self._take(backends, layouts, parts, names, result)
+            await self._take(parts, names, result)
             return set()
-        lost = {*result.lost_reducers, *result.lost_senders} - {self._caller.peer_id}
+        lost = {*result.lost_reducers, *result.lost_senders} - {own}
         told = "another copy did not say what it has learnt from"
         self._note_failed(bundle.uids, told if result.complete else "another copy was lost")
         return lost | silent or {contact.peer_id for contact in bundle.members}
 
     def _snapshot(
-        self, backends: Mapping[str, ExpertBackend], layouts: Sequence[CopyLayout]
+        self, backends: Sequence[tuple[str, ExpertBackend]], layouts: Sequence[CopyLayout]
     ) -> tuple[list[_Part], Array]:
         """The parts of one moment, and all of them weighted in one vector: runs on the device's thread."""
-        parts, weights = [], []
-        for (uid, backend), layout in zip(backends.items(), layouts, strict=True):
-            count, learnt_from = backend.update_count, tuple(backend.learnt_from)
-            parts.append(_Part(count=count, sent=layout.vector(backend.state), learnt_from=learnt_from))
-            weights.append(self._progress(uid).weight(count))
+        parts = [
+            _Part(
+                uid=uid,
+                backend=backend,
+                layout=layout,
+                count=backend.update_count,
+                sent=layout.vector(backend.state),
+                learnt_from=tuple(backend.learnt_from),
+            )
+            for (uid, backend), layout in zip(backends, layouts, strict=True)
+        ]
+        weights = [self._progress(part.uid).weight(part.count) for part in parts]
         return parts, weighted([part.sent for part in parts], weights)
 
-    async def _take(
-        self,
-        backends: Mapping[str, ExpertBackend],
-        layouts: Sequence[CopyLayout],
-        parts: Sequence[_Part],
-        names: Sequence[Sequence[bytes]],
-        result: AllReduceResult,
-    ) -> None:
-        means = unweighted(result.average, [layout.size for layout in layouts])
-        each = zip(backends.items(), layouts, parts, names, means, strict=True)
-        for (uid, backend), layout, part, learnt_from, mean in each:
+    async def _take(self, parts: Sequence[_Part], names: Sequence[Sequence[bytes]], result: AllReduceResult) -> None:
+        means = unweighted(result.average, [part.layout.size for part in parts])
+        for part, learnt_from, mean in zip(parts, names, means, strict=True):
+            uid, backend, now = part.uid, part.backend, trio.current_time()
             if mean is None:
                 self._note_failed([uid], "no copy is finite")
-                continue
-            now = trio.current_time()
-            if self._backends.get(uid) is not backend:
+            elif self._backends.get(uid) is not backend:
                 self._note_failed([uid], "given up")
-            elif await self._device.run(add_average, backend, layout, part.sent, mean, learnt_from, now):
+            elif await self._holder.device.run(add_average, backend, part.layout, part.sent, mean, learnt_from, now):
                 self._progress(uid).averaged(part.count)
                 self.averages += 1
             else:

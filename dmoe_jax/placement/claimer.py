@@ -9,22 +9,24 @@ it. Counts of updates move while nodes compare them; without the promise all mig
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import asdict
+from typing import Any
 
 import trio
 
 from dmoe_jax.directory.grid import ExpertUid
-from dmoe_jax.experts.base import Expert
+from dmoe_jax.directory.members import ask_nodes
 from dmoe_jax.placement.claiming import Actions, Claiming, Stage
-from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.contest import Standing, gives_up_to, standing_untrusted
+from dmoe_jax.placement.holder import Holder
+from dmoe_jax.placement.host import CannotTakeUp, ClaimingNode
 from dmoe_jax.placement.proof import computes
-from dmoe_jax.placement.survey import Claims, Survey, check_claimable
+from dmoe_jax.placement.survey import Claims, Survey
 from dmoe_jax.placement.watch import Watch
-from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import NetError, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
-from dmoe_net.rpc.base import Caller, Reply, Request, handlers, read_request
+from dmoe_net.nursery import for_each
+from dmoe_net.rpc.base import Reply, Request, handlers, read_request
 from dmoe_net.wire.fields import several, text
 
 logger = logging.getLogger(__name__)
@@ -39,91 +41,31 @@ _CHUNK, _CHUNK_S = 8, 2.0
 """Most experts that are announced together, and seconds after which those that are there are announced."""
 
 
-class CannotTakeUp(Exception):
-    """An expert cannot be taken up here; the message says why."""
-
-
-@runtime_checkable
-class Host(Protocol):
-    """Interface that a claimer needs of its node."""
-
-    @property
-    def served(self) -> Collection[str]:
-        """The experts that it serves, those that it is giving up too."""
-        ...
-
-    @property
-    def is_warm(self) -> bool:
-        """True if the node can serve at once."""
-        ...
-
-    def updates(self, uid: str) -> int:
-        """Optimiser steps that an expert has taken."""
-        ...
-
-    def expert(self, uid: str) -> Expert:
-        """Network of an expert that is served."""
-        ...
-
-    async def take_up(self, uid: str) -> str:
-        """Make an expert, fill it with what it is to begin with, and answer calls for it; says what that was.
-
-        Raises:
-          CannotTakeUp: the reason.
-        """
-        ...
-
-    async def introduce(self) -> None:
-        """List the node in the swarm, as one that claims, whether it serves yet or not."""
-        ...
-
-    async def announce(self, uids: Collection[str]) -> None:
-        """Return when these experts are announced; when the node is warm, that is."""
-        ...
-
-    async def give_up(self, uid: str) -> None:
-        """Refuse new calls for an expert, take its announcement back, answer what was accepted, and forget it."""
-        ...
-
-
 class Claimer:
     """Claims experts for a node.
 
     Args:
-      caller, dht, swarm: the node's.
-      uids: the experts that it may claim, by their names.
-      config: settings.
-      host: the node.
+      uids: the experts that it may claim, by their names; see `check_claimable`.
       on_progress: told what it took up and gave up, in a few words.
-
-    Raises:
-      ValueError: the peer does not listen, or there are too many experts, or none.
     """
 
     def __init__(
         self,
-        caller: Caller,
-        dht: DhtNode,
-        swarm: str,
+        holder: Holder,
         uids: Mapping[str, ExpertUid],
-        config: PlacementConfig,
-        host: Host,
+        host: ClaimingNode,
         *,
-        on_progress: Callable[[str], None] = lambda text: None,
+        on_progress: Callable[[str], None],
     ) -> None:
-        if caller.address is None:
-            raise ValueError("a node that claims experts must listen: its peer is in client mode")
-        check_claimable(uids)
+        caller, dht, config = holder.caller, holder.dht, holder.config
         self.settled = trio.Event()
         """Set when there is nothing more to claim for now."""
-        self._caller, self._dht, self._uids, self._config, self._host = caller, dht, uids, config, host
-        self._on_progress = on_progress
+        self._caller, self._config = caller, config
+        self._uids, self._host, self._on_progress = uids, host, on_progress
         self._now = dht.clock.ticks  # unlike `now` it is never set: claims settle by it
         self._core = Claiming(caller.peer_id, uids.keys(), config)
-        self._survey = Survey(dht, swarm, uids)
-        self._watch = Watch(
-            caller, config, nodes=self._survey.nodes, claimers=self._survey.claimers, on_change=self._wake
-        )
+        self._survey = survey = Survey(dht, holder.swarm, uids)
+        self._watch = Watch(caller, config, nodes=survey.nodes, claimers=survey.claimers, on_change=self._wake)
         self._news = trio.Event()
         self._scanned_at = float("-inf")
         self._holders: Mapping[str, Mapping[PeerId, Contact]] = {}  # as of the last look
@@ -139,23 +81,13 @@ class Claimer:
         """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; their `scope`, see
         `scope_of`; claims `held`, `won`, `lost` and `failed`; experts `given_up`; `adopted` by origin; and `fixed`,
         those that it serves without a claim."""
-        totals = self._core.totals
         return {
-            "room": self.room,
+            "room": self._core.room(self._host.backends),
             "scope": self._survey.scope,
             "held": len(self._core.held),
-            "won": totals.won,
-            "lost": totals.lost,
-            "failed": totals.failed,
-            "given_up": totals.given_up,
-            "adopted": dict(totals.adopted),
-            "fixed": [uid for uid in self._host.served if uid not in self._uids],
+            **asdict(self._core.totals),
+            "fixed": [uid for uid in self._host.backends if uid not in self._uids],
         }
-
-    @property
-    def room(self) -> int:
-        """Number of further experts that the node may claim."""
-        return self._core.room(self._host.served)
 
     async def run(self) -> None:
         """Claim for ever. When it ends, all claims that still live are taken back within two seconds."""
@@ -163,7 +95,7 @@ class Claimer:
             try:
                 async with trio.open_nursery() as nursery:
                     self._scope = nursery.cancel_scope
-                    await self._host.introduce()
+                    await self._host.node.introduce()
                     await trio.sleep(self._config.gather_s)
                     nursery.start_soon(self._watch.run)
                     nursery.start_soon(self._renew)
@@ -200,7 +132,7 @@ class Claimer:
         view = self._survey.view(self._caller.peer_id, self._watch.dead, read_at=read_at)
         self._holders = view.holders
         host = self._host
-        actions = self._core.step(view, host.served, is_warm=host.is_warm, now=self._now())
+        actions = self._core.step(view, host.backends, is_warm=host.node.warm.is_set(), now=self._now())
         for uid, why in actions.drop.items():
             logger.info("claim for expert %s is lost: %s", uid, why)
         self._to_take_up(actions.take_up)
@@ -256,16 +188,15 @@ class Claimer:
 
     def _meet(self, actions: Actions, nursery: trio.Nursery) -> None:
         """Ask the other holders of experts that too many nodes hold, some experts at a time."""
-        asked = {uid: others for uid, others in actions.contest.items() if uid not in self._contested}
-        if asked:
-            some = dict(list(asked.items())[:MAX_UIDS])
+        asked = [each for each in actions.contest.items() if each[0] not in self._contested]
+        if some := dict(asked[:MAX_UIDS]):
             self._contested.update(some)
             nursery.start_soon(self._contest, some)
 
     async def _contest(self, contested: Mapping[str, Sequence[Contact]]) -> None:
         try:
             contacts = dict.fromkeys(contact for others in contested.values() for contact in others)
-            statuses = await self._statuses(contacts)
+            statuses = await ask_nodes(self._caller, contacts)
             keepers = {uid: to for uid, others in contested.items() if (to := self._keepers(uid, others, statuses))}
             if keepers:
                 await self._give_up(keepers, {contact.peer_id: contact for contact in contacts})
@@ -273,30 +204,14 @@ class Claimer:
             self._contested.difference_update(contested)
 
     def _keepers(
-        self, uid: str, others: Iterable[Contact], statuses: Mapping[Contact, Mapping[str, Any]]
+        self, uid: str, others: Iterable[Contact], statuses: Mapping[PeerId, Mapping[str, Any]]
     ) -> list[Standing]:
         """The holders that have to keep an expert so that this node gives it up; none: it keeps it."""
-        if uid not in self._host.served:
+        if uid not in self._host.backends:
             return []
-        standings = [each for contact in others if (each := _standing(statuses.get(contact), uid, contact))]
-        own = Standing(peer_id=self._caller.peer_id, updates=self._host.updates(uid))
+        standings = [each for contact in others if (each := _standing(statuses.get(contact.peer_id), uid, contact))]
+        own = Standing(peer_id=self._caller.peer_id, updates=self._host.backends[uid].update_count)
         return gives_up_to(own, standings, self._config.replicas)
-
-    async def _statuses(self, contacts: Iterable[Contact]) -> dict[Contact, Mapping[str, Any]]:
-        statuses: dict[Contact, Mapping[str, Any]] = {}
-
-        async def ask(contact: Contact) -> None:
-            try:
-                reply = await self._caller.call(contact, "node.status", {}, timeout_s=_CALL_TIMEOUT_S)
-            except NetError as error:
-                logger.info("node %s announces experts of ours and does not say more: %s", contact, error)
-            else:
-                statuses[contact] = reply.body
-
-        async with trio.open_nursery() as nursery:
-            for contact in contacts:
-                nursery.start_soon(ask, contact)
-        return statuses
 
     async def _give_up(self, keepers: Mapping[str, Sequence[Standing]], contacts: Mapping[PeerId, Contact]) -> None:
         """Give experts up, each if all its keepers keep it."""
@@ -329,7 +244,8 @@ class Claimer:
         found: set[str] = set()
 
         async def ask(uid: str, contact: Contact) -> None:
-            if uid in self._host.served and not await computes(self._caller, contact, uid, self._host.expert(uid)):
+            backend = self._host.backends.get(uid)
+            if backend is not None and not await computes(self._caller, contact, uid, backend.expert):
                 logger.warning("node %s says that it serves %s, and does not compute it", contact, uid)
                 found.add(uid)
 
@@ -353,9 +269,7 @@ class Claimer:
                 logger.info("node %s does not promise to keep experts: %s", contact, error)
 
         try:
-            async with trio.open_nursery() as nursery:
-                for contact, uids in asked.items():
-                    nursery.start_soon(ask, contact, uids)
+            await for_each(ask, asked.keys(), asked.values())
             return {peer_id: uids & self._yielding for peer_id, uids in promised.items()}
         finally:
             self._yielding.difference_update(about)
@@ -368,7 +282,7 @@ class Claimer:
         (uids,) = read_request(request, uids=_UIDS)
         kept = []
         for uid in uids:
-            if uid not in self._uids or uid not in self._host.served or uid in self._leaving:
+            if uid not in self._uids or uid not in self._host.backends or uid in self._leaving:
                 continue
             if uid in self._yielding and self._caller.peer_id < request.peer_id:
                 continue

@@ -22,24 +22,18 @@ class Standing:
     """True if the node was told by name to serve it, and has not claimed it. Such a node never gives it up."""
 
 
-def stronger(own: Standing, others: Iterable[Standing]) -> list[Standing]:
-    """The holders that go before this one, the strongest first.
-
-    The copy with more updates goes first; of equal ones that of the larger peer id. A node that was told to serve its
-    expert goes before one that claimed it.
-    """
-    return sorted((each for each in others if _rank(each) > _rank(own)), key=_rank, reverse=True)
-
-
 def gives_up_to(own: Standing, others: Iterable[Standing], replicas: int) -> list[Standing]:
     """The holders that have to keep an expert so that the node of `own` may give it up; none: it keeps it.
+
+    The copy with more updates goes before others; of equal ones that of the larger peer id. A node that was told to
+    serve its expert goes before one that claimed it.
 
     Args:
       own: this node's; one that was told to serve the expert never gives it up.
       others: all other living holders.
       replicas: holders wanted.
     """
-    before = stronger(own, others)
+    before = sorted((each for each in others if _rank(each) > _rank(own)), key=_rank, reverse=True)
     return before[:replicas] if not own.is_fixed and len(before) >= replicas else []
 
 

@@ -24,6 +24,7 @@ from dmoe_jax.node.queue import NAME_BYTES
 from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES
 from dmoe_net.errors import CallRefused, NetError, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import for_each
 from dmoe_net.rpc.base import Caller, Reply, Request, read_request
 from dmoe_net.types import Array
 from dmoe_net.wire.fields import octets
@@ -107,9 +108,7 @@ class LearntNames:
                 for names, more in zip(found, told, strict=True):
                     names.extend(more)
 
-        async with trio.open_nursery() as nursery:
-            for contact in others:
-                nursery.start_soon(ask, contact)
+        await for_each(ask, others)
         return found, silent
 
 

@@ -1,9 +1,8 @@
 """A node's experts beside the same ones at other nodes: their averages, and their states for newcomers."""
 
 import logging
-import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,19 +10,16 @@ import trio
 
 from dmoe_jax.directory.directory import find_replicas
 from dmoe_jax.directory.grid import parse_uid
-from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.placement.averager import MEET, ReplicaAverager
-from dmoe_jax.placement.config import PlacementConfig
 from dmoe_jax.placement.copies import Progress
+from dmoe_jax.placement.holder import Holder
 from dmoe_jax.placement.learnt import LEARNT
 from dmoe_jax.placement.state import STATE, HoldersSilent, StateShelf, fetch_state
 from dmoe_net.averaging.state.download import StateUnavailable
 from dmoe_net.dht.entries import Value
-from dmoe_net.dht.node import DhtNode
-from dmoe_net.identity import Contact
-from dmoe_net.nursery import background_nursery
-from dmoe_net.rpc.base import Caller, handlers
+from dmoe_net.nursery import background_nursery, for_each
+from dmoe_net.rpc.base import handlers
 
 logger = logging.getLogger(__name__)
 
@@ -35,50 +31,15 @@ _MAX_FETCHES = 4
 class Replicas:
     """A node's experts as replicas of those that others serve. Made by `replicating`."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        backends: Mapping[str, ExpertBackend],
-        *,
-        contact: Contact,
-        swarm: str,
-        device: Device,
-        rng: random.Random,
-        config: PlacementConfig,
-    ) -> None:
+    def __init__(self, holder: Holder) -> None:
         self.taken: dict[str, int] = {}
         """Experts that began with the state of another copy, and the updates of that state."""
         self.not_taken: Counter[str] = Counter()
         """States that could not be had from those who serve the expert, by reason."""
-        self._caller = caller
-        self._dht = dht
-        self._swarm = swarm
-        self._device = device
-        self._rng = rng
-        self._config = config
-        self._backends = backends
+        self._holder = holder
         self._progress: dict[str, Progress] = {}
-        self.averager = ReplicaAverager(
-            caller,
-            dht,
-            contact,
-            swarm=swarm,
-            backends=self._backends,
-            progress=self.progress,
-            device=device,
-            config=config,
-        )
-        """Its averages."""
-        self.shelf = StateShelf(
-            caller,
-            dht,
-            swarm=swarm,
-            backends=self._backends,
-            device=device,
-            on_given=lambda uid, count: self.progress(uid).gave(count),
-        )
-        """Its states, for others."""
+        self.averager = ReplicaAverager(holder, self.progress)
+        self.shelf = StateShelf(holder, on_given=lambda uid, count: self.progress(uid).gave(count))
 
     def progress(self, uid: str) -> Progress:
         """Progress of an expert since its last average."""
@@ -99,16 +60,7 @@ class Replicas:
           StateUnavailable: one of those who serve it lives, and gave no state of use.
         """
         try:
-            taken = await fetch_state(
-                uid,
-                backend,
-                caller=self._caller,
-                dht=self._dht,
-                swarm=self._swarm,
-                device=self._device,
-                rng=self._rng,
-                timeout_s=self._config.fetch_timeout_s,
-            )
+            taken = await fetch_state(self._holder, uid, backend)
         except StateUnavailable as error:
             self.not_taken[str(error)] += 1
             if not isinstance(error, HoldersSilent):
@@ -123,21 +75,19 @@ class Replicas:
 
     async def fetch_states(self, on_progress: Callable[[str], None]) -> None:
         """Give each expert that others serve the state that it has there, before this node answers for it."""
-        uids = [parse_uid(uid) for uid in self._backends]
-        found = await find_replicas(self._dht, uids)
-        served = [str(uid) for uid in uids if any(self._is_other(each.contact) for each in found[uid])]
+        backends, own = self._holder.backends, self._holder.contact.peer_id
+        found = await find_replicas(self._holder.dht, [parse_uid(uid) for uid in backends])
+        served = [uid for uid in backends if any(each.contact.peer_id != own for each in found[parse_uid(uid)])]
         limit = trio.CapacityLimiter(_MAX_FETCHES)
 
         async def fetch(uid: str) -> None:
             async with limit:
                 try:
-                    await self.fill(uid, self._backends[uid])
+                    await self.fill(uid, backends[uid])
                 except StateUnavailable:  # this node was told to serve it, and does
                     self.progress(uid).missed()
 
-        async with trio.open_nursery() as nursery:
-            for uid in served:
-                nursery.start_soon(fetch, uid)
+        await for_each(fetch, served)
         if served:
             on_progress(f"{len(self.taken)} of {len(served)} experts begin as copies of those that others serve")
         if missing := [uid for uid in served if uid not in self.taken]:
@@ -147,9 +97,6 @@ class Replicas:
                 ", ".join(self.not_taken) or "they are gone",
                 missing[0],
             )
-
-    def _is_other(self, contact: Contact) -> bool:
-        return contact.peer_id != self._caller.peer_id
 
     def status(self) -> dict[str, Any]:
         """Its part of `node.status`: `averages` made (experts, summed over rounds), averages `failed` by reason, states
@@ -176,44 +123,26 @@ class Replicas:
 
 
 @asynccontextmanager
-async def replicating(
-    caller: Caller,
-    dht: DhtNode,
-    backends: Mapping[str, ExpertBackend],
-    *,
-    swarm: str,
-    device: Device,
-    rng: random.Random,
-    config: PlacementConfig,
-    on_progress: Callable[[str], None],
-) -> AsyncIterator[Replicas | None]:
+async def replicating(holder: Holder, on_progress: Callable[[str], None]) -> AsyncIterator[Replicas | None]:
     """As long as the block lasts, experts are replicas of those that others serve, with their states to begin with;
     where one holder is wanted they are not, and nothing is yielded.
 
     Averages run, and states are given to newcomers. The block is to announce the experts, by what it is given.
 
     Args:
-      caller: places and serves the calls. dht: where the others are found.
-      backends: the experts by uid.
-      swarm: its name.
-      device: runs what changes them, between two batches.
-      rng: draws what has to be drawn.
       on_progress: told how many states were taken from others.
 
     Raises:
-      ValueError: this peer listens nowhere, or serves replicas already.
+      ValueError: this peer serves replicas already.
     """
-    if not config.replicates:
+    if not holder.config.replicates:
         yield None
         return
-    if caller.address is None:
-        raise ValueError("a node that replicates experts must listen: its peer is in client mode")
-    contact = Contact(caller.peer_id, caller.address)
-    replicas = Replicas(caller, dht, backends, contact=contact, swarm=swarm, device=device, rng=rng, config=config)
+    replicas = Replicas(holder)
     try:
         averager = replicas.averager
         methods = {MEET: averager.serve_meet, LEARNT: averager.learnt.serve, STATE: replicas.shelf.serve}
-        with handlers(caller, methods):
+        with handlers(holder.caller, methods):
             async with background_nursery() as nursery:
                 await replicas.fetch_states(on_progress)
                 nursery.start_soon(replicas.run)

@@ -9,23 +9,21 @@ snapshots, which are whole experts in memory.
 
 import hashlib
 import logging
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import trio
 
 from dmoe_jax.directory.directory import find_replicas, host_target
 from dmoe_jax.directory.grid import parse_uid
-from dmoe_jax.machine.device import Device
 from dmoe_jax.node.backend import ExpertBackend
 from dmoe_jax.placement import wire_form
+from dmoe_jax.placement.holder import Holder
 from dmoe_net.averaging.state.download import StateUnavailable, download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
-from dmoe_net.dht.node import DhtNode
 from dmoe_net.errors import CallFailed, CallRefused, NetError, PeerBusy, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact
-from dmoe_net.nursery import background_nursery
+from dmoe_net.nursery import background_nursery, for_each
 from dmoe_net.peer_health import Pause
 from dmoe_net.rpc.base import Caller, Reply, Request, read_request
 from dmoe_net.rpc.liveness import ping
@@ -59,29 +57,11 @@ class StateShelf:
     """Serves the states of a node's experts to those who ask.
 
     Args:
-      caller: serves the calls. dht: as of `StateSharing`.
-      swarm: its name.
-      backends: the experts by uid.
-      device: copies their state between two batches.
       on_given: told the uid, and the updates of the state that somebody gets.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        *,
-        swarm: str,
-        backends: Mapping[str, ExpertBackend],
-        device: Device,
-        on_given: Callable[[str, int], None],
-    ) -> None:
-        self._caller = caller
-        self._dht = dht
-        self._swarm = swarm
-        self._backends = backends
-        self._device = device
-        self._on_given = on_given
+    def __init__(self, holder: Holder, *, on_given: Callable[[str, int], None]) -> None:
+        self._holder, self._on_given = holder, on_given
         self._open: dict[str, tuple[StateSharing, ExitStack, float]] = {}  # with the time when it was opened
         self.given = 0
         """Snapshots that were taken for others."""
@@ -93,7 +73,7 @@ class StateShelf:
           CallRefused: no such expert is served here. PeerBusy: too many states are being fetched.
         """
         (uid,) = read_request(request, uid=_UID)
-        if uid not in self._backends:
+        if uid not in self._holder.backends:
             raise CallRefused(f"unknown expert {uid[:80]!r}: its state is not to be had here")
         if uid not in self._open:
             self.close_idle(most=MAX_OPEN - 1)
@@ -103,7 +83,7 @@ class StateShelf:
             stack = ExitStack()
             stack.enter_context(sharing.serving())
             self._open[uid] = sharing, stack, trio.current_time()
-        return Reply(body={"updates": self._backends[uid].update_count})
+        return Reply(body={"updates": self._holder.backends[uid].update_count})
 
     def close_idle(self, *, most: int = 0) -> None:
         """Close what nobody fetches any more, until `most` are open or all others are being fetched."""
@@ -123,46 +103,31 @@ class StateShelf:
             self.forget(uid)
 
     def _sharing(self, uid: str) -> StateSharing:
-        backend = self._backends[uid]
+        holder, backend = self._holder, self._holder.backends[uid]
 
         async def snapshot() -> SharedState:
-            state = await self._device.run(wire_form.shared, backend)
+            state = await holder.device.run(wire_form.shared, backend)
             self.given += 1
             self._on_given(uid, state.version)
             return state
 
         source = StateSource(lambda: backend.update_count, snapshot)
         return StateSharing(
-            self._caller,
-            self._dht,
-            prefix=_prefix(self._swarm, uid, backend),
+            holder.caller,
+            holder.dht,
+            prefix=_prefix(holder.swarm, uid, backend),
             source=source,
             config=StateSharingConfig(),
         )
 
 
-async def fetch_state(
-    uid: str,
-    backend: ExpertBackend,
-    *,
-    caller: Caller,
-    dht: DhtNode,
-    swarm: str,
-    device: Device,
-    rng: random.Random,
-    timeout_s: float,
-) -> int | None:
-    """Give an expert the state of a node that serves it now.
+async def fetch_state(holder: Holder, uid: str, backend: ExpertBackend) -> int | None:
+    """Give an expert the state of another node that serves it now.
 
     Nothing is believed unchecked: a state of other arrays, or one that is not finite, is not taken.
 
     Args:
-      uid: the expert. backend: what gets its state; nobody else may load another one meanwhile.
-      caller: asks the others, which are found in `dht`.
-      swarm: its name.
-      device: takes the state up between two batches.
-      rng: draws what `download_state` draws.
-      timeout_s: how long to try.
+      backend: what gets the state; nobody else may load another one meanwhile.
 
     Returns: the updates of the state that was taken; None if no other node serves the expert.
 
@@ -170,7 +135,8 @@ async def fetch_state(
       HoldersSilent: others are announced, and none of them answers, or none any more.
       StateUnavailable: others serve it, and their state cannot be had; the message says why in a few words.
     """
-    found = (await find_replicas(dht, [parse_uid(uid)]))[parse_uid(uid)]
+    caller, timeout_s = holder.caller, holder.config.fetch_timeout_s
+    found = (await find_replicas(holder.dht, [parse_uid(uid)]))[parse_uid(uid)]
     holders = [replica.contact for replica in found if replica.contact.peer_id != caller.peer_id]
     if not holders:
         return None
@@ -185,9 +151,9 @@ async def fetch_state(
                 nursery.start_soon(_until_silent, caller, donors, nursery.cancel_scope)
                 state = await download_state(
                     caller,
-                    dht,
-                    prefix=_prefix(swarm, uid, backend),
-                    rng=rng,
+                    holder.dht,
+                    prefix=_prefix(holder.swarm, uid, backend),
+                    rng=holder.rng,
                     config=StateSharingConfig(),
                     timeout_s=timeout_s,
                     attempts=_ATTEMPTS,
@@ -199,7 +165,7 @@ async def fetch_state(
             why_not = "no state of use"
     if state is None:
         raise StateUnavailable(why_not) if await _any_lives(caller, donors) else HoldersSilent("no answer")
-    await device.run(wire_form.load, backend, state)
+    await holder.device.run(wire_form.load, backend, state)
     return state.version
 
 
@@ -249,9 +215,7 @@ async def _opened(caller: Caller, holders: list[Contact], uid: str) -> list[Cont
         else:
             donors.append(contact)
 
-    async with trio.open_nursery() as nursery:
-        for contact in holders:
-            nursery.start_soon(ask, contact)
+    await for_each(ask, holders)
     if not donors:
         raise StateUnavailable("it gives none") if refused else HoldersSilent("no answer")
     return [contact for contact in holders if contact in donors]

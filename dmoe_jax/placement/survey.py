@@ -16,7 +16,7 @@ import trio
 
 from dmoe_jax.directory.grid import MAX_COORDINATE, ExpertUid, key_prefix
 from dmoe_jax.directory.members import Member, list_members
-from dmoe_jax.directory.records import MAX_NUMBERS, experts_in_untrusted, group_key
+from dmoe_jax.directory.records import MAX_NUMBERS, experts_in_untrusted, group_key, key_of
 from dmoe_jax.placement.claiming import MAX_CLAIMABLE, View
 from dmoe_jax.placement.sharing import Claimant
 from dmoe_net.dht.entries import Found
@@ -43,7 +43,7 @@ def check_claimable(uids: Mapping[str, ExpertUid]) -> None:
     """
     if not 1 <= len(uids) <= MAX_CLAIMABLE:
         raise ValueError(f"a node claims of 1 to {MAX_CLAIMABLE} experts, got patterns of {len(uids)}")
-    if (count := len(set(map(_key_of, uids.values())))) > MAX_RECORDS:
+    if (count := len(set(map(key_of, uids.values())))) > MAX_RECORDS:
         raise ValueError(
             f"the experts to claim are in {count} groups of rows of their grids, at most {MAX_RECORDS} are allowed: "
             "name a part of the grid, or let its last dimension be the largest"
@@ -59,7 +59,6 @@ class Claims:
     """This node's claims, as it writes them.
 
     Args:
-      dht: where.
       uids: experts that may be claimed, by their names.
       life_s: seconds that a claim lives unless it is written again.
     """
@@ -83,8 +82,8 @@ class Claims:
             until = now + self._life_s
             self._written = {uid: each for uid, each in self._written.items() if each[1] > now}
             self._written |= {uid: (is_confirmed, until) for uid, is_confirmed in written.items()}
-            kept = await self._store(dict.fromkeys(_key_of(self._uids[uid]) for uid in (*written, *taken_back)))
-            stands = {uid: _key_of(self._uids[uid]) in kept for uid in written}
+            kept = await self._store(dict.fromkeys(key_of(self._uids[uid]) for uid in (*written, *taken_back)))
+            stands = {uid: key_of(self._uids[uid]) in kept for uid in written}
             for uid, is_kept in stands.items():
                 if not is_kept:
                     del self._written[uid]
@@ -98,7 +97,7 @@ class Claims:
         """Bring the entries under these keys up to date; return the keys under which somebody keeps them."""
         values: dict[str, list[list[Any]]] = {key: [[], []] for key in keys}
         for uid, (is_confirmed, _) in self._written.items():
-            if (value := values.get(_key_of(self._uids[uid]))) is not None:
+            if (value := values.get(key_of(self._uids[uid]))) is not None:
                 value[0] += self._uids[uid].coordinates
                 value[1].append(is_confirmed)
         items = [
@@ -134,14 +133,13 @@ class Survey:
     """Reads the DHT for a claimer, and remembers what it has read.
 
     Args:
-      dht: where.
       swarm: name under which the members are listed.
       uids: the experts of its patterns, by their names; see `check_claimable`.
     """
 
     def __init__(self, dht: DhtNode, swarm: str, uids: Mapping[str, ExpertUid]) -> None:
         self._dht, self._swarm, self._uids = dht, swarm, uids
-        self._keys = tuple(dict.fromkeys(map(_key_of, uids.values())))
+        self._keys = tuple(dict.fromkeys(map(key_of, uids.values())))
         self.scope = scope_of(uids)
         """Name of the set of experts that it may claim."""
         self._records: dict[str, tuple[Found, ...]] = {}
@@ -154,7 +152,7 @@ class Survey:
 
     async def look(self, uids: Iterable[str]) -> None:
         """Read what concerns these experts only, of all who keep it: no claim may be missed that anybody has taken."""
-        keys = dict.fromkeys(_key_of(self._uids[uid]) for uid in uids)
+        keys = dict.fromkeys(key_of(self._uids[uid]) for uid in uids)
         self._records |= await self._dht.get_many(keys, thoroughly=True)
 
     def view(self, own: PeerId, dead: frozenset[PeerId], *, read_at: float) -> View:
@@ -195,7 +193,3 @@ class Survey:
             for coordinates, replicas in experts_in_untrusted(key, record).items()
             if (uid := key_prefix(key.rpartition(".")[0], coordinates)[:-1]) in self._uids
         }
-
-
-def _key_of(uid: ExpertUid) -> str:
-    return group_key(uid.prefix, uid.coordinates)

@@ -16,6 +16,7 @@ from dmoe_jax.placement.config import PlacementConfig
 from dmoe_net.dht.routing_table import node_id
 from dmoe_net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
+from dmoe_net.nursery import for_each
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.service import PING
 
@@ -32,8 +33,6 @@ class Watch:
     """Probes nodes.
 
     Args:
-      caller: places the calls.
-      config: how often, and how many.
       nodes: returns the nodes that there are; called before each round of probes.
       claimers: returns the owners of claims; called then, too.
       on_change: called when a node is taken for dead, or has come back.
@@ -68,9 +67,7 @@ class Watch:
             watched = dict.fromkeys(to_watch(self._caller.peer_id, nodes, self._config.max_watched))
             watched |= dict.fromkeys(self._long_claimers(nodes, started))
             self._misses = {contact.peer_id: self._misses.get(contact.peer_id, 0) for contact in watched}
-            async with trio.open_nursery() as nursery:
-                for contact in watched:
-                    nursery.start_soon(self._probe, contact)
+            await for_each(self._probe, watched)
             await trio.sleep_until(started + self._config.probe_period_s)
 
     def _long_claimers(self, nodes: Mapping[PeerId, Contact], now: float) -> list[Contact]:

@@ -21,7 +21,8 @@ from dmoe_jax.node.sharding import PlacedDevice, all_of
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.placement.claimer import Claimer
 from dmoe_jax.placement.config import PlacementConfig
-from dmoe_jax.placement.host import Claimable, ClaimingNode, checkpoints_of, claimable_of, copies_of, fixed_of
+from dmoe_jax.placement.holder import Holder
+from dmoe_jax.placement.host import Claimable, ClaimingNode, claimable_of, fixed_of
 from dmoe_jax.placement.replicas import Replicas, replicating
 from dmoe_net.identity import Contact
 from dmoe_net.nursery import background_nursery
@@ -159,34 +160,32 @@ class Serving:
             node.replicas = replicas
             if hand.claimable is not None:
                 # Where one holder is wanted there is no living one to ask: the expert would not be vacant.
-                living = () if replicas is None else (copies_of(replicas),)
-                saved = () if hand.saver is None else (checkpoints_of(hand.saver),)
                 host = ClaimingNode(
-                    node,
-                    hand.backends,
-                    self.devices,
-                    hand.claimable.make,
-                    (*living, *saved),
-                    forgotten=(lambda uid: None) if replicas is None else replicas.forget,
+                    node=node,
+                    backends=hand.backends,
+                    devices=self.devices,
+                    make=hand.claimable.make,
+                    replicas=replicas,
+                    saver=hand.saver,
                 )
-                claimer = host.claimer(self.peer, hand.claimable, on_progress=self.on_progress)
+                claimer = Claimer(holder, hand.claimable.uids, host, on_progress=self.on_progress)
+                node.claims = claimer.status
                 nursery.start_soon(claimer.run)
 
         peer = self.peer
-        copies = replicating(
-            peer.rpc,
-            peer.dht,
-            hand.backends,
+        holder = Holder(
+            caller=peer.rpc,
+            dht=peer.dht,
             swarm=self.config.swarm,
+            backends=hand.backends,
             device=all_of(self.devices),
             rng=peer.rng,
             config=self.placement,
-            on_progress=self.on_progress,
         )
         try:
             async with (
                 background_nursery() as nursery,
-                copies as replicas,
+                replicating(holder, self.on_progress) as replicas,
                 open_expert_node(
                     peer.rpc,
                     peer.dht,
