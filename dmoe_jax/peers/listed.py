@@ -7,8 +7,7 @@ until somebody answers, and every half minute as long as a peer is in its swarm.
 
 import errno
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import trio
 
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.identity import Address, Contact
-from dmoe_net.nursery import background_nursery
 
 _log = logging.getLogger(__name__)
 
@@ -123,18 +121,8 @@ def peers_now(named: Sequence[Named]) -> tuple[Contact | Address, ...]:
     return tuple(found)
 
 
-@asynccontextmanager
-async def following(named: Sequence[Named], dht: DhtNode) -> AsyncIterator[None]:
-    """While the block lasts, have a node that has joined rejoin through those whom the files list by then."""
-    if not any(isinstance(each, PeersFile) for each in named):
-        yield
-        return
-    async with background_nursery() as nursery:
-        nursery.start_soon(_keep_following, named, dht)
-        yield
-
-
-async def _keep_following(named: Sequence[Named], dht: DhtNode) -> None:
+async def keep_following(named: Sequence[Named], dht: DhtNode) -> None:
+    """Have a node that has joined rejoin, for ever, through those whom the files list by then."""
     told = ""
     while True:
         await trio.sleep(_FOLLOW_PERIOD_S)

@@ -11,27 +11,20 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dmoe_jax.peers.joining import (
-    LISTED_WAIT_S,
-    Target,
-    WrongPeer,
-    await_peers,
-    find_named_entrances,
-    parse_targets,
-)
-from dmoe_jax.peers.listed import Named, PeersFile, following, peers_now
-from dmoe_jax.peers.remembered import load_peers, remembering
+from dmoe_jax.peers.joining import LISTED_WAIT_S, Target, WrongPeer, await_peers, find_named_entrances, parse_targets
+from dmoe_jax.peers.listed import Named, PeersFile, keep_following, peers_now
+from dmoe_jax.peers.remembered import keep_remembering, load_peers
 from dmoe_jax.peers.security import Security, Tls
 from dmoe_net.clock import SwarmClock
 from dmoe_net.dht.node import DhtNode, open_dht_node
 from dmoe_net.errors import DialFailed
 from dmoe_net.identity import Address, Contact
 from dmoe_net.keys import OPEN_SWARM, Identity
+from dmoe_net.nursery import background_nursery
 from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.bulk import MemoryBudget
 from dmoe_net.rpc.faults import FaultInjector, FaultPlan
 from dmoe_net.rpc.peer import open_rpc_peer
-from dmoe_net.transport.base import Transport
 from dmoe_net.transport.sim.network import SimNetwork
 
 if TYPE_CHECKING:
@@ -155,9 +148,12 @@ async def open_peer(
                 client_mode=caller.address is None,
             )
         )
-        await stack.enter_async_context(following(named, node))
+        if any(isinstance(each, PeersFile) for each in named):
+            nursery = await stack.enter_async_context(background_nursery())
+            nursery.start_soon(keep_following, named, node)
         if config.state_dir is not None:
-            await stack.enter_async_context(remembering(config.state_dir, node))
+            nursery = await stack.enter_async_context(background_nursery())
+            nursery.start_soon(keep_remembering, config.state_dir, node)
         yield SwarmPeer(rpc=caller, dht=node, rng=rng, is_simulated=is_simulated)
 
 
@@ -171,7 +167,6 @@ async def _open_caller(
     if not remembered:
         targets = await await_peers(named, until=until)
     budget, security, swarm = config.budget(), config.security, OPEN_SWARM
-    transport: Transport
     if config.network is None:
         transport, identity, swarm = stack.enter_context(security.open())
     elif config.host:

@@ -4,15 +4,13 @@ import contextlib
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import trio
 
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.identity import Contact
-from dmoe_net.nursery import background_nursery
 
 _log = logging.getLogger(__name__)
 
@@ -56,14 +54,6 @@ def save_peers(folder: Path, peers: Iterable[Contact]) -> None:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
-
-
-@asynccontextmanager
-async def remembering(folder: Path, dht: DhtNode) -> AsyncIterator[None]:
-    """Remember the peers that a node knows, every minute and at the end of the block."""
-    async with background_nursery() as nursery:
-        nursery.start_soon(keep_remembering, folder, dht)
-        yield
 
 
 async def keep_remembering(folder: Path, dht: DhtNode) -> None:

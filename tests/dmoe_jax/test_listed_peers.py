@@ -12,13 +12,14 @@ from dmoe_jax import open_swarm
 from dmoe_jax.cli.network import ListenOptions, NetworkOptions, check_join, join_swarm
 from dmoe_jax.peers import joining, listed
 from dmoe_jax.peers.joining import WrongPeer, parse_targets
-from dmoe_jax.peers.listed import MAX_LISTED, NobodyListed, PeersFile, following, peers_now, read_peers
+from dmoe_jax.peers.listed import MAX_LISTED, NobodyListed, PeersFile, keep_following, peers_now, read_peers
 from dmoe_jax.peers.peer import PeerConfig, open_peer
 from dmoe_jax.peers.security import Plain
 from dmoe_jax.runs.endings import CommandFailed, UsageError
 from dmoe_net import simulate
 from dmoe_net.errors import DialFailed
 from dmoe_net.identity import Address, Contact, PeerId
+from dmoe_net.nursery import background_nursery
 
 KNOWN = Contact(PeerId(bytes(31) + b"k"), Address("host", 4000))
 NOBODY = "127.0.0.1:1"
@@ -190,7 +191,8 @@ async def test_whoever_has_joined_follows_the_file(tmp_path: Path, caplog: pytes
 
     dht: Any = SimpleNamespace(rejoin_through=rejoin_through)
     with trio.fail_after(10):
-        async with following(cast(Any, (KNOWN, file)), dht):
+        async with background_nursery() as nursery:
+            nursery.start_soon(keep_following, cast(Any, (KNOWN, file)), dht)
             await changed.wait()
             file_of(tmp_path, "nobody\n")
             await said(caplog, "line 1: expected an address as HOST:PORT, got 'nobody'; going on with those")
