@@ -79,11 +79,8 @@ class Announcer:
         self._turn = trio.Lock()
 
     async def announce(self, uids: Iterable[ExpertUid], call_s: float | None = None) -> list[ExpertUid]:
-        """Announce experts beside those that are announced already; return those that nobody keeps a record of.
-
-        Args:
-          call_s: as of `dmoe_jax.directory.records.Replica`.
-        """
+        """Announce experts beside those that are announced already; return those that nobody keeps a record of. With
+        them goes `call_s`, as of `dmoe_jax.directory.records.Replica`."""
         async with self._turn:
             self._call_s = call_s
             uids = list(uids)

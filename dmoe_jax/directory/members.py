@@ -74,13 +74,7 @@ class Member:
 
 
 async def declare_member(dht: DhtNode, swarm: str, contact: Contact | None, info: Facts, *, life_s: float) -> bool:
-    """Announce this peer under its swarm's name; True if somebody keeps the announcement.
-
-    Args:
-      dht: the peer's own.
-      contact: as of `Member`.
-      info: as of `Member`.
-      life_s: seconds for which it is announced.
+    """Announce this peer under its swarm's name for `life_s` seconds; True if somebody keeps the announcement.
 
     Raises:
       ValueError: a fact is of another kind than `Member.info` describes.
@@ -150,7 +144,6 @@ async def listed_member(
     seconds, for which `dht` must still run.
 
     Args:
-      contact: as of `Member`.
       info: called for each announcement; see `Member.info`.
       period_s: seconds between announcements.
 

@@ -24,13 +24,7 @@ that they wait for two more looks."""
 
 
 def by_preference(experts: Mapping[Coordinates, Replicas], prefix: str, reader: PeerId) -> dict[Coordinates, Replicas]:
-    """The same experts, the replicas of each in the order in which `reader` prefers them.
-
-    Args:
-      experts: of one record.
-      prefix: of their grid.
-      reader: who will ask them.
-    """
+    """The same experts, those of one record, the replicas of each in the order in which `reader` prefers them."""
     serves = Counter(replica.contact.peer_id for replicas in experts.values() for replica in replicas)
 
     def rank(uid: str, replica: Replica) -> float:

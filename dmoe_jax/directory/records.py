@@ -79,13 +79,7 @@ def grid_keys(prefix: str, grid_size: Sequence[int]) -> tuple[str, ...]:
 
 
 def announcements(uids: Iterable[ExpertUid], address: Address, call_s: float | None = None) -> dict[str, list[Value]]:
-    """Values that announce experts of a node: for each key one, or several for very many experts.
-
-    Args:
-      uids: the experts.
-      address: where the node is called.
-      call_s: as of `Replica`.
-    """
+    """Values that announce experts of a node: for each key one, or several for very many experts; see `Replica`."""
     flat: dict[str, list[int]] = {}
     dims: dict[str, int] = {}
     for uid in sorted(uids):

@@ -162,7 +162,7 @@ class Claimer:
             await self._has_won.wait()
             began, origins = self._now(), dict[str, str]()
             while self._won and len(origins) < _CHUNK and self._now() < began + _CHUNK_S:
-                uid = min(self._won, key=self._num_holders)
+                uid = min(self._won, key=lambda uid: len(self._holders.get(uid, {}).keys() - self._watch.dead))
                 self._won.remove(uid)
                 try:
                     origins[uid] = await self._host.take_up(uid)
@@ -182,9 +182,6 @@ class Claimer:
                 # The claim is not taken back: it keeps others away until they have seen the announcement.
                 self._core.served(uid, origin)
             self._wake()
-
-    def _num_holders(self, uid: str) -> int:
-        return len(self._holders.get(uid, {}).keys() - self._watch.dead)
 
     def _meet(self, actions: Actions, nursery: trio.Nursery) -> None:
         """Ask the other holders of experts that too many nodes hold, some experts at a time."""

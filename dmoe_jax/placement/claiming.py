@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dmoe_jax.placement.config import PlacementConfig
-from dmoe_jax.placement.sharing import Claimant, dealt_out, fair_share, own_order, those_who_share, weight
+from dmoe_jax.placement.sharing import Claimant, dealt_out, fair_share, those_who_share, weight
 from dmoe_net.identity import Contact, PeerId
 
 MAX_CLAIMABLE = 65_536
@@ -88,13 +88,7 @@ class ClaimTotals:
 
 
 class Claiming:
-    """A claimer's state.
-
-    Args:
-      peer_id: who it is.
-      uids: the experts that it may claim, at most `MAX_CLAIMABLE`.
-      config: settings.
-    """
+    """State of a claimer; `uids` are the experts that it may claim."""
 
     def __init__(self, peer_id: PeerId, uids: Collection[str], config: PlacementConfig) -> None:
         self.totals = ClaimTotals()
@@ -114,11 +108,6 @@ class Claiming:
     def held(self) -> Mapping[str, Stage]:
         """The claims that stand, each until its expert is served."""
         return {uid: held.stage for uid, held in self._held.items()}
-
-    @property
-    def is_unsettled(self) -> bool:
-        """True if it is still open who wins one of the claims."""
-        return any(held.stage is not Stage.WON for held in self._held.values())
 
     def settles_at(self) -> float:
         """When the next claim has settled and is to be read; infinity: none waits."""
@@ -243,7 +232,8 @@ class Claiming:
         vacant = self._vacant(view, served)
         self._vacant_since = {uid: self._vacant_since.get(uid, now) for uid in vacant if uid not in served}
         room = min(self.room(served), self._config.max_at_once - len(self._held))
-        if not vacant or room < 1 or self.is_unsettled:
+        is_settled = all(held.stage is Stage.WON for held in self._held.values())
+        if not vacant or room < 1 or not is_settled:
             return []
         own = Claimant(peer_id=self._peer_id, room=room, is_warm=is_warm)
         claimants = [own, *(each for each in view.claimants if each.peer_id not in view.dead)]
@@ -253,7 +243,8 @@ class Claiming:
         return [*dealt, *self._left_lying(set(dealt), now)][: min(room, share)]
 
     def _left_lying(self, dealt: Collection[str], now: float) -> Iterable[str]:
-        """Vacant experts that nobody has claimed for some rounds: whoever they were dealt to does not take them."""
+        """Vacant experts that nobody has claimed for some rounds: whoever they were dealt to does not take them. Those
+        of our strongest claims come first."""
         patience_s = 3 * self._config.settle_s
         lying = [uid for uid, since in self._vacant_since.items() if now - since >= patience_s and uid not in dealt]
-        return own_order(self._peer_id, lying)
+        return sorted(lying, key=lambda uid: (weight(self._peer_id, uid), uid), reverse=True)

@@ -26,12 +26,7 @@ def gives_up_to(own: Standing, others: Iterable[Standing], replicas: int) -> lis
     """The holders that have to keep an expert so that the node of `own` may give it up; none: it keeps it.
 
     The copy with more updates goes before others; of equal ones that of the larger peer id. A node that was told to
-    serve its expert goes before one that claimed it.
-
-    Args:
-      own: this node's; one that was told to serve the expert never gives it up.
-      others: all other living holders.
-      replicas: holders wanted.
+    serve its expert goes before one that claimed it. `others` are all other living holders.
     """
     before = sorted((each for each in others if _rank(each) > _rank(own)), key=_rank, reverse=True)
     return before[:replicas] if not own.is_fixed and len(before) >= replicas else []

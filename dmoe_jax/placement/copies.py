@@ -55,7 +55,6 @@ class CopyLayout:
         """The state with an average in it; None if it, or the average, is not finite.
 
         Args:
-          state: as it is now.
           sent: this copy's part in the average, float32 [size].
           average: of all copies, float32 [size].
 

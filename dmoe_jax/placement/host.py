@@ -54,11 +54,7 @@ def claimable_of(
 ) -> Claimable:
     """Experts of these patterns that a node may claim; makes one expert of each kind in each place.
 
-    Args:
-      experts, optimizer, seed, places: as of `make_backends`.
-
-    Raises:
-      ValueError: as `make_backends`, and if there are too many experts.
+    Arguments and errors are those of `make_backends`; ValueError too if there are too many experts.
     """
     fixed = fixed_of(experts, placement)
     patterns: dict[str, str] = {}

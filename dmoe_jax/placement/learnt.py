@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 LEARNT = "replica.learnt"
 """The method by which replicas ask what is in each other's part of an average."""
 
-Names = Sequence[bytes]
-"""Names of requests, oldest first."""
-
 MOST_NAMES = 4 * MOST_REMEMBERED
 """That travel at once, 4 MiB; a member who had more would fill the others' memory. Of more, each expert tells an equal
 share, its newest."""
@@ -49,7 +46,6 @@ class LearntNames:
     """Names of the requests that this node's experts had learnt from when it sent their parts of a round's averages.
 
     Args:
-      caller: asks the others.
       timeout_s: how long others wait here for an answer, at most, and this node for theirs.
     """
 
@@ -63,8 +59,8 @@ class LearntNames:
         """Forget what was offered in the round before: nobody averages that any more."""
         self._offered.clear()
 
-    def offer(self, group_id: bytes, names: Sequence[Names]) -> None:
-        """Tell those of a group, when they ask, the names of each expert of its bundle."""
+    def offer(self, group_id: bytes, names: Sequence[Sequence[bytes]]) -> None:
+        """Tell those of a group, when they ask, the names of each expert of its bundle, oldest first."""
         if sum(map(len, names)) > MOST_NAMES:
             share = MOST_NAMES // len(names)
             names = [each[max(0, len(each) - share) :] for each in names]

@@ -6,7 +6,7 @@ same choose without a word different experts.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dmoe_net.identity import PeerId
@@ -21,7 +21,6 @@ class Claimant:
     """A node that takes experts up."""
 
     peer_id: PeerId
-    """Id of the node."""
     room: int
     """Number of further experts that it may take up."""
     is_warm: bool
@@ -31,11 +30,6 @@ class Claimant:
 def weight(peer_id: PeerId, uid: str) -> tuple[int, bytes]:
     """Strength of a peer's claim for an expert; no two peers have the same."""
     return int.from_bytes(hashlib.blake2b(peer_id.raw + uid.encode(), digest_size=8).digest(), "big"), peer_id.raw
-
-
-def own_order(peer_id: PeerId, uids: Iterable[str]) -> list[str]:
-    """The experts in the order in which this peer walks them: the strongest of its claims first."""
-    return sorted(uids, key=lambda uid: (weight(peer_id, uid), uid), reverse=True)
 
 
 def fair_share(num_vacant: int, num_claimants: int) -> int:
@@ -67,25 +61,14 @@ def dealt_out(vacant: Mapping[str, Collection[PeerId]], claimants: Sequence[Clai
         # In an order that all share and that favours no part of the grid.
         uids.sort(key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         uids = uids[: max(1, MAX_PAIRS // len(claimants))]
-    pairs = sorted(
-        (
-            (weight(each.peer_id, uid), uid, each)
-            for each in claimants
-            for uid in uids
-            if each.peer_id not in vacant[uid]
-        ),
-        reverse=True,
-        key=_by,
-    )
+    pairs = [
+        (weight(each.peer_id, uid), uid, each) for each in claimants for uid in uids if each.peer_id not in vacant[uid]
+    ]
     dealt: dict[PeerId, list[str]] = {each.peer_id: [] for each in claimants}
     taken: set[str] = set()
-    for _, uid, each in pairs:
+    for _, uid, each in sorted(pairs, reverse=True, key=lambda pair: pair[:2]):
         hand = dealt[each.peer_id]
         if uid not in taken and len(hand) < min(share, each.room):
             hand.append(uid)
             taken.add(uid)
     return dealt
-
-
-def _by(pair: tuple[tuple[int, bytes], str, Claimant]) -> tuple[tuple[int, bytes], str]:
-    return pair[0], pair[1]

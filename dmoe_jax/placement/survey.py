@@ -59,7 +59,6 @@ class Claims:
     """This node's claims, as it writes them.
 
     Args:
-      uids: experts that may be claimed, by their names.
       life_s: seconds that a claim lives unless it is written again.
     """
 

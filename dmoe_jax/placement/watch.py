@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 import trio
 
 from dmoe_jax.placement.config import PlacementConfig
+from dmoe_net.dht.copies import nearest
 from dmoe_net.dht.routing_table import node_id
 from dmoe_net.errors import CallFailed, PeerUnavailable, RemoteProtocolError
 from dmoe_net.identity import Contact, PeerId
@@ -21,12 +22,6 @@ from dmoe_net.rpc.base import Caller
 from dmoe_net.rpc.service import PING
 
 logger = logging.getLogger(__name__)
-
-
-def to_watch(own: PeerId, nodes: Mapping[PeerId, Contact], most: int) -> list[Contact]:
-    """The nodes whose ids are nearest to the own one by XOR, nearest first; without the own one."""
-    others = [contact for peer_id, contact in nodes.items() if peer_id != own]
-    return sorted(others, key=lambda contact: node_id(contact.peer_id) ^ node_id(own))[:most]
 
 
 class Watch:
@@ -63,8 +58,9 @@ class Watch:
         """Probe for ever."""
         while True:
             started = trio.current_time()
-            nodes = self._nodes()
-            watched = dict.fromkeys(to_watch(self._caller.peer_id, nodes, self._config.max_watched))
+            nodes, own = self._nodes(), self._caller.peer_id
+            others = (contact for peer_id, contact in nodes.items() if peer_id != own)
+            watched = dict.fromkeys(nearest(others, node_id(own), self._config.max_watched))
             watched |= dict.fromkeys(self._long_claimers(nodes, started))
             self._misses = {contact.peer_id: self._misses.get(contact.peer_id, 0) for contact in watched}
             await for_each(self._probe, watched)

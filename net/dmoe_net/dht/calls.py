@@ -136,8 +136,8 @@ class DhtCalls:
 
     def handlers(self) -> dict[str, Handler]:
         """Handlers of others' calls, by the method's name; none in client mode."""
-        served = {
-            messages.PING: self._answer_ping,
+        served: dict[str, Callable[[Request], Body]] = {
+            messages.PING: lambda _: {},
             messages.FIND: self._answer_find,
             messages.STORE: self._answer_store,
         }
@@ -156,9 +156,6 @@ class DhtCalls:
         for peer_id in dead:
             self.book.doubted(peer_id, now)
         return Reply(body={**body, "peer_id": self.caller.peer_id.raw, "now": self.clock.now()})
-
-    def _answer_ping(self, _: Request) -> Body:
-        return {}
 
     def _answer_find(self, request: Request) -> Body:
         question, now = messages.parse_find_untrusted(request.body), self.clock.ticks()

@@ -188,13 +188,9 @@ def sign_entry(
     """Issue an entry.
 
     Args:
-      identity: the owner's key.
-      key: id of the record.
-      suffix: as of `Subkey`.
       value: as `encode_value` returns it; None withdraws what stood there.
       sequence: higher than all that this owner issued under this subkey before.
       issued_at: swarm time now, seconds.
-      life_s: as `check_life` allows it.
       swarm: tag of the swarm, see `dmoe_net.keys.Membership.tag`.
     """
     # Times travel as whole milliseconds: what is signed is exactly what every reader sees.
@@ -231,11 +227,7 @@ bring the same ones; the nodes of a simulation, which all read and keep them, sh
 
 
 class EntryReader:
-    """Reads entries that strangers bring, and remembers the signatures that it has verified.
-
-    Args:
-      swarm: tag of the swarm, see `dmoe_net.keys.Membership.tag`.
-    """
+    """Reads entries of a swarm that strangers bring, and remembers the signatures that it has verified."""
 
     def __init__(self, swarm: bytes = OPEN_SWARM) -> None:
         self.swarm = swarm

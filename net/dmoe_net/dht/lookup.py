@@ -72,9 +72,6 @@ class Lookup:
     """One walk towards `target`. Each peer is asked at most once; `local_id` never.
 
     Args:
-      target: the id walked towards.
-      seeds: contacts to begin with.
-      local_id: the own place.
       patience: returns the seconds of silence that a peer is granted, before others are asked in its stead.
     """
 

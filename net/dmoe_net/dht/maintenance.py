@@ -149,7 +149,10 @@ class Maintenance:
             now = trio.current_time()
             if now >= sweep_at:
                 sweep_at = self._after(config.sweep_period_s)
-                self._sweep()
+                for storage in (self.storage, self.read):
+                    storage.sweep(self.calls.clock.ticks())
+                self.calls.patience.sweep(now)
+                self.calls.clock.follow()
             if now >= refresh_at:
                 refresh_at = self._after(config.refresh_period_s)
                 nursery.start_soon(self._refresh, lookup)
@@ -200,9 +203,3 @@ class Maintenance:
         guides = {address_of(peer) for peer in self.initial_peers}
         self.calls.clock.follow(contact.peer_id for contact in answered if contact.address in guides)
         return answered
-
-    def _sweep(self) -> None:
-        for storage in (self.storage, self.read):
-            storage.sweep(self.calls.clock.ticks())
-        self.calls.patience.sweep(trio.current_time())
-        self.calls.clock.follow()

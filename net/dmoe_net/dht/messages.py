@@ -165,11 +165,7 @@ def batches(entries: Iterable[tuple[Entry, float]]) -> Iterator[SignedEntries]:
 
 
 def page(held: Sequence[Held], now: float) -> tuple[SignedEntries, tuple[int, ...]]:
-    """Cut one message's worth off the changes of a record.
-
-    Args:
-      held: entries in the order of changes.
-      now: seconds of the clock of `Held.ends_at`.
+    """Cut one message's worth off entries of a record in the order of changes; `now` is as of `Held.ends_at`.
 
     Returns: entries with the seconds left, and the numbers of the changes after which further pages begin.
     """

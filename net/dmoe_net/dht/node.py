@@ -452,8 +452,8 @@ class DhtNode:
             else:
                 usable = self._book.usable(found.contacts, trio.current_time())
                 # Anybody can say that nothing in its copy is news; of a copy something must have been seen.
-                is_seen = bool(found.entries) or self._reading.has_read(contact, lookup.target)
-                lookup.on_success(contact.peer_id, usable, holds=found.position is not None and is_seen)
+                is_seen = found.entries or self._reading.holders.position(lookup.target, contact.peer_id) is not None
+                lookup.on_success(contact.peer_id, usable, holds=found.position is not None and bool(is_seen))
                 if found.pages:
                     read_on(contact)
             changed.set()

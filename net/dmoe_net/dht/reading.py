@@ -38,10 +38,6 @@ class RecordReader:
         self._note(contact, target, found, is_kept=self._keep(contact, target, found))
         return found
 
-    def has_read(self, contact: Contact, target: NodeId) -> bool:
-        """True if something of a peer's copy has been read."""
-        return self.holders.position(target, contact.peer_id) is not None
-
     def _keep(self, contact: Contact, target: NodeId, found: FindReply) -> bool:
         """Remember the entries of a peer's answer; False if one could not be kept, or is of another time than this
         clock's: it is read again the next time."""

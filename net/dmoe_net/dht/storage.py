@@ -76,10 +76,9 @@ class _Record:
 
 
 class EntryStorage:
-    """Records by key id: at most `max_bytes` in all.
+    """Records by key id: at most `max_bytes` in all, as entries are on the wire.
 
     Args:
-      max_bytes: as entries are on the wire.
       epoch: names this counting of changes; drawn at random.
     """
 
@@ -137,7 +136,6 @@ class EntryStorage:
         """Take entries in; return a verdict for each.
 
         Args:
-          key: id of the record.
           entries: each with the seconds for which it lives on, more than 0.
           account: the peer that brings them.
           now: seconds of the clock of `Held.ends_at`, which is steady, whatever is done to the swarm's.
@@ -224,14 +222,16 @@ class EntryStorage:
             self._drop(key, subkey)
 
     def _has(self, key: NodeId, entry: Entry) -> bool:
-        record = self._records.get(key)
-        held = None if record is None else record.entries.get(entry.subkey)
+        held = self._held(key, entry.subkey)
         return held is not None and held.entry.signature == entry.signature
 
     def _is_current(self, change: int, key: NodeId, subkey: Subkey) -> bool:
-        record = self._records.get(key)
-        held = None if record is None else record.entries.get(subkey)
+        held = self._held(key, subkey)
         return held is not None and held.change == change
+
+    def _held(self, key: NodeId, subkey: Subkey) -> Held | None:
+        record = self._records.get(key)
+        return None if record is None else record.entries.get(subkey)
 
     def _change(self, key: NodeId, held: Held, ends_at: float, account: PeerId) -> None:
         """Let what is held live longer, or be charged to another account."""
