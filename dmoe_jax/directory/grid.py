@@ -6,7 +6,7 @@ A uid is a prefix without dots and one coordinate a grid dimension.
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_PREFIX_LENGTH = 64
@@ -98,6 +98,21 @@ def expand_grid_pattern(pattern: str) -> tuple[ExpertUid, ...]:
     if (count := math.prod(map(len, ranges))) > MAX_EXPANDED_UIDS:
         raise ValueError(f"grid pattern {pattern!r} stands for {count} uids, at most {MAX_EXPANDED_UIDS} are allowed")
     return tuple(ExpertUid(prefix, coordinates) for coordinates in itertools.product(*ranges))
+
+
+def patterns_by_uid(patterns: Iterable[str]) -> dict[ExpertUid, str]:
+    """Every uid that these patterns stand for, each with its pattern.
+
+    Raises:
+      ValueError: as `expand_grid_pattern`, or two patterns name the same uid.
+    """
+    found: dict[ExpertUid, str] = {}
+    for pattern in patterns:
+        for uid in expand_grid_pattern(pattern):
+            if uid in found:
+                raise ValueError(f"expert {uid} is named twice, by {found[uid]!r} and by {pattern!r}")
+            found[uid] = pattern
+    return found
 
 
 def all_uids(prefix: str, grid_size: Sequence[int]) -> tuple[ExpertUid, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from dmoe_jax.arrays import PyTree, stored
-from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.directory.grid import ExpertUid, patterns_by_uid
 from dmoe_jax.experts.base import Expert, numbers_of_uid
 from dmoe_jax.mixture.expert_calls import REMEMBERED_S
 from dmoe_jax.node.programs import (
@@ -274,12 +274,7 @@ def make_backends(
       ValueError: naming the pattern, if it is malformed, or the uid, if two patterns name it, or if there is no expert;
         or if an expert cannot be made, see `ExpertBackend`.
     """
-    patterns: dict[ExpertUid, str] = {}
-    for pattern in experts:
-        for uid in expand_grid_pattern(pattern):
-            if uid in patterns:
-                raise ValueError(f"expert {uid} is named twice, by {patterns[uid]!r} and by {pattern!r}")
-            patterns[uid] = pattern
+    patterns = patterns_by_uid(experts)
     if not patterns:
         raise ValueError("expected at least one expert, got none")
     if len(places) == 1:  # sizes decide nothing

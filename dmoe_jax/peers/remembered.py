@@ -1,14 +1,13 @@
 """Peers remembered on disk: who is started again finds its swarm, though nobody whom it was told of is there."""
 
-import contextlib
 import logging
-import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
 
 import trio
 
+from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_net.dht.node import DhtNode
 from dmoe_net.identity import Contact
 
@@ -46,14 +45,8 @@ def save_peers(folder: Path, peers: Iterable[Contact]) -> None:
     lines = random.SystemRandom().sample(known, min(MAX_REMEMBERED, len(known)))
     if not lines:  # whoever knows nobody keeps what it knew
         return
-    beside = folder / f".{_FILE}"
-    try:
-        beside.write_text("\n".join(lines) + "\n")
-        os.replace(beside, folder / _FILE)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
+    with replaced_file(folder / _FILE) as temporary:
+        temporary.write_text("\n".join(lines) + "\n")
 
 
 async def keep_remembering(folder: Path, dht: DhtNode) -> None:

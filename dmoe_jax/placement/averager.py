@@ -80,8 +80,8 @@ class ReplicaAverager:
         self._period_s, timeout_s = holder.config.average_period_s, holder.config.average_timeout_s
         self._layouts: dict[str, CopyLayout] = {}
         all_reduce = AllReduceConfig(sender_timeout_s=timeout_s / 3, timeout_s=timeout_s)
-        self._all_reduce = AllReduce(holder.caller, prefix=_PREFIX, config=all_reduce)
-        self.learnt = LearntNames(holder.caller, timeout_s=timeout_s)
+        self._all_reduce = AllReduce(holder.peer.rpc, prefix=_PREFIX, config=all_reduce)
+        self.learnt = LearntNames(holder.peer.rpc, timeout_s=timeout_s)
         """Names of the requests learnt from, as the other replicas are told them."""
 
     def close(self) -> None:
@@ -96,8 +96,8 @@ class ReplicaAverager:
     async def run(self) -> None:
         """Average at each round's beginning, for ever. A round that takes longer than the period costs the next one."""
         while True:
-            number, begins_at = next_round(self._holder.dht.clock.now(), self._period_s)
-            await trio.sleep(begins_at - self._holder.dht.clock.now())
+            number, begins_at = next_round(self._holder.peer.dht.clock.now(), self._period_s)
+            await trio.sleep(begins_at - self._holder.peer.dht.clock.now())
             try:
                 await self.average(number)
             except NetError as error:
@@ -106,7 +106,7 @@ class ReplicaAverager:
     async def average(self, round_number: int) -> None:
         """Carry out one round. If cancelled, some experts have their average and others have not."""
         uids = {parse_uid(uid): uid for uid in self._backends}
-        found = await find_replicas(self._holder.dht, list(uids))
+        found = await find_replicas(self._holder.peer.dht, list(uids))
         own = self._holder.contact
         peers = {uids[uid]: {each.contact.peer_id: each.contact for each in found[uid]} for uid in uids}
         # Experts that this node has not announced yet, nobody else expects of it.
@@ -140,7 +140,7 @@ class ReplicaAverager:
         async def ask(contact: Contact) -> None:
             try:
                 body = {"period_s": self._period_s}
-                reply = await self._holder.caller.call(contact, MEET, body, timeout_s=MEET_TIMEOUT_S)
+                reply = await self._holder.peer.rpc.call(contact, MEET, body, timeout_s=MEET_TIMEOUT_S)
                 period_s = _PERIOD.of_untrusted(reply.body, "period_s")
             except CallFailed as error:
                 logger.info("node %s serves experts of ours and does not replicate them: %s", contact, error)
@@ -219,7 +219,7 @@ class ReplicaAverager:
             elif self._backends.get(uid) is not backend:
                 self._note_failed([uid], "given up")
             elif await self._holder.device.run(add_average, backend, part.layout, part.sent, mean, learnt_from, now):
-                self._progress(uid).averaged(part.count)
+                self._progress(uid).met(part.count)
                 self.averages += 1
             else:
                 self._note_failed([uid], "not finite")

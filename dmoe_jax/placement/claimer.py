@@ -57,9 +57,11 @@ class Claimer:
         *,
         on_progress: Callable[[str], None],
     ) -> None:
-        caller, dht, config = holder.caller, holder.dht, holder.config
+        caller, dht, config = holder.peer.rpc, holder.peer.dht, holder.config
         self.settled = trio.Event()
         """Set when there is nothing more to claim for now."""
+        self.scope = trio.CancelScope()
+        """Ends `run` if cancelled: from then on nothing is taken up or given up."""
         self._caller, self._config = caller, config
         self._uids, self._host, self._on_progress = uids, host, on_progress
         self._now = dht.clock.ticks  # unlike `now` it is never set: claims settle by it
@@ -75,11 +77,10 @@ class Claimer:
         self._yielding: set[str] = set()  # we ask another node to keep these
         self._leaving: set[str] = set()  # it has promised to: we give them up
         self._contested: set[str] = set()  # about these we are asking others now
-        self._scope: trio.CancelScope | None = None
 
     def status(self) -> dict[str, Any]:
         """For `node.status`, plain CBOR data: `room`, how many experts it may still claim; their `scope`, see
-        `scope_of`; claims `held`, `won`, `lost` and `failed`; experts `given_up`; `adopted` by origin; and `fixed`,
+        `Survey`; claims `held`, `won`, `lost` and `failed`; experts `given_up`; `adopted` by origin; and `fixed`,
         those that it serves without a claim."""
         return {
             "room": self._core.room(self._host.backends),
@@ -91,10 +92,9 @@ class Claimer:
 
     async def run(self) -> None:
         """Claim for ever. When it ends, all claims that still live are taken back within two seconds."""
-        with handlers(self._caller, {KEEP: self._keep}):
+        with handlers(self._caller, {KEEP: self._keep}), self.scope:
             try:
                 async with trio.open_nursery() as nursery:
-                    self._scope = nursery.cancel_scope
                     await self._host.node.introduce()
                     await trio.sleep(self._config.gather_s)
                     nursery.start_soon(self._watch.run)
@@ -106,11 +106,6 @@ class Claimer:
             finally:
                 with trio.move_on_after(2.0, shield=True):
                     await self._claims.withdraw_all()
-
-    def stop(self) -> None:
-        """Have `run` end: from now on nothing is taken up or given up."""
-        if self._scope is not None:
-            self._scope.cancel()
 
     def _wake(self) -> None:
         self._news.set()

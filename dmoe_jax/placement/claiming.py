@@ -119,7 +119,6 @@ class Claiming:
 
         Args:
           served: the experts that the node serves, those that it is giving up too.
-          is_warm: whether its programs are compiled.
         """
         actions = Actions()
         for uid, held in list(self._held.items()):

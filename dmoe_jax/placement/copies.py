@@ -34,7 +34,6 @@ class CopyLayout:
 
     Args:
       state: as of `ExpertBackend.state`; its shapes alone are used.
-      meaning: the expert's, see `Expert.meaning`.
 
     Raises:
       ValueError: it has no floating-point number.
@@ -88,8 +87,8 @@ class Progress:
         self._has_met = False
         self._is_behind = False
 
-    def took(self, count: int) -> None:
-        """It has the state of another copy, of this count."""
+    def met(self, count: int) -> None:
+        """It has the state of another copy, of this count, or an average for which it sent what was of this count."""
         self._since, self._has_met, self._is_behind = count, True, False
 
     def gave(self, count: int) -> None:
@@ -102,10 +101,6 @@ class Progress:
         """It began while others lived whose state it could not get: until it has averaged with them, it counts as one
         that has learnt nothing."""
         self._is_behind = True
-
-    def averaged(self, count: int) -> None:
-        """It has averaged; what it sent was of this count."""
-        self.took(count)
 
     def weight(self, count: int) -> float:
         """Its weight now."""

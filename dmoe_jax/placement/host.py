@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import optax
 
-from dmoe_jax.directory.grid import ExpertUid, expand_grid_pattern
+from dmoe_jax.directory.grid import ExpertUid, patterns_by_uid
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.node.backend import ExpertBackend, make_backend
 from dmoe_jax.node.saving import ExpertSaver
@@ -56,23 +56,14 @@ def claimable_of(
 
     Arguments and errors are those of `make_backends`; ValueError too if there are too many experts.
     """
-    fixed = fixed_of(experts, placement)
-    patterns: dict[str, str] = {}
-    uids: dict[str, ExpertUid] = {}
-    for pattern in experts:
-        for uid in expand_grid_pattern(pattern):
-            name = str(uid)
-            if name in patterns:
-                raise ValueError(f"expert {uid} is named twice, by {patterns[name]!r} and by {pattern!r}")
-            patterns[name] = pattern
-            if pattern not in fixed:
-                uids[name] = uid
+    fixed, patterns = fixed_of(experts, placement), patterns_by_uid(experts)
+    uids = {str(uid): uid for uid, pattern in patterns.items() if pattern not in fixed}
     check_claimable(uids)
 
     def make(uid: str, place: Place) -> ExpertBackend:
-        return make_backend(uids[uid], experts[patterns[uid]], optimizer, seed=seed, place=place)
+        return make_backend(uids[uid], experts[patterns[uids[uid]]], optimizer, seed=seed, place=place)
 
-    first_of_kind = {id(experts[patterns[uid]]): uid for uid in reversed(uids)}
+    first_of_kind = {id(experts[patterns[uids[uid]]]): uid for uid in reversed(uids)}
     prototypes = tuple(make(uid, place) for uid in first_of_kind.values() for place in places)
     return Claimable(uids=uids, make=make, prototypes=prototypes)
 

@@ -70,13 +70,13 @@ class Replicas:
         if taken is None:
             return False
         self.taken[uid] = taken
-        self.progress(uid).took(taken)
+        self.progress(uid).met(taken)
         return True
 
     async def fetch_states(self, on_progress: Callable[[str], None]) -> None:
         """Give each expert that others serve the state that it has there, before this node answers for it."""
         backends, own = self._holder.backends, self._holder.contact.peer_id
-        found = await find_replicas(self._holder.dht, [parse_uid(uid) for uid in backends])
+        found = await find_replicas(self._holder.peer.dht, [parse_uid(uid) for uid in backends])
         served = [uid for uid in backends if any(each.contact.peer_id != own for each in found[parse_uid(uid)])]
         limit = trio.CapacityLimiter(_MAX_FETCHES)
 
@@ -142,7 +142,7 @@ async def replicating(holder: Holder, on_progress: Callable[[str], None]) -> Asy
     try:
         averager = replicas.averager
         methods = {MEET: averager.serve_meet, LEARNT: averager.learnt.serve, STATE: replicas.shelf.serve}
-        with handlers(holder.caller, methods):
+        with handlers(holder.peer.rpc, methods):
             async with background_nursery() as nursery:
                 await replicas.fetch_states(on_progress)
                 nursery.start_soon(replicas.run)

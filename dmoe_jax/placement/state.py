@@ -113,8 +113,8 @@ class StateShelf:
 
         source = StateSource(lambda: backend.update_count, snapshot)
         return StateSharing(
-            holder.caller,
-            holder.dht,
+            holder.peer.rpc,
+            holder.peer.dht,
             prefix=_prefix(holder.swarm, uid, backend),
             source=source,
             config=StateSharingConfig(),
@@ -135,8 +135,8 @@ async def fetch_state(holder: Holder, uid: str, backend: ExpertBackend) -> int |
       HoldersSilent: others are announced, and none of them answers, or none any more.
       StateUnavailable: others serve it, and their state cannot be had; the message says why in a few words.
     """
-    caller, timeout_s = holder.caller, holder.config.fetch_timeout_s
-    found = (await find_replicas(holder.dht, [parse_uid(uid)]))[parse_uid(uid)]
+    caller, timeout_s = holder.peer.rpc, holder.config.fetch_timeout_s
+    found = (await find_replicas(holder.peer.dht, [parse_uid(uid)]))[parse_uid(uid)]
     holders = [replica.contact for replica in found if replica.contact.peer_id != caller.peer_id]
     if not holders:
         return None
@@ -151,9 +151,9 @@ async def fetch_state(holder: Holder, uid: str, backend: ExpertBackend) -> int |
                 nursery.start_soon(_until_silent, caller, donors, nursery.cancel_scope)
                 state = await download_state(
                     caller,
-                    holder.dht,
+                    holder.peer.dht,
                     prefix=_prefix(holder.swarm, uid, backend),
-                    rng=holder.rng,
+                    rng=holder.peer.rng,
                     config=StateSharingConfig(),
                     timeout_s=timeout_s,
                     attempts=_ATTEMPTS,

@@ -50,11 +50,6 @@ def check_claimable(uids: Mapping[str, ExpertUid]) -> None:
         )
 
 
-def scope_of(uids: Iterable[str]) -> str:
-    """A short name for a set of experts: claimers that may claim the same ones count each other, others do not."""
-    return hashlib.blake2b("\n".join(sorted(uids)).encode(), digest_size=8).hexdigest()
-
-
 class Claims:
     """This node's claims, as it writes them.
 
@@ -139,8 +134,8 @@ class Survey:
     def __init__(self, dht: DhtNode, swarm: str, uids: Mapping[str, ExpertUid]) -> None:
         self._dht, self._swarm, self._uids = dht, swarm, uids
         self._keys = tuple(dict.fromkeys(map(key_of, uids.values())))
-        self.scope = scope_of(uids)
-        """Name of the set of experts that it may claim."""
+        self.scope = hashlib.blake2b("\n".join(sorted(uids)).encode(), digest_size=8).hexdigest()
+        """Name of the set of experts: claimers that may claim the same ones count each other, others do not."""
         self._records: dict[str, tuple[Found, ...]] = {}
         self._members: tuple[Member, ...] = ()
 

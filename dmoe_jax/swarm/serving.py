@@ -174,12 +174,10 @@ class Serving:
 
         peer = self.peer
         holder = Holder(
-            caller=peer.rpc,
-            dht=peer.dht,
+            peer=peer,
             swarm=self.config.swarm,
             backends=hand.backends,
             device=all_of(self.devices),
-            rng=peer.rng,
             config=self.placement,
         )
         try:
@@ -207,7 +205,7 @@ class Serving:
                 task_status.started(served)
                 await served._leave.wait()
                 if claimer is not None:
-                    claimer.stop()
+                    claimer.scope.cancel()
         finally:
             try:
                 if served is not None and hand.saver is not None:

@@ -455,14 +455,14 @@ def test_a_copy_counts_as_what_it_has_learnt_since_all_were_the_same() -> None:
     seeded, newcomer, behind = Progress(), Progress(), Progress()
     assert seeded.weight(0) == LEAST_WEIGHT
     assert seeded.weight(500) == 500
-    newcomer.took(500)
+    newcomer.met(500)
     seeded.gave(500)
     assert (newcomer.weight(507), seeded.weight(520)) == (7, 20)
     behind.missed()
     assert behind.weight(40) == LEAST_WEIGHT
-    behind.averaged(40)
+    behind.met(40)
     assert behind.weight(42) == 2
-    seeded.averaged(520)
+    seeded.met(520)
     seeded.gave(530)  # to a third one: those that average with it already know less of it
     assert seeded.weight(530) == 10
 

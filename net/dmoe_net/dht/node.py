@@ -204,8 +204,7 @@ class DhtNode:
             def issue() -> SignedEntries:
                 return [self._issue(key, items[i].suffix, values[i], items[i].life_s) for i in indices]
 
-            async with self._stores:
-                taken = await self._store(key, issue)
+            taken = await self._store(key, issue)
             for index, count in zip(indices, taken, strict=True):
                 counts[index] = count
 
@@ -231,8 +230,7 @@ class DhtNode:
                 lives = [min(self._issued[key, suffix].life_s + MAX_SKEW_S, MAX_LIFE_S) for suffix in suffixes]
                 return [self._issue(key, suffix, None, life) for suffix, life in zip(suffixes, lives, strict=True)]
 
-            async with self._stores:
-                await self._store(key, issue)
+            await self._store(key, issue)
 
         await for_each(withdraw_key, by_key.keys(), by_key.values())
 
@@ -319,9 +317,10 @@ class DhtNode:
 
     async def _store(self, target: NodeId, issue: Callable[[], SignedEntries]) -> list[int]:
         """Store what `issue` signs at the nearest peers; return for each entry the number of those that took it."""
-        taken, is_outrun = await self._store_once(target, issue())
-        if is_outrun:  # an earlier life of this process, or another process with its key, has issued higher sequences
-            taken, _ = await self._store_once(target, issue())
+        async with self._stores:
+            taken, is_outrun = await self._store_once(target, issue())
+            if is_outrun:  # an earlier life of this process, or another one with its key, has issued higher sequences
+                taken, _ = await self._store_once(target, issue())
         return taken
 
     async def _store_once(self, target: NodeId, entries: SignedEntries) -> tuple[list[int], bool]:

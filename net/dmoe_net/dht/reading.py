@@ -116,13 +116,11 @@ class RecordReader:
 
     @asynccontextmanager
     async def reading_on(self, target: NodeId, *, all_copies: bool) -> AsyncIterator[Callable[[Contact], None]]:
-        """Read on, while a walk finds copies of a record, until one of the largest has come whole, or all have.
+        """Read on, while a walk finds copies of a record, until one of the largest has come whole, or all
+        have if `all_copies`.
 
         A holder that takes longer than it has been seen to take is waited for only if no copy of several pages comes
         whole: part of a record would look like all of it. The rest of a copy is read when its holder is asked again.
-
-        Args:
-          all_copies: True to read all copies.
 
         Yields: a function to be called with each holder of whose copy pages follow.
         """

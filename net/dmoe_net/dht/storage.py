@@ -76,11 +76,7 @@ class _Record:
 
 
 class EntryStorage:
-    """Records by key id: at most `max_bytes` in all, as entries are on the wire.
-
-    Args:
-      epoch: names this counting of changes; drawn at random.
-    """
+    """Records by key id: at most `max_bytes` in all, as entries are on the wire; `epoch` is drawn at random."""
 
     def __init__(self, *, max_bytes: int, epoch: int = 0) -> None:
         self.epoch = epoch
@@ -88,7 +84,8 @@ class EntryStorage:
         self._records: dict[NodeId, _Record] = {}
         self._accounts: dict[PeerId, dict[tuple[NodeId, Subkey], int]] = {}  # sizes, from the oldest change on
         self._bytes_of: dict[PeerId, int] = {}
-        self._bytes = 0
+        self.bytes_held = 0
+        """Bytes of all entries."""
         self._changes = 0
         self._count_held = 0
         # When entries are forgotten. A row is void unless it states a present change: a later one leaves it behind.
@@ -97,11 +94,6 @@ class EntryStorage:
     def __len__(self) -> int:
         """Number of records, those too whose entries have ended and are remembered for a while."""
         return len(self._records)
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all entries."""
-        return self._bytes
 
     def get(self, key: NodeId, now: float) -> tuple[Held, ...]:
         """The living entries of a record, from the oldest change to the newest; withdrawn ones too."""
@@ -137,15 +129,14 @@ class EntryStorage:
 
         Args:
           entries: each with the seconds for which it lives on, more than 0.
-          account: the peer that brings them.
           now: seconds of the clock of `Held.ends_at`, which is steady, whatever is done to the swarm's.
           swarm_now: swarm time, seconds; None: the same.
         """
         ahead_s = 0.0 if swarm_now is None else swarm_now - now
         verdicts = [self._take(key, entry, left_s, account, now, ahead_s) for entry, left_s in entries]
-        if self._bytes > self._max_bytes:
+        if self.bytes_held > self._max_bytes:
             self.sweep(now)
-        while self._bytes > self._max_bytes:
+        while self.bytes_held > self._max_bytes:
             self._shed(max(self._bytes_of, key=self._bytes_of.__getitem__))
         return [
             NO_ROOM if verdict is None and not self._has(key, entry) else verdict
@@ -265,7 +256,7 @@ class EntryStorage:
         size = sign * held.entry.size_bytes
         self._count_held += sign
         record.size_bytes += size
-        self._bytes += size
+        self.bytes_held += size
         for sums in (record.bytes_of, self._bytes_of):
             _add(sums, held.account, size)
         _add(record.count_of, held.entry.owner, sign)
