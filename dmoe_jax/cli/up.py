@@ -27,15 +27,7 @@ from dmoe_jax.machine.xla_threads import share_of_threads
 from dmoe_jax.runs.command_line import parse_command_line
 from dmoe_jax.runs.endings import EXIT_INTERRUPTED, CommandFailed, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import as_flags, as_words, flag_of, flags_of, named_flags, words_of
-from dmoe_jax.runs.processes import (
-    LocalSwarm,
-    ProcessFailed,
-    averaging_flags,
-    check_status,
-    deal,
-    launch_nodes,
-    open_local_swarm,
-)
+from dmoe_jax.runs.processes import LocalSwarm, ProcessFailed, check_status, deal, open_local_swarm
 from dmoe_jax.runs.run_folder import CONFIG, replaced_file
 from dmoe_jax.trained.saved_run import SHARED_FOLDER, UP_FLAGS, saved_experts, trainer_folder, up_logs
 
@@ -195,8 +187,10 @@ class UpCommand:
             try:
                 yield
             except BaseException as error:
-                failed = BaseExceptionGroup("", [error]).subgroup(_is_refusal)
-                if failed is not None and before is not None:
+                refused = BaseExceptionGroup("", [error]).subgroup(
+                    lambda each: isinstance(each, ProcessFailed) and each.status == UsageError.status
+                )
+                if refused is not None and before is not None:
                     self._keep_flags(before)
                 raise
 
@@ -214,7 +208,9 @@ class UpCommand:
           CommandFailed: the folder for the logs cannot be made. FolderInUse: another swarm runs in it.
         """
         with self._logs_held():
-            flags = [*self.network_flags(), *self.metrics_flags()]
+            flags = shlex.split(self.network.flags_for_others())
+            if self.metrics.metrics_port is not None:  # each has its own, at a port that the system chooses
+                flags += as_flags({"metrics_port": 0, "metrics_host": self.metrics.metrics_host})
             async with open_local_swarm(self._logs, network_flags=flags) as swarm:
                 return await self._train_in(swarm, console, stop, beside)
 
@@ -231,14 +227,10 @@ class UpCommand:
             monitor.why_not_ready = view.why_not_ready
             showing.start_soon(view.run)
             dht = await swarm.start("dht", ["dht", *self.listen_flags()])
-            nodes = self.flags_of_nodes()
-            await launch_nodes(
-                swarm,
-                dht,
-                self.hands(),
-                lambda index: [*self.saving_flags(index), *nodes],
-                named_by="--experts" if self.swarm.claim is None else "--of",
-            )
+            named_by, flags = "--experts" if self.swarm.claim is None else "--of", self.flags_of_nodes()
+            for index, hand in enumerate(self.hands()):
+                words = ["node", "--join", dht.contact, *self.saving_flags(index), *flags, named_by, *hand]
+                await swarm.launch(f"node{index}", words)
             # Together with the nodes: they read their text and wait for experts while those compile.
             for index, (name, folder) in enumerate(zip(watches, folders, strict=True)):
                 await swarm.launch(name, ["train", "--join", dht.contact, *self._words_of_trainer(index, folder)])
@@ -280,7 +272,9 @@ class UpCommand:
         self.data.check(more=swarm.trainers)
         if self.data.init is not None and not swarm.save_experts:
             raise UsageError("--init needs the experts' folders, which --no-save-experts leaves out")
-        self._check_init()
+        init, is_own = self.data.init, bool(self.code.model or self.code.kind != "transformer_xl")
+        if init is not None and url_of(init) is None and not is_own and not self.folder.resume:
+            check_init(init, self.language)
         if swarm.trainers < 2:
             check_no_effect(f"--trainers {swarm.trainers}: nobody averages", flags_of(self.budget))
         saved = [saved_experts(self.out)] if swarm.save_experts else []
@@ -314,26 +308,10 @@ class UpCommand:
         for index, folder in enumerate(self.folders()):
             check_trainer(["--join", "localhost:1", *self._words_of_trainer(index, folder)])
 
-    def _check_init(self) -> None:
-        """Raise `UsageError` if the flags are not those of --init, rather than when all nodes have compiled."""
-        init, is_own = self.data.init, bool(self.code.model or self.code.kind != "transformer_xl")
-        if init is not None and url_of(init) is None and not is_own and not self.folder.resume:
-            check_init(init, self.language)
-
     @cached_property
     def out(self) -> Path:
         """Run folder of the first trainer process."""
         return self.folder.out or Path("runs") / time.strftime("up-%Y%m%d-%H%M%S")
-
-    def network_flags(self) -> list[str]:
-        """Flags of every process for its network."""
-        return shlex.split(self.network.flags_for_others())
-
-    def metrics_flags(self) -> list[str]:
-        """Flags of every process for its metrics, at a port that the system chooses."""
-        if self.metrics.metrics_port is None:
-            return []
-        return as_flags({"metrics_port": 0, "metrics_host": self.metrics.metrics_host})
 
     def listen_flags(self) -> list[str]:
         """Flags of those that listen for their address."""
@@ -387,15 +365,10 @@ class UpCommand:
                 words += as_words(flag.word, flag.value)
         words += ["--model", code.model] if code.model else []
         words += ["--optimizer", code.trunk_optimizer] if code.trunk_optimizer else []
-        seeds = (data.seed, data.chance_seed + index)
-        words += averaging_flags(num_processes=swarm.trainers, every=self.average_every, seeds=seeds)
+        words += as_flags({"seed": data.seed, "data_seed": data.chance_seed + index})
         if swarm.trainers > 1:
+            words += as_flags({"average_every": self.average_every, "average_side": swarm.trainers})
             words += [*self.listen_flags(), "--memory-budget", self.budget.memory_budget]
         words += shlex.split(swarm.train_flags)
         # Those beside the first one read less: its evaluations are the run's.
         return words + (as_flags({"eval_tokens": 1024, "final_eval_tokens": 16384}) if index else [])
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """True for the end of a process that did not take its flags."""
-    return isinstance(error, ProcessFailed) and error.status == UsageError.status

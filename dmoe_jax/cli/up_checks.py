@@ -22,10 +22,17 @@ def check_trainer(words: Sequence[str]) -> None:
     except UsageError as error:
         raise type(error)(f"{error}; nothing was started") from error
     check_file("--optimizer", command.trunk.optimizer)
-    if command.model is not None:
-        check_file("--model", command.model)
+    check_file("--model", command.model)
+    language = command.language
+    if command.model is not None or language.router == LanguageModelOptions.router:
+        return
+    if ":" in language.router or language.router.endswith(".py"):
+        check_file("--router", language.router)
     else:
-        _check_router(command.language)
+        from dmoe_jax.routing.registry import make_router  # which loads JAX
+
+        with mistakes_in_one_line():
+            make_router(language.router, language.grid_size)
 
 
 def check_file(word: str, spec: str | None) -> None:
@@ -40,16 +47,6 @@ def check_file(word: str, spec: str | None) -> None:
 
 
 def check_init(init: Path, language: LanguageModelOptions) -> None:
-    """Raise `UsageError` if the flags of the model are not those of an export to begin with."""
+    """Raise `UsageError` if the flags of the model are not those of an export to begin with, before nodes compile."""
     with mistakes_in_one_line():
         check_flags(init, settings_of_model(language))
-
-
-def _check_router(language: LanguageModelOptions) -> None:
-    if ":" in language.router or language.router.endswith(".py"):
-        check_file("--router", language.router)
-    elif language.router != LanguageModelOptions.router:
-        from dmoe_jax.routing.registry import make_router  # which loads JAX
-
-        with mistakes_in_one_line():
-            make_router(language.router, language.grid_size)

@@ -11,8 +11,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ class SwarmProcess:
     """Its command: dht, node or train."""
     process: trio.Process
     log: Path
-    """File with everything that it printed, unless it was started in the foreground."""
+    """File with everything that it printed."""
     contact: str = ""
     """PEERID@HOST:PORT to join it at; "" until it printed one, which it does when it serves."""
     metrics: str = ""
@@ -87,22 +87,20 @@ class SwarmProcess:
             await self.settled.wait()
         if not self.contact:
             what = f"was not ready within {_READY_TIMEOUT_S:g} s" if self.is_running else "did not start"
-            raise ProcessFailed(f"{self.name} {what}: {last_lines(self.log)}", ended=self.process.poll())
+            raise ProcessFailed(f"{self.name} {what}: {_last_lines(self.log)}", ended=self.process.poll())
 
 
 class LocalSwarm:
     """Starts `dmoe` processes and ends them all. Made by `open_local_swarm`."""
 
-    def __init__(
-        self, nursery: trio.Nursery, log_folder: Path, environment: Mapping[str, str], network_flags: Sequence[str]
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, log_folder: Path, network_flags: Sequence[str]) -> None:
         self._nursery = nursery
         self._log_folder = log_folder
         # Neither the secret of somebody's real swarm is for this one, nor what stands for flags. Several processes may
         # share one GPU: none may take its whole memory. Lines in a log are not cut at the width of a terminal.
         inherited = {key: value for key, value in os.environ.items() if key in NO_FLAGS or not key.startswith(PREFIX)}
         own = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", SECRET_VARIABLE: ""}
-        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **inherited, **own, **environment}
+        self._environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **inherited, **own}
         self._network_flags = tuple(network_flags)
         self.processes: list[SwarmProcess] = []
         """Every process started, in order."""
@@ -111,10 +109,10 @@ class LocalSwarm:
         """Return the processes that run this command, in the order in which they were started."""
         return [process for process in self.processes if process.kind == kind]
 
-    async def launch(self, name: str, command: Sequence[str], *, in_foreground: bool = False) -> SwarmProcess:
-        """Start `dmoe COMMAND`, which prints to its log, or `in_foreground` to our own terminal."""
+    async def launch(self, name: str, command: Sequence[str]) -> SwarmProcess:
+        """Start `dmoe COMMAND`, which prints to its log."""
         log = self._log_folder / f"{name}.log"
-        with nullcontext() if in_foreground else log.open("wb") as output:
+        with log.open("wb") as output:
             process = await trio.lowlevel.open_process(
                 [sys.executable, "-m", "dmoe_jax.cli", *command, *self._network_flags, "--exit-on-stdin-eof"],
                 stdin=subprocess.PIPE,
@@ -125,8 +123,7 @@ class LocalSwarm:
             )
         launched = SwarmProcess(name, command[0], process, log)
         self.processes.append(launched)
-        if not in_foreground:
-            self._nursery.start_soon(_watch, launched)
+        self._nursery.start_soon(_watch, launched)
         return launched
 
     async def start(self, name: str, command: Sequence[str]) -> SwarmProcess:
@@ -157,18 +154,15 @@ class LocalSwarm:
 
 
 @asynccontextmanager
-async def open_local_swarm(
-    log_folder: Path, environment: Mapping[str, str] | None = None, *, network_flags: Sequence[str] = ()
-) -> AsyncIterator[LocalSwarm]:
+async def open_local_swarm(log_folder: Path, *, network_flags: Sequence[str] = ()) -> AsyncIterator[LocalSwarm]:
     """Open a swarm whose processes are all gone when the block ends: in order, or if it is cancelled at once.
 
     Args:
       log_folder: existing folder for one log file a process.
-      environment: variables to set for every process, beside this one's own.
       network_flags: for every process, such as `--insecure-loopback`; see `dmoe_jax.cli.network.NetworkOptions`.
     """
     async with trio.open_nursery() as nursery:
-        swarm = LocalSwarm(nursery, log_folder, environment or {}, network_flags)
+        swarm = LocalSwarm(nursery, log_folder, network_flags)
         try:
             yield swarm
             await swarm.end_in_order()
@@ -195,45 +189,15 @@ def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
     return hands
 
 
-async def launch_nodes(
-    swarm: LocalSwarm,
-    dht: SwarmProcess,
-    hands: Sequence[Sequence[str]],
-    flags_of: Callable[[int], Sequence[str]],
-    *,
-    named_by: str = "--experts",
-) -> None:
-    """Start a node for each hand of experts, all at once, to join through `dht`; do not wait for them.
-
-    Args:
-      flags_of: returns further flags of `dmoe node`, by the node's index.
-      named_by: flag for its hand; "--of" for nodes that claim experts.
-    """
-    for index, hand in enumerate(hands):
-        await swarm.launch(f"node{index}", ["node", "--join", dht.contact, *flags_of(index), named_by, *hand])
-
-
-def averaging_flags(*, num_processes: int, every: int, seeds: tuple[int, int]) -> list[str]:
-    """Flags of `dmoe train` for one of several trainer processes that average their trunks in one group.
-
-    Args:
-      seeds: seed of the parameters, the same for all, and seed of its own text and dropout.
-    """
-    averaging = ["--average-every", str(every), "--average-side", str(num_processes)]
-    return ["--seed", str(seeds[0]), "--data-seed", str(seeds[1]), *(averaging if num_processes > 1 else [])]
-
-
 def check_status(process: SwarmProcess, status: int) -> None:
     """Raise ProcessFailed if a process ended with an error of its own; a kill from outside is none."""
     if status not in (0, -getattr(signal, "SIGKILL", 9)):
-        why = f"{process.name} ended with status {status}: {last_lines(process.log)}"
-        raise ProcessFailed(why, ended=status)
+        raise ProcessFailed(f"{process.name} ended with status {status}: {_last_lines(process.log)}", ended=status)
 
 
-def last_lines(log: Path, count: int = 3) -> str:
-    """Last lines of a log in one line."""
+def _last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return " / ".join(lines[-count:]) if lines else "it printed nothing"
+    return " / ".join(lines[-3:]) if lines else "it printed nothing"
 
 
 async def _watch(process: SwarmProcess) -> None:

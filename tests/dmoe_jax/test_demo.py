@@ -170,7 +170,7 @@ def test_the_demonstration_is_a_swarm_of_up() -> None:
     """Its own flags arrive at the processes; trainers beside the first one evaluate less."""
     up = demonstrated(quick=True, freeze_experts=True, num_trainers=3, seed=5, insecure_loopback=True)
     up.check()
-    assert (len(up.hands()), up.swarm.trainers, up.network_flags()) == (4, 2, ["--insecure-loopback"])
+    assert (len(up.hands()), up.swarm.trainers, up.network.flags_for_others()) == (4, 2, " --insecure-loopback")
     node, train = node_of(up), trainer_of(up)
     assert (node.learning.recipe.freeze_experts, node.serving.warm_up_rows, node.seed) == (True, 64, 5)
     assert (train.data.num_trainers, train.run_length.eval_tokens, train.run_length.steps) == (3, 8192, 100)
