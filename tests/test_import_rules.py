@@ -157,7 +157,6 @@ LINE_BUDGETS = {"dmoe_jax": 44_068, "dmoe_net": 18_311, "experiments": 13_500}
 WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.averaging.tree_averager": 21,
     "dmoe_jax.cli.assist": 19,
-    "dmoe_jax.cli.inspect": 16,
     "dmoe_jax.cli.trainers": 19,
     "dmoe_jax.cli.up": 16,
     "dmoe_jax.collaboration.collaboration": 17,

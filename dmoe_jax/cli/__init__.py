@@ -1,7 +1,8 @@
 """The `dmoe` command.
 
-Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line. Modules that
-need JAX are imported by the command that uses them, so that `dmoe --help` answers at once.
+Each subcommand is a frozen dataclass whose fields are its flags; `tyro` reads them from the command line, and `run`
+returns the exit status. Modules that need JAX are imported by the command that uses them, so that `dmoe --help` answers
+at once.
 """
 
 import importlib.metadata
@@ -59,7 +60,9 @@ Command = (
 @standard_streams()
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `dmoe`. Exits as `EXIT_HELP` says."""
-    words = _named(list(sys.argv[1:] if args is None else args))
+    words = list(sys.argv[1:] if args is None else args)
+    if (name := " ".join(words[:2])) in commands_of(Command):
+        words[:2] = [name]  # such as "runs clean"
     if words == ["--version"]:
         try:
             version = importlib.metadata.version("dmoe-jax")
@@ -94,12 +97,6 @@ def main(args: Sequence[str] | None = None) -> None:
         fail(str(error))
     except KeyboardInterrupt:  # of a command without an event loop
         sys.exit(EXIT_INTERRUPTED)
-
-
-def _named(words: list[str]) -> list[str]:
-    """The words, the first two in one if together they are the name of a command: "runs clean"."""
-    name = " ".join(words[:2])
-    return [name, *words[2:]] if len(words) > 1 and name in commands_of(Command) else words
 
 
 def _given(words: Sequence[str]) -> Given:

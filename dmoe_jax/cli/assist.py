@@ -62,7 +62,6 @@ class AssistCommand:
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
-        """Assist until interrupted; the exit status."""
         self.check()
         return run_until_done(self._assist, exit_on_stdin_eof=self.exit_on_stdin_eof)
 

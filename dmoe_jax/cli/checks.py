@@ -1,6 +1,7 @@
 """Checks of flags that several commands share. Each raises `UsageError` for the first flag that fails it."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import Flag, flag_of
@@ -29,6 +30,14 @@ def check_seed(options: object, *names: str, more: int = 0) -> None:
         seed = getattr(options, name)
         if seed is not None and not 0 <= seed <= _MOST_SEED - more:
             raise UsageError(f"{flag_of(name)} must be from 0 to {_MOST_SEED - more}, got {seed}")
+
+
+def text_of(flag: str, path: Path) -> str:
+    """The text in a file that a flag names. Raises UsageError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def check_needs(needed: str, is_there: bool, flags: Iterable[Flag]) -> None:

@@ -25,6 +25,8 @@ from dmoe_jax.machine.environment import SECRET_VARIABLE
 from dmoe_jax.runs.endings import UsageError
 from dmoe_jax.runs.flags import named_flags, words_of
 from dmoe_jax.runs.processes import LocalSwarm, SwarmProcess
+from dmoe_jax.runs.report import write_report
+from dmoe_jax.runs.run_folder import METRICS, RunFolder, append_metric, read_metrics
 from dmoe_jax.runs.speech import say
 
 _QUICK: dict[str, Any] = {"steps": 100, "max_minutes": 1.0, "eval_tokens": 8192, "final_eval_tokens": 16384}
@@ -98,7 +100,6 @@ class DemoCommand:
     """Plain TCP without encryption: what does TLS cost?"""
 
     def run(self) -> int:
-        """Run the demonstration; the exit status."""
         check_at_least(3, self, "num_nodes")
         check_at_least(1, self, "num_processes", "average_every")
         check_at_least(10, self.run_length, "steps")
@@ -148,8 +149,7 @@ class DemoCommand:
 
         if status := await up.train(console, stop, kill_in_the_middle):
             return status
-        # In a thread: importing Matplotlib takes its time.
-        headline = await trio.to_thread.run_sync(self._report, up.out)
+        headline = self._report(up.out)
         show_headline(console, up.out, headline, title="DMoE Transformer-XL")
         if self.json:
             say(json.dumps(headline))
@@ -157,10 +157,7 @@ class DemoCommand:
 
     def _report(self, out: Path) -> dict[str, Any]:
         """Write the trainer's report anew, with the kills and the command; the headline."""
-        from dmoe_jax.runs.report import write_report
-        from dmoe_jax.runs.run_folder import RunFolder, read_metrics
-
-        headline = headline_of(read_metrics(out / "metrics.jsonl"))
+        headline = headline_of(read_metrics(out / METRICS))
         flags = words_of(self, without=("--out", "--json", "--config", "--metrics-port", "--metrics-host"))
         write_report(
             RunFolder(out),
@@ -175,13 +172,11 @@ class DemoCommand:
 
 
 async def _kill(process: SwarmProcess, first: TrainerWatch, out: Path, console: Console) -> None:
-    from dmoe_jax.runs.run_folder import append_metric
-
     process.process.kill()
     await process.process.wait()
     # A trainer process that averages is called somewhere, too, but the figure marks the experts of a node only.
     name, address = ("node_killed", process.address) if process.kind == "node" else ("trainer_killed", "")
     who = f"{process.name} at {address}" if address else process.name
     place = {"step": first.step, "time_s": first.time_s}
-    append_metric(out / "metrics.jsonl", kind="event", name=name, **place, detail=who, peer=address)
+    append_metric(out / METRICS, kind="event", name=name, **place, detail=who, peer=address)
     console.print(f"[bold red]killed {who} with SIGKILL at step {first.step}[/]")

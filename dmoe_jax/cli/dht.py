@@ -40,7 +40,6 @@ class DhtCommand:
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
-        """Serve until interrupted; the exit status."""
         return run_until_done(
             self._serve, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=self.LEAVE_TIMEOUT_S
         )

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,19 +22,24 @@ from dmoe_net.identity import Address
 
 if TYPE_CHECKING:  # they need JAX, which `dmoe --help` does not wait for
     import optax
+    from jax.sharding import Mesh
 
     from dmoe_jax.experts import Expert
     from dmoe_jax.node.sharding import PlacedDevice
+    from dmoe_jax.peers.peer import SwarmPeer
+    from dmoe_jax.training.engine import Engine
 
 _END_TIMEOUT_S = 10.0
 """Seconds after which this process ends once another one is gone: XLA may wait for that one for ever."""
+
+_REPORT_S = 30.0
+"""The same for a process that has a report to write meanwhile."""
 
 _SHUTDOWN_TIMEOUT_S = 10
 """Seconds that processes wait for each other at their end."""
 
 _MOST_XLA_THREADS = 256
 """More than a machine has cores only cost memory: XLA makes them all."""
-
 
 AUTO = "auto"
 """Value of --distributed with which JAX finds the other processes."""
@@ -64,28 +69,22 @@ class DeviceOptions:
             if numbered:
                 why = "without --distributed" if self.distributed is None else "beside --distributed auto"
                 raise UsageError(f"--num-processes and --process-id would have no effect {why}")
+        elif self.num_processes is None or self.process_id is None:
+            raise UsageError("--distributed needs --num-processes and --process-id, unless it is auto")
+        elif self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
+            numbers = f"{self.process_id} of {self.num_processes}"
+            raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
         else:
-            self._check_numbers(self.distributed or "")
+            try:
+                Address.parse(self.distributed or "")
+            except ValueError as error:
+                raise UsageError(f"--distributed: {error}") from error
         if self.distributed is not None and self.devices is not None:
             raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
 
-    def _check_numbers(self, coordinator: str) -> None:
-        if self.num_processes is None or self.process_id is None:
-            raise UsageError("--distributed needs --num-processes and --process-id, unless it is auto")
-        if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
-            numbers = f"{self.process_id} of {self.num_processes}"
-            raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
-        try:
-            Address.parse(coordinator)
-        except ValueError as error:
-            raise UsageError(f"--distributed: {error}") from error
-
     async def set_up(self) -> None:
-        """Set JAX up before it computes anything; with --distributed it sees the devices of all processes.
-
-        Raises:
-          UsageError: the others do not come, the coordinator cannot be reached, or JAX finds no cluster.
-        """
+        """Set JAX up before it computes anything; with --distributed it sees the devices of all processes. Raises
+        UsageError if the others do not come, the coordinator cannot be reached, or JAX finds no cluster."""
         if self.xla_threads is not None:
             set_xla_threads(self.xla_threads)
         set_up_jax()
@@ -97,12 +96,12 @@ class DeviceOptions:
         jax.config.update("jax_enable_preemption_service", False)
 
         told: dict[str, Any] = {"shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT_S}
-        who = "waits for the other processes of its cluster"
-        if self.distributed != AUTO:
+        if self.distributed == AUTO:
+            say("waits for the other processes of its cluster")
+        else:
             told |= {"coordinator_address": self.distributed, "num_processes": self.num_processes}
             told |= {"process_id": self.process_id}
-            who = f"process {self.process_id} of {self.num_processes} waits for the others"
-        say(who)
+            say(f"process {self.process_id} of {self.num_processes} waits for the others")
         initialize = partial(jax.distributed.initialize, **told)
         try:
             await trio.to_thread.run_sync(initialize, abandon_on_cancel=True)
@@ -205,6 +204,55 @@ class NodeDevices(DeviceOptions):
             on_lost=end_soon,
             until_told_to_stop=until_told_to_stop,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkDevices(DeviceOptions):
+    """Devices that the trunk lies on, of this process or of several on one host or more that train as one."""
+
+    devices: str | None = None
+    """JAX devices of this machine for the trunk: 0-7, 0,2,5 or all. Default: as many as --mesh takes, from the first;
+    without it, the first."""
+    mesh: str | None = None
+    """Spread the trunk over several devices, such as data=2,model=4: rows of a batch over data, parameters and
+    optimiser state over model. Default: all of --devices along data. A run may go on with another mesh, or on one
+    device: data=1."""
+    distributed: Annotated[str | None, tyro.conf.arg(metavar="COORDINATOR:PORT|auto")] = None
+    """Make one trainer of several processes, which hold the trunk together on a mesh of all their devices (--mesh;
+    default: all along data). Start the same command with the same flags in each of them, with --num-trainers 1. Process
+    0 alone has the run folder and speaks; each asks experts for its own rows, and listens for the others at --listen.
+    COORDINATOR:PORT is for jax.distributed, on the host of process 0. auto: under Slurm, Open MPI and Kubernetes JAX
+    finds out all of this, and the next two."""
+
+    def opened_lead(
+        self, engine: "Engine", peer: "SwarmPeer", *, settings: str
+    ) -> AbstractAsyncContextManager["Engine"]:
+        """As `training.led.opened_lead`."""
+        from dmoe_jax.training.led import opened_lead
+
+        return opened_lead(engine, peer, settings=settings, on_lost=partial(end_soon, after_s=_REPORT_S))
+
+    async def follow(self, engine: "Engine", peer: "SwarmPeer", *, settings: str) -> None:
+        """As `training.led.follow`."""
+        from dmoe_jax.training.led import follow
+
+        await follow(engine, peer, settings=settings, on_lost=partial(end_soon, after_s=_REPORT_S))
+
+    def mesh_of_trunk(self) -> "Mesh | None":
+        """The mesh of the trunk; None: JAX's default device. JAX is set up by then. Raises ValueError if the mesh is
+        written otherwise, or takes another number of devices than are named, or than there are."""
+        import jax
+
+        from dmoe_jax.mesh.layout import Layout, MeshShape, chosen_devices
+
+        shape = None if self.mesh is None else MeshShape.parse(self.mesh)
+        if self.distributed is not None:
+            devices = tuple(jax.devices())
+        elif self.mesh is None and self.devices is None:
+            return None
+        else:
+            devices = chosen_devices(self.devices, shape, jax.local_devices())
+        return Layout(devices=devices, mesh_shape=shape or MeshShape(data=len(devices))).mesh
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dmoe_jax.cli.checks import check_at_least
+from dmoe_jax.cli.checks import check_at_least, text_of
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
@@ -49,7 +49,6 @@ class EvaluateCommand(TrainedModelOptions):
     """Print the figures as one JSON object."""
 
     def run(self) -> int:
-        """Evaluate the model; the exit status."""
         return run_until_done(self._evaluate)
 
     async def _evaluate(self, stop: Stop) -> int:
@@ -65,7 +64,7 @@ class EvaluateCommand(TrainedModelOptions):
         name = self.split if self.text is None else str(self.text)
         with TrainingProgress(0) as progress, progress.evaluation(f"{self.model_name} on {name}") as on_batch:
             async with self.opened(lambda m: m.with_lengths(mem_len=self.mem_len, clamp_len=self.clamp_len)) as model:
-                text = model.split(self.split) if self.text is None else _read(self.text)
+                text = model.split(self.split) if self.text is None else text_of("--text", self.text)
                 found = await model.evaluate(text, rows=self.rows, on_batch=on_batch)
         if self.json:
             told = {"model": self.model_name, **self._origin(model.saved), "text": name, **_figures(found)}
@@ -103,13 +102,6 @@ class EvaluateCommand(TrainedModelOptions):
         else:
             return
         raise UsageError(f"{what} does not say where its text is: name it with --data, or a text of your own: --text")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _figures(found: "TextEvaluation") -> dict[str, Any]:

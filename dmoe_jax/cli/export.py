@@ -57,7 +57,6 @@ class ExportCommand:
     """Print what was written as one JSON object."""
 
     def run(self) -> int:
-        """Export the model; the exit status."""
         return run_until_done(self._export)
 
     async def _export(self, stop: Stop) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from dmoe_jax.cli.checks import check_at_least
+from dmoe_jax.cli.checks import check_at_least, text_of
 from dmoe_jax.cli.lifecycle import Stop, run_until_done
 from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.cli.trained_options import TrainedModelOptions
@@ -33,7 +33,6 @@ class GenerateCommand(TrainedModelOptions):
     """Print one JSON object a prompt: the prompt, the text, its words' ids and log-probabilities."""
 
     def run(self) -> int:
-        """Write; the exit status."""
         return run_until_done(self._generate)
 
     async def _generate(self, stop: Stop) -> int:
@@ -64,10 +63,7 @@ class GenerateCommand(TrainedModelOptions):
         """The prompts of all flags; an empty one if there is none. Raises UsageError if the file cannot be read."""
         if self.prompts is None:
             return list(self.prompt) or [""]
-        try:
-            lines = self.prompts.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--prompts {self.prompts}: {getattr(error, 'strerror', None) or error}") from error
+        lines = text_of("--prompts", self.prompts).splitlines()
         if not (found := [*self.prompt, *filter(None, map(str.strip, lines))]):
             raise UsageError(f"--prompts {self.prompts}: the file has no line with a prompt")
         return found

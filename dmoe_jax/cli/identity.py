@@ -18,6 +18,5 @@ class IdentityCommand:
     """File of the private key, as for --identity."""
 
     def run(self) -> int:
-        """Print it; the exit status."""
         say(load_or_create_identity(self.file).peer_id)
         return 0

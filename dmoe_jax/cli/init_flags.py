@@ -31,12 +31,8 @@ def settings_of_model(language: LanguageModelOptions) -> dict[str, Any]:
 
 
 def check_flags(path: Path, ours: Mapping[str, Any]) -> None:
-    """Check that settings of ours are those of the export at a path.
-
-    Raises:
-      UsageError: some are others; the message has the flags that fit. ValueError: there is no export. OSError: it
-        cannot be read.
-    """
+    """Raise `UsageError` with the flags that fit unless settings of ours are those of the export at a path; ValueError
+    if there is no export, OSError if it cannot be read."""
     facts = read_facts(path)
     layer = facts.sizes.get("layer")
     told = {**(layer if isinstance(layer, dict) else {}), **facts.sizes, "router": facts.router}
@@ -47,12 +43,8 @@ def check_flags(path: Path, ours: Mapping[str, Any]) -> None:
 
 @contextmanager
 def fitting(init: Path, ours: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield an export, or for a URL a copy on this machine. If the body raises ValueError because it cannot begin with
-    that, say which flags fit.
-
-    Raises:
-      UsageError: as of `check_flags`. ValueError, OSError: as of `local_copy`.
-    """
+    """Yield an export, or for a URL a copy on this machine, as `local_copy` does. If the body raises ValueError because
+    it cannot begin with that, say which flags fit, as `check_flags` does."""
     with local_copy(init) as path:
         try:
             yield path

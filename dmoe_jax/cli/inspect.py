@@ -1,8 +1,6 @@
 """`dmoe inspect`: pictures of what a run's router learnt."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -63,7 +61,6 @@ class InspectCommand:
     """Print the figures as one JSON object."""
 
     def run(self) -> int:
-        """Inspect the run; the exit status."""
         return run_until_done(self._inspect)
 
     async def _inspect(self, stop: Stop) -> int:
@@ -104,7 +101,7 @@ class InspectCommand:
     def _read(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
         from dmoe_jax.inspection.reading import cut, read_locally
 
-        with _mistakes_of_others():
+        with mistakes_in_one_line():
             return read_locally(model, cut(getattr(corpus, self.split), model.config.seq_len, self.tokens))
 
     async def _ask(self, model: "SavedModel", corpus: "Corpus") -> "Reading":
@@ -116,7 +113,7 @@ class InspectCommand:
             join_swarm(self.network, join=self.join) as peer,
             swarm_of(peer, name=self.network.swarm) as swarm,
         ):
-            with _mistakes_of_others():
+            with mistakes_in_one_line():
                 return await read_in_swarm(model, swarm, batches)
 
     def _write(self, run: SavedRun, model: "SavedModel", reading: "Reading", corpus: "Corpus") -> dict[str, Any]:
@@ -126,15 +123,3 @@ class InspectCommand:
             return write_inspection(run, model, reading, corpus, split=self.split)
         except OSError as error:
             raise UsageError(one_line(error)) from error
-
-
-@contextmanager
-def _mistakes_of_others() -> Iterator[None]:
-    """Turn a mistake of the user's router, and experts of another model, into a `UsageError`."""
-    from dmoe_jax.mixture.readiness import ExpertMismatch
-    from dmoe_jax.routing.base import RouterError
-
-    try:
-        yield
-    except (RouterError, ExpertMismatch) as error:
-        raise UsageError(one_line(error)) from error

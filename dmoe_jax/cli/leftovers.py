@@ -164,16 +164,12 @@ def _is_nothing(path: Path) -> bool:
         return False
     if config_of(path) is not None:
         return _is_run_without_a_step(path)
+    run = _run_of(path)
     if path.suffix == LOGS:
-        run = _run_of(path)
         is_known = config_of(run) is not None or (path / UP_FLAGS).exists() or is_empty(path)
-        return (
-            is_known
-            and _is_ours(path)
-            and all(_LOG_FILES.fullmatch(each.name) or each.name == HOLDER for each in path.iterdir())
-        )
+        are_logs = all(_LOG_FILES.fullmatch(each.name) or each.name == HOLDER for each in path.iterdir())
+        return is_known and are_logs and _is_ours(path)
     if path.suffix == NODES:
-        run = _run_of(path)
         return (config_of(run) is not None or (up_logs(run) / UP_FLAGS).exists()) and _has_learnt_nothing(path)
     return is_empty(path) and _is_ours(path)
 
@@ -189,8 +185,7 @@ def _is_run_without_a_step(path: Path) -> bool:
     if records is None or ending_of(records) == "complete" or {each["kind"] for each in records} - _BEFORE_STEPS:
         return False
     # Looked at, too: records may have found no room on the disk.
-    saved = [each.name for each in (path / CHECKPOINT_FOLDER).glob("*") if each.is_dir()]
-    if any(name != "0" and not _HALF_WRITTEN.fullmatch(name) for name in saved):
+    if any(each.is_dir() and not _has_no_updates(each) for each in (path / CHECKPOINT_FOLDER).glob("*")):
         return False
     return all(
         each.name in {*RUN_FILES, HOLDER} or _is_half_written(each) or _is_inner(each) or _holds_nothing(each)
@@ -202,13 +197,13 @@ def _is_inner(path: Path) -> bool:
     """True for a folder of ours in a run folder that has nothing in it but what a run without a step leaves there."""
     if path.name not in INNER_FOLDERS or not path.is_dir() or path.is_symlink():
         return False
-    is_known = path.name == CHECKPOINT_FOLDER
-    return all(
-        each.is_dir() and (each.name == "0" or _HALF_WRITTEN.fullmatch(each.name))
-        if is_known
-        else each.is_file() and each.name.startswith("events.out.tfevents")
-        for each in path.iterdir()
-    )
+    if path.name == CHECKPOINT_FOLDER:
+        return all(each.is_dir() and _has_no_updates(each) for each in path.iterdir())
+    return all(each.is_file() and each.name.startswith("events.out.tfevents") for each in path.iterdir())
+
+
+def _has_no_updates(checkpoint: Path) -> bool:
+    return checkpoint.name == "0" or bool(_HALF_WRITTEN.fullmatch(checkpoint.name))
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -177,7 +177,10 @@ class LocalView:
 
     def families(self) -> Iterator[Family]:
         """Counts of processes by command and state, and the trainers' progress."""
-        states = Counter((process.kind, _state_of(process)) for process in self._swarm.processes)
+        states: Counter[tuple[str, str]] = Counter()
+        for process in self._swarm.processes:
+            state = "ended" if not process.is_running else "serving" if process.contact else "running"
+            states[process.kind, state] += 1
         counts = (({"command": kind, "state": state}, count) for (kind, state), count in sorted(states.items()))
         yield labelled("gauge", "dmoe_up_processes", "Processes of the swarm, by command and state.", counts)
         steps = {name: watch.step for name, watch in self._trainers.items()}
@@ -190,12 +193,6 @@ class LocalView:
         if starting:
             return f"not serving yet: {', '.join(starting)}"
         return "" if nodes else "no node runs"
-
-
-def _state_of(process: SwarmProcess) -> str:
-    if not process.is_running:
-        return "ended"
-    return "serving" if process.contact else "running"
 
 
 def show_headline(console: Console, folder: Path, headline: dict[str, Any] | None = None, *, title: str) -> None:

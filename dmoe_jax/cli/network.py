@@ -199,11 +199,7 @@ def not_listening(flag: str, error: ListenFailed) -> UsageError:
 
 
 def check_join(join: Sequence[str]) -> None:
-    """Check that each text is a peer to join through, or a file of such peers, if it is there already.
-
-    Raises:
-      UsageError: naming the one that is not.
-    """
+    """Raise `UsageError` naming the text that is no peer to join through, nor a file of such peers that is there."""
     try:
         with suppress(NobodyListed):
             peers_now(parse_targets(tuple(join)))
@@ -238,18 +234,14 @@ async def join_swarm(
             peer = await stack.enter_async_context(open_peer(tuple(join), config))
         except PeersFileError as error:
             raise UsageError(f"--join: {error}") from error
-        if listen is not None and listen.write_contact is not None:
-            _write_contact(listen.write_contact, peer)
+        if listen is not None and (path := listen.write_contact) is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replaced_file(path) as temporary:
+                    temporary.write_text(f"{peer.contact}\n")
+            except OSError as error:
+                raise CommandFailed(f"--write-contact {path}: {error.strerror}") from error
         yield peer
-
-
-def _write_contact(path: Path, peer: SwarmPeer) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced_file(path) as temporary:
-            temporary.write_text(f"{peer.contact}\n")
-    except OSError as error:
-        raise CommandFailed(f"--write-contact {path}: {error.strerror}") from error
 
 
 def join_line(command: str, network: NetworkOptions, peer: SwarmPeer) -> str:

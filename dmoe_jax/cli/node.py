@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -59,7 +59,6 @@ class NodeCommand(DhtCommand):
     """Misbehave on purpose in a share of expert calls: refuse, hang, die, garbage, wrong_shape, late=RATE:MEAN_S."""
 
     def run(self) -> int:
-        """Serve until interrupted; the exit status."""
         with failing_at_once():
             return super().run()
 
@@ -153,17 +152,12 @@ class NodeCommand(DhtCommand):
         from dmoe_jax.cli.compiling import compiled_once
 
         programs = repr((self.kind, self.learning, self.serving.warm_up_rows, self.serving.strategy, self.devices))
-        before: AbstractAsyncContextManager[None] = nullcontext()
-        compiling: AbstractAsyncContextManager[None] = nullcontext()
-        if self.hand.claim is None:
+        with mistakes_in_one_line():
+            if self.hand.claim is not None:  # it is listed already while it waits, and claims its experts
+                return await serving(compiling=compiled_once(programs, while_waiting=nullcontext()))
             facts = {"state": "waiting", "experts": self.hand.count()}
-            before = compiled_once(programs, while_waiting=swarm.announced("node", lambda: facts))
-        else:  # it is listed already while it waits, and claims its experts
-            compiling = compiled_once(programs, while_waiting=nullcontext())
-        async with before:
-            with mistakes_in_one_line():
-                served = await serving(compiling=compiling)
-        return served
+            async with compiled_once(programs, while_waiting=swarm.announced("node", lambda: facts)):
+                return await serving(compiling=nullcontext())
 
     def _say_what_is_served(self, served: "Served", swarm: "Swarm", *, took_s: float) -> None:
         node = served.node

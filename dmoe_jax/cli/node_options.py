@@ -56,11 +56,8 @@ class HandOptions:
         return self.experts + self.of
 
     def count(self) -> int:
-        """Number of experts that the node serves from the start.
-
-        Raises:
-          UsageError: the patterns are malformed, name an expert twice, or too many to claim.
-        """
+        """Number of experts that the node serves from the start. Raises UsageError if the patterns are malformed, name
+        an expert twice, or too many to claim."""
         patterns: dict[ExpertUid, str] = {}
         with mistakes_in_one_line():
             for pattern in self.patterns():
@@ -93,11 +90,7 @@ class KindOptions:
     a layer, whose attention stays with the trainers. They need the same --route."""
 
     def make(self) -> "Expert":
-        """Make the expert.
-
-        Raises:
-          UsageError: a flag is for another kind. ValueError: there is no such kind or file.
-        """
+        """Make it. Raises UsageError for a flag of another kind, ValueError if there is no such kind or file."""
         from dmoe_jax.experts import EXPERTS, make_expert
         from dmoe_jax.experts.transformer_xl import layer_expert
         from dmoe_jax.experts.user_file import load_from_file, user_expert
@@ -146,11 +139,8 @@ class LearningOptions:
     recipe: Annotated[ExpertRecipe, tyro.conf.arg(name="")] = field(default_factory=ExpertRecipe)
 
     def make(self) -> "optax.GradientTransformation | None":
-        """Make the optimiser; None: nothing is learnt.
-
-        Raises:
-          UsageError: a flag would have no effect. ValueError: the user's file has no optimiser.
-        """
+        """Make the optimiser; None: nothing is learnt. Raises UsageError for a flag that would have no effect,
+        ValueError if the user's file has no optimiser."""
         from dmoe_jax.experts.user_file import user_optimizer
         from dmoe_jax.optim.recipe import make_optimizer
 
@@ -192,11 +182,8 @@ class SavingOptions:
         optimizer: "optax.GradientTransformation | None",
         settings: Mapping[str, Any],
     ) -> int:
-        """Have the experts begin as --init says; return their number.
-
-        Raises:
-          UsageError: the export's experts were made with other `settings`. ValueError, OSError: as of `begin_experts`.
-        """
+        """Have the experts begin as --init says; return their number. Raises UsageError if the export's were made with
+        other `settings`; ValueError and OSError as `begin_experts`."""
         from dmoe_jax.trained.imported import begin_experts
 
         if self.init is None or self.checkpoint_dir is None:

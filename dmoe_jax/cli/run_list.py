@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,15 +107,11 @@ def records_of(folder: Path) -> list[dict[str, Any]] | None:
 
 def list_runs(root: Path) -> list[ListedRun]:
     """The runs in a folder and in their experiments' folders, the latest last."""
-    found = [_listed_if_there(path, root) for path in run_folders(root)]
-    return sorted((run for run in found if run is not None), key=lambda run: (run.begun, run.name))
-
-
-def _listed_if_there(path: Path, root: Path) -> ListedRun | None:
-    try:
-        return listed(path, root)
-    except (ValueError, FileNotFoundError):  # removed meanwhile
-        return None
+    found = []
+    for path in run_folders(root):
+        with suppress(ValueError, FileNotFoundError):  # removed meanwhile
+            found.append(listed(path, root))
+    return sorted(found, key=lambda run: (run.begun, run.name))
 
 
 def listed(path: Path, root: Path) -> ListedRun:

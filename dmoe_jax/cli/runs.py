@@ -38,7 +38,6 @@ class RunsCommand:
     """Print one JSON object a run instead of a table."""
 
     def run(self) -> int:
-        """Print the list; the exit status."""
         with mistakes_in_one_line():
             runs = list_runs(_checked(self.root))
         if self.json:
@@ -61,7 +60,6 @@ class CompareRunsCommand:
     """Print one JSON object instead of tables."""
 
     def run(self) -> int:
-        """Print the comparison; the exit status."""
         if len(self.runs) < 2:
             raise UsageError(f"expected two run folders or more to compare, got {len(self.runs)}")
         with mistakes_in_one_line():
@@ -97,7 +95,6 @@ class CleanRunsCommand:
     """Remove without asking. Needed where there is no terminal to ask at."""
 
     def run(self) -> int:
-        """List the leftovers, and remove them if that is wanted; the exit status."""
         with mistakes_in_one_line():
             leftovers = find_leftovers(_checked(self.root))
         if not leftovers:

@@ -37,7 +37,6 @@ class ServeCommand(TrainedModelOptions):
     config: ConfigFile = None
 
     def run(self) -> int:
-        """Serve until stopped; the exit status."""
         return run_until_done(self._serve)
 
     async def _serve(self, stop: Stop) -> int:

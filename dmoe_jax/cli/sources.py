@@ -64,11 +64,8 @@ class Given:
             check_code(self.file, self.config, named=self.named, otherwise=otherwise)
 
     def resumed(self, command: type[C], saved: Sequence[str], out: Path, *, prog: str, is_trusted: bool) -> C:
-        """The command with the flags of the run in `out`, and with these.
-
-        Raises:
-          UsageError: code would be run only because the run's folder names it.
-        """
+        """The command with the flags of the run in `out`, and with these. Raises UsageError if code would be run only
+        because the run's folder names it."""
         found: C = parse_command_line(command, prog=prog, args=[*saved, *self.words], origins=self.origins)
         if not is_trusted:
             with mistakes_in_one_line():

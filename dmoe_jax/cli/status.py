@@ -75,7 +75,6 @@ class StatusCommand:
     """Print one JSON object instead of tables and end."""
 
     def run(self) -> int:
-        """Show the tables; the exit status."""
         return run_until_done(self._show)
 
     async def _show(self, stop: Stop) -> int:
@@ -126,7 +125,8 @@ def status_tables(swarm: str, members: Sequence[Member], before: Statuses, now: 
     nodes = [member for member in members if member.role == "node"]
     num_experts = sum(_num_experts(node, now.get(node.peer_id)) for node in nodes)
     title = f"swarm {swarm!r}: {len(nodes)} node{'' if len(nodes) == 1 else 's'}, {num_experts} experts"
-    title += _staleness(now)
+    if (mean := mean_staleness_untrusted(now.values())) is not None:
+        title += f", mean staleness {mean:.1f}"
     rows = [_node_row(node, before.get(node.peer_id), now.get(node.peer_id)) for node in nodes]
     tables = [_table(title, ("node", "address", "experts", "calls/s", "queue", "busy", "updates", "state"), rows)]
     if rows := [_claims_row(node, claims) for node in nodes if (claims := _claims_of(now.get(node.peer_id)))]:
@@ -205,23 +205,14 @@ def _num_experts(node: Member, status: Mapping[str, Any] | None) -> int:
     return len((status or {}).get("updates") or ()) or (listed if isinstance(listed, int) else 0)
 
 
-def _staleness(now: Statuses) -> str:
-    """Mean staleness of the updates that the nodes have made since they started, for the title."""
-    mean = mean_staleness_untrusted(now.values())
-    return "" if mean is None else f", mean staleness {mean:.1f}"
-
-
 def _as_json(members: Sequence[Member], statuses: Statuses) -> dict[str, list[dict[str, Any]]]:
     """Facts about the members, under the plural of each role."""
-    found: dict[str, list[dict[str, Any]]] = {_plural(role): [] for role in ROLES}
+    plurals = {role: "auxiliaries" if role == "auxiliary" else f"{role}s" for role in ROLES}
+    found: dict[str, list[dict[str, Any]]] = {plural: [] for plural in plurals.values()}
     for member in members:
         address = None if member.contact is None else str(member.contact.address)
         known: dict[str, Any] = {"peer_id": str(member.peer_id), "address": address, "info": dict(member.info)}
         if member.role == "node":
             known["status"] = statuses.get(member.peer_id)
-        found[_plural(member.role)].append(known)
+        found[plurals[member.role]].append(known)
     return found
-
-
-def _plural(role: str) -> str:
-    return "auxiliaries" if role == "auxiliary" else f"{role}s"

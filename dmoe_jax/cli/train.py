@@ -25,11 +25,8 @@ class TrainCommand(TrainOptions):
     """
 
     def resumed(self, given: Given) -> "TrainCommand":
-        """The command with the flags of the run that it goes on with, and the given ones.
-
-        Raises:
-          UsageError: --out is no run, or names code that the user does not.
-        """
+        """The command with the flags of the run that it goes on with, and the given ones. Raises UsageError if --out
+        is no run, or names code that the user does not."""
         if not self.folder.resume or (out := self.folder.out) is None or not (out / CONFIG).exists():
             return self
         with mistakes_in_one_line():
@@ -52,7 +49,6 @@ class TrainCommand(TrainOptions):
         return run
 
     def run(self) -> int:
-        """Train; the exit status."""
         with failing_at_once():
             status = run_until_done(self._train, exit_on_stdin_eof=self.exit_on_stdin_eof)
             if status and self.trunk.devices.distributed is not None:  # the others do not end in order either

@@ -9,9 +9,9 @@ import tyro
 
 from dmoe_jax.cli.averaging_options import AveragingOptions
 from dmoe_jax.cli.checks import check_at_least, check_needs, check_no_effect, check_seed
+from dmoe_jax.cli.distributed import TrunkDevices
 from dmoe_jax.cli.network import BudgetOptions, EndsWithInput, JoinTexts, ListenOptions, MemberOptions, MetricsOptions
 from dmoe_jax.cli.sources import ConfigFile, changed, settings_of_run
-from dmoe_jax.cli.trunk_devices import TrunkDevices
 from dmoe_jax.data.corpora import check_source
 from dmoe_jax.data.tokenizers import check_tokenizer
 from dmoe_jax.layer_config import LayerConfig, Recipe, Route
@@ -293,9 +293,8 @@ class TrainOptions:
         if self.run_length.max_minutes:
             raise UsageError("--max-minutes does not go together with --distributed: give --steps")
         if self.run_length.checkpoint_every != RunOptions.checkpoint_every:
-            raise UsageError(
-                "--checkpoint-every does not go together with --distributed, which saves every --eval-every"
-            )
+            line = "--checkpoint-every does not go together with --distributed, which saves every --eval-every"
+            raise UsageError(line)
 
     def settings(self) -> dict[str, Any]:
         """The flags as plain data, for config.json."""
@@ -318,11 +317,7 @@ def flags_of_run(saved: Mapping[str, Any]) -> list[str]:
 
 
 def check_changes(out: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that the run in `out` can go on with other settings than the saved ones of its config.json.
-
-    Raises:
-      UsageError: naming the flag that cannot change.
-    """
+    """Raise `UsageError` naming the flag that the run in `out`, with `saved` in its config.json, cannot change."""
     # A run of an older version had what is the default now.
     before = TrainOptions.default_settings() | settings_of_run(saved)
     now = settings_of_run(settings)

@@ -49,11 +49,8 @@ class Training:
         return {prefix: tuple(map(str, all_uids(prefix, grid_size))) for prefix, grid_size in grids.items()}
 
     async def wait_for_experts(self, wait_s: float, progress: TrainingProgress) -> None:
-        """Wait until every layer has a living expert of the model's shapes.
-
-        Raises:
-          NoQuorum: there is none; the message names the layer. UsageError: it has other shapes.
-        """
+        """Wait until every layer has a living expert of the model's shapes. Raises NoQuorum, naming the layer, if there
+        is none, UsageError if it has other shapes."""
         deadline = trio.current_time() + wait_s
         for mixture in self.mixtures:
             prefix, num_experts = mixture.config.prefix, math.prod(mixture.router.grid_size)
@@ -123,10 +120,8 @@ async def own_training(options: TrainOptions, swarm: Swarm) -> Training:
 
 
 async def check_before_joining(options: TrainOptions) -> None:
-    """Look at the rates, and at the router, model and optimiser of the user's own, before the swarm hears of us.
-
-    Raises UsageError naming the one that will not do.
-    """
+    """Raise `UsageError` naming the rate, or router, model or optimiser of the user's own, that will not do, before the
+    swarm hears of us."""
 
     def look() -> None:
         trunk_optimizer(options)

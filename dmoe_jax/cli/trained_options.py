@@ -1,7 +1,7 @@
 """The flags that name a trained model, and the way to it. Nothing here imports JAX before a model is loaded."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import trio
 import tyro
 
 from dmoe_jax.cli.network import JoinTexts, MemberOptions, join_swarm
-from dmoe_jax.runs.endings import UsageError, failure_of, mistakes_in_one_line
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class TrainedModelOptions:
                 raise UsageError(f"--checkpoint {self.checkpoint} would have no effect without RUN")
         set_up_jax()
         async with AsyncExitStack() as stack:
-            stack.enter_context(_mistakes())
+            stack.enter_context(mistakes_in_one_line())
             if self.run_folder is not None:
                 # In a thread, so that Ctrl-C is heard.
                 load = partial(self._load, self.run_folder)
@@ -88,23 +88,4 @@ class TrainedModelOptions:
     def _load(self, path: Path) -> "TrainedModel":
         from dmoe_jax.trained.loading import load_folder
 
-        return load_folder(
-            path,
-            experts=self.experts,
-            checkpoint=self.checkpoint,
-            data=self.data,
-            router=self.router,
-            trust_run=self.trust_run,
-        )
-
-
-@contextmanager
-def _mistakes() -> Iterator[None]:
-    """Turn mistakes of the user's, and what becomes of them in a swarm, into a `UsageError`."""
-    from dmoe_jax.routing.base import RouterError
-
-    try:
-        with mistakes_in_one_line():
-            yield
-    except RouterError as error:
-        raise failure_of(error) from error
+        return load_folder(path, self.experts, self.checkpoint, self.data, self.router, self.trust_run)

@@ -34,7 +34,16 @@ async def run_training(
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then
         after the report. NetError: no experts, or no swarm.
     """
-    settings, devices = repr(options.settings()), options.trunk.devices
+    settings, devices, length = repr(options.settings()), options.trunk.devices, options.run_length
+    plan = Plan(
+        steps=length.steps,
+        eval_every=length.eval_every,
+        eval_items=length.eval_tokens,
+        final_eval_items=length.final_eval_tokens,
+        pause=devices.distributed is not None,
+        checkpoint_every=length.checkpoint_every,
+        max_s=60 * length.max_minutes or math.inf,
+    )
     with (
         TrainingProgress(options.run_length.steps, quiet=run is None) as progress,
         watching(swarm, monitor or Monitor("train"), options.report.trace, progress.say) as watch,
@@ -63,7 +72,7 @@ async def run_training(
                         headline = await train(
                             lead,
                             run,
-                            _plan(options),
+                            plan,
                             training.task,
                             progress,
                             facts=training.facts,
@@ -83,16 +92,3 @@ async def run_training(
                 # again, a run that has come to its end would end at once and look like a good one.
                 failure = TryAgain if isinstance(leaf, TooFewExperts) and not headline else CommandFailed
                 raise failure(f"{one_line(leaf)}; stopped at step {watch.step}") from error
-
-
-def _plan(options: TrainOptions) -> Plan:
-    length = options.run_length
-    return Plan(
-        steps=length.steps,
-        eval_every=length.eval_every,
-        eval_items=length.eval_tokens,
-        final_eval_items=length.final_eval_tokens,
-        pause=options.trunk.devices.distributed is not None,
-        checkpoint_every=length.checkpoint_every,
-        max_s=60 * length.max_minutes or math.inf,
-    )

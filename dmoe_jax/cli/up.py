@@ -112,7 +112,6 @@ class UpCommand:
     exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
-        """Run the swarm; the exit status."""
         self.check()
         console = Console(soft_wrap=True, highlight=False)
 
@@ -132,11 +131,8 @@ class UpCommand:
         return run_until_done(train, exit_on_stdin_eof=self.exit_on_stdin_eof, leave_timeout_s=LEAVE_TIMEOUT_S)
 
     def resumed(self, given: Given) -> "UpCommand":
-        """The command as it goes on with a run: the run's flags, and those that were given.
-
-        Raises:
-          UsageError: --out is no run, or its flags name Python files that the user does not.
-        """
+        """The command as it goes on with a run: the run's flags, and those that were given. Raises UsageError if --out
+        is no run, or its flags name Python files that the user does not."""
         if not self.folder.resume:
             return self
         if self.folder.out is None:

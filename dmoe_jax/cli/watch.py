@@ -50,7 +50,6 @@ class WatchCommand:
     config: ConfigFile = None
 
     def run(self) -> int:
-        """Serve the page until interrupted; the exit status."""
         if (self.run_folder is None) == (not self.join):
             raise UsageError("expected either RUN, a folder, or --join PEER, a swarm")
         if not 0 <= self.port <= 65535:

@@ -30,10 +30,7 @@ def write_inspection(
     run: SavedRun, model: SavedModel, reading: Reading, corpus: Corpus, *, split: str
 ) -> dict[str, Any]:
     """Draw the findings of a reading of a run's text into its folder, with a report; return them as JSON can say them.
-
-    Raises:
-      OSError: the folder cannot be written.
-    """
+    Raises OSError if the folder cannot be written."""
     folder = run.inspection
     folder.mkdir(exist_ok=True)
     figures: dict[str, Any] = {

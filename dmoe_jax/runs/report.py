@@ -102,7 +102,7 @@ def unit_of(meaning: str) -> str:
     return "pieces" if re.match(r"vocabulary: [\d,]+ pieces,", meaning) else "words"
 
 
-def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid") -> tuple[str, str] | None:
+def final_evaluation(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     """The result of a run's final evaluation, and the size of those of its curve; None if that is the same.
 
     Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
@@ -111,7 +111,7 @@ def final_evaluation(metrics: Sequence[Mapping[str, Any]], split: str = "valid")
     unit = spoken(task["unit"], str(task.get("meaning")))
 
     def last(kind: str) -> Mapping[str, Any]:
-        found = (record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == split)
+        found = (record for record in reversed(metrics) if record["kind"] == kind and record.get("split") == "valid")
         return next(found, {})
 
     point, final = last("eval"), last("final_eval")

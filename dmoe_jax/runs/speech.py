@@ -93,11 +93,8 @@ class _Forgiving:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Have no write to standard output or error raise in the block.
-
-    Raises:
-      SystemExit: in place of status 0, if not all was said: 141 for a pipe that nobody reads, else 1 after one line.
-    """
+    """Have no write to standard output or error raise in the block. If not all was said, SystemExit takes the place of
+    status 0: 141 for a pipe that nobody reads, else 1 after one line."""
     for number in range(3):
         # What is opened later, such as a socket, must not get the number of a stream that is missing.
         try:

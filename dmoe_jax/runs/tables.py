@@ -85,11 +85,10 @@ def read_run(path: str | Path) -> RunTables:
     folder = Path(path)
     try:
         config = RunFolder(folder).config()
-        has_settings = isinstance(config["settings"], dict)
+        if not isinstance(config["settings"], dict):
+            raise TypeError("the settings are no object")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(_no_run(folder)) from error
-    if not has_settings:
-        raise ValueError(_no_run(folder))
     try:
         data = (folder / METRICS).read_bytes()
     except FileNotFoundError:  # killed before its first record
@@ -105,12 +104,11 @@ def tables_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
     for record in records:
         fields = {name: value for name, value in record.items() if name != "kind"}
         rows.setdefault(str(record["kind"]), []).append(flat(fields))
-    return {kind: _table(of_kind) for kind, of_kind in rows.items()}
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = dict.fromkeys(name for row in rows for name in row)
-    return {name: _column([row.get(name) for row in rows]) for name in columns}
+    tables = {}
+    for kind, of_kind in rows.items():
+        names = dict.fromkeys(name for row in of_kind for name in row)
+        tables[kind] = {name: _column([row.get(name) for row in of_kind]) for name in names}
+    return tables
 
 
 def _column(values: Sequence[Any]) -> np.ndarray:
