@@ -24,7 +24,7 @@ from dmoe_jax.cli.sources import ConfigFile
 from dmoe_jax.directory.members import Facts, listed_member, traffic
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
-from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError
+from dmoe_jax.runs.endings import EXIT_INTERRUPTED, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.speech import say
 from dmoe_net.averaging.assisting import assist
 from dmoe_net.averaging.averager import AveragingStep
@@ -71,10 +71,8 @@ class AssistCommand:
             raise UsageError("--join needs at least one HOST:PORT: there is nobody to assist")
         checks = {"--name": lambda: check_prefix(self.meeting.name), "--up, --down": self.meeting.speeds}
         for flag, check in {**checks, "--window-s, --timeout-s": self.averager}.items():
-            try:
+            with mistakes_in_one_line(flag):
                 check()
-            except ValueError as error:
-                raise UsageError(f"{flag}: {error}") from error
 
     def averager(self) -> AveragerConfig:
         """Settings of the averager of vectors."""

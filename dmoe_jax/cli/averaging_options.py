@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from dmoe_jax.cli.checks import check_at_least, check_needs
-from dmoe_jax.runs.endings import UsageError
+from dmoe_jax.runs.endings import UsageError, mistakes_in_one_line
 from dmoe_jax.runs.flags import Flag, flags_of, named_flags
 from dmoe_net.averaging.grouping.group_key import check_prefix
 from dmoe_net.averaging.speeds import Speeds
@@ -140,14 +140,12 @@ class AveragingOptions:
         for needed, is_there, flags in self._needs():
             check_needs(needed, is_there, flags)
         name = self.meeting.name
-        try:
+        with mistakes_in_one_line("--average-..."):
             check_prefix(name if self.average_fragments == 1 else f"{name}-{self.average_fragments}")
             self.config()
             self.sparse.feedback()
             if self.target_batch_size:
                 self.collaboration()
-        except ValueError as error:
-            raise UsageError(f"--average-...: {error}") from error
 
     def _misfits(self) -> Mapping[str, bool]:
         """Lines that refuse flags of another method of averaging -> True if they are given."""

@@ -15,7 +15,7 @@ import tyro
 from dmoe_jax.cli.lifecycle import Stop
 from dmoe_jax.machine.cluster import coordinator_host
 from dmoe_jax.machine.xla_threads import set_xla_threads
-from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError, one_line
+from dmoe_jax.runs.endings import EXIT_AGAIN, UsageError, mistakes_in_one_line, one_line
 from dmoe_jax.runs.setting_up import set_up_jax
 from dmoe_jax.runs.speech import say
 from dmoe_net.identity import Address
@@ -75,10 +75,8 @@ class DeviceOptions:
             numbers = f"{self.process_id} of {self.num_processes}"
             raise UsageError(f"--process-id must be from 0 to --num-processes less one, got {numbers}")
         else:
-            try:
+            with mistakes_in_one_line("--distributed"):
                 Address.parse(self.distributed or "")
-            except ValueError as error:
-                raise UsageError(f"--distributed: {error}") from error
         if self.distributed is not None and self.devices is not None:
             raise UsageError("--devices would have no effect beside --distributed, which takes all of all processes")
 

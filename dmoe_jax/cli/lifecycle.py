@@ -141,10 +141,8 @@ def _threads_at_work() -> bool:
 
 
 def _end_beside_threads(status: int) -> None:
-    """End the process at once if such work goes on still.
-
-    As it ends, Python throws an exception through a thread that comes back from JAX, which aborts the process.
-    """
+    """End the process at once if such work goes on still. As it ends, Python throws an exception through a thread that
+    comes back from JAX, which aborts the process."""
     if _threads_at_work():
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no reader, is closed, or missing

@@ -27,10 +27,8 @@ _LINE_PERIOD_S = 10.0
 
 
 class TrainerWatch:
-    """Progress of a trainer process, read from the metrics of its run folder, which may not exist yet.
-
-    What another process has left there counts only when this one has written something.
-    """
+    """Progress of a trainer process, read from the metrics of its run folder, which may not exist yet. What another
+    process has left there counts only when this one has written something."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / METRICS
@@ -84,13 +82,8 @@ def _state_of_file(path: Path) -> tuple[int, int] | None:
 
 
 class LocalView:
-    """Shows every process of a swarm: on the console while `run` runs, and to scrapers.
-
-    Args:
-      trainers: name of each trainer process -> its progress.
-      num_steps: trunk updates that each trainer is to make.
-      announce: this machine as others reach it, for the addresses of metrics; None: as the processes listen.
-    """
+    """Shows every process of a swarm: on the console while `run` runs, and to scrapers. `announce` is this machine as
+    others reach it, for the addresses of metrics; None: as the processes listen."""
 
     def __init__(
         self,
@@ -196,11 +189,7 @@ class LocalView:
 
 
 def show_headline(console: Console, folder: Path, headline: dict[str, Any] | None = None, *, title: str) -> None:
-    """Print the figures of a run's end, and where its report is; nothing if it has none.
-
-    Args:
-      headline: the figures; None: as the folder has them.
-    """
+    """Print the figures of a run's end, those of the folder if None, and where its report is; nothing without them."""
     if headline is None:
         metrics = read_metrics(folder / METRICS) if (folder / METRICS).exists() else []
         if not any(record["kind"] == "headline" for record in metrics):

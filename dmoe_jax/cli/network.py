@@ -19,7 +19,7 @@ from dmoe_jax.peers.joining import parse_targets
 from dmoe_jax.peers.listed import NobodyListed, PeersFileError, peers_now
 from dmoe_jax.peers.peer import PeerConfig, SwarmPeer, open_peer
 from dmoe_jax.peers.security import Plain, Security, Tls
-from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError
+from dmoe_jax.runs.endings import CommandFailed, TryAgain, UsageError, mistakes_in_one_line
 from dmoe_jax.runs.run_folder import replaced_file
 from dmoe_jax.runs.speech import say
 from dmoe_net.errors import ListenFailed
@@ -200,11 +200,8 @@ def not_listening(flag: str, error: ListenFailed) -> UsageError:
 
 def check_join(join: Sequence[str]) -> None:
     """Raise `UsageError` naming the text that is no peer to join through, nor a file of such peers that is there."""
-    try:
-        with suppress(NobodyListed):
-            peers_now(parse_targets(tuple(join)))
-    except ValueError as error:
-        raise UsageError(f"--join: {error}") from error
+    with mistakes_in_one_line("--join"), suppress(NobodyListed):
+        peers_now(parse_targets(tuple(join)))
 
 
 @asynccontextmanager

@@ -140,10 +140,8 @@ class NodeCommand(DhtCommand):
                 raise UsageError(f"--strategy stacked does not go together with {flag}")
         if not self.faults:
             return None
-        try:
+        with mistakes_in_one_line("--faults"):
             plan = FaultPlan.parse(self.faults, seed=self.seed)
-        except ValueError as error:
-            raise UsageError(f"--faults: {error}") from error
         # The DHT and the status stay honest: what is studied is a swarm whose experts fail.
         return replace(plan, methods=("expert.",))
 

@@ -74,15 +74,8 @@ class Given:
 
 
 def gather(command: type, typed: Sequence[str], environ: Mapping[str, str], *, name: str) -> Given:
-    """The flags of a command from all sources.
-
-    Args:
-      command: its dataclass. typed: the words behind its name.
-      name: name of the command, for messages.
-
-    Raises:
-      UsageError: naming what is no flag in a source, or a value of another type.
-    """
+    """The flags of a command from all sources; `typed` are the words behind its name. Raises UsageError naming what is
+    no flag in a source, or a value of another type."""
     flags = {flag.key: flag for flag in flags_of(command)}
     given = {key_of(word.partition("=")[0].replace("--no-", "--", 1)) for word in typed if word.startswith("--")}
     origins: dict[str, str] = {}

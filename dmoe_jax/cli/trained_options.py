@@ -46,14 +46,8 @@ class TrainedModelOptions:
     async def opened(
         self, change: "Callable[[TrainedModel], TrainedModel]" = lambda model: model
     ) -> "AsyncIterator[AsyncTrainedModel]":
-        """The model, with its experts at hand or in a swarm.
-
-        Args:
-          change: is given the model as it was loaded, and returns the one that is to be used.
-
-        Raises:
-          UsageError: there is no such model; or a ValueError in the block. NetError: the swarm cannot carry it.
-        """
+        """The model as it was loaded and changed, with its experts at hand or in a swarm. Raises UsageError if there is
+        no such model, and for a ValueError in the block; NetError if the swarm cannot carry it."""
         if self.join and self.experts:
             raise UsageError("--experts would have no effect beside --join: the experts are those of the swarm")
         if self.run_folder is None:

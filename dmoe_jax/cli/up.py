@@ -167,10 +167,8 @@ class UpCommand:
 
     @contextmanager
     def _logs_held(self) -> Iterator[None]:
-        """Hold the folder for the logs, with the flags in it, while the block lasts.
-
-        If a process refuses the flags, the folder has the earlier ones again: the run still goes on with them.
-        """
+        """Hold the folder for the logs, with the flags in it, while the block lasts. If a process refuses the flags,
+        the folder has the earlier ones again: the run still goes on with them."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(hold_folder(self._logs, "swarm"))
@@ -325,10 +323,8 @@ class UpCommand:
 
     def uids(self) -> list[ExpertUid]:
         """All experts, each once; raises UsageError if --experts is no pattern."""
-        try:
+        with mistakes_in_one_line("--experts"):
             return list(dict.fromkeys(uid for each in self.patterns() for uid in expand_grid_pattern(each)))
-        except ValueError as error:
-            raise UsageError(f"--experts: {error}") from error
 
     def saving_flags(self, index: int) -> list[str]:
         """Flags of `dmoe node` for its claims and its saved experts, by its index."""

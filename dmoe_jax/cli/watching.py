@@ -136,11 +136,8 @@ def _record(done: Round | GlobalStep) -> tuple[str, Mapping[str, object]]:
 
 @contextmanager
 def watching(swarm: Swarm, monitor: Monitor, trace_to: Path | None, say: Callable[[str], None]) -> Iterator[Watching]:
-    """Watch a run while the block runs, and at its end, however that comes, write a trace of it.
-
-    Args:
-      trace_to: file of the trace; None: there is none. One that cannot be written ends no run: the user is told.
-    """
+    """Watch a run while the block runs, and at its end, however that comes, write a trace of it, if it has a file. One
+    that cannot be written ends no run: the user is told."""
     trace = None if trace_to is None else Trace(trio.current_time())
     try:
         yield Watching(swarm, monitor, trace)

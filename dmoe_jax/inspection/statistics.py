@@ -85,9 +85,7 @@ def _error_by_chance(members: np.ndarray, classes: np.ndarray) -> np.ndarray:
 
 def load_over_training(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "w e"]]:
     """Each expert's share of its layer's load in each window of a run, by layer, from the records of kind "balance".
-
-    Windows without any sample are left out, and of two records of a step the last counts.
-    """
+    Windows without any sample are left out, and of two records of a step the last counts."""
     table: dict[str, dict[float, Sequence[int]]] = {}
     for record in metrics:
         if record["kind"] == "balance" and sum(record.get("histogram") or ()):

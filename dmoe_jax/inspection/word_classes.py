@@ -55,10 +55,8 @@ def _kind(word: str, index: int) -> str:
 
 
 def places_in_article(places: Int[np.ndarray, "..."], starts: Int[np.ndarray, " articles"], seq_len: int) -> Classes:
-    """Classes of segments of `seq_len` words by their number in their article; -1 before the first article.
-
-    `places` are the beginnings of the segments in the text, and `starts` those of the articles.
-    """
+    """Classes of segments of `seq_len` words by their number in their article; -1 before the first article. `places`
+    are the beginnings of the segments in the text, and `starts` those of the articles."""
     before = np.searchsorted(starts, places, side="right") - 1
     distance = places - starts[np.maximum(before, 0)] if starts.size else np.zeros_like(places)
     lows = [1, *(last + 1 for last in _PLACES)]

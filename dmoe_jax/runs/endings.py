@@ -43,13 +43,13 @@ class TryAgain(CommandFailed):
 
 
 @contextlib.contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
-    """Turn what a wrong setting or a damaged file raises in the block into a `UsageError`, a full disk into a
-    `CommandFailed`, and a folder that another process writes to into `TryAgain`."""
+def mistakes_in_one_line(flag: str = "") -> Iterator[None]:
+    """Turn what a wrong setting, of the flag if one is named, or a damaged file raises in the block into a
+    `UsageError`, a full disk into a `CommandFailed`, and a folder that another process writes to into `TryAgain`."""
     try:
         yield
     except ValueError as error:
-        raise UsageError(one_line(error)) from error
+        raise UsageError(f"{flag}: {one_line(error)}" if flag else one_line(error)) from error
     except OSError as error:
         raise failure_of(error) from error
 

@@ -125,9 +125,7 @@ def settings_of(options: Any, *, without: Collection[str] = ()) -> dict[str, Any
 
 def by_flags(message: str, flags: Iterable[Flag]) -> str:
     """A message about fields as one about their flags: "k_min must not exceed k_best" has --k-min and --k-best then.
-
-    Fields whose name is an ordinary word are recognised only where the message begins.
-    """
+    Fields whose name is an ordinary word are recognised only where the message begins."""
     words = {flag.field: flag.word for flag in flags}
     return re.sub(
         r"(?<![\w.-])[a-z]\w*",
@@ -137,15 +135,13 @@ def by_flags(message: str, flags: Iterable[Flag]) -> str:
 
 
 def as_words(word: str, value: object) -> list[str]:
-    """A flag and its value as words of a command line: `--grid-size 4 4`, `--resume`, `--no-average-by-samples`.
-
-    A value that begins with a hyphen, which alone would be read as a flag, is in one word with its own.
-    """
+    """A flag and its value as words of a command line: `--grid-size 4 4`, `--resume`, `--no-average-by-samples`. A
+    value that begins with a hyphen, which alone would be read as a flag, is in one word with its own."""
     if isinstance(value, bool):
         return [word if value else f"--no-{word.removeprefix('--')}"]
     if not isinstance(value, list | tuple) and str(value).startswith("-"):
         return [f"{word}={value}"]
-    return [word, *(str(item) for item in (value if isinstance(value, list | tuple) else (value,)))]
+    return [word, *map(str, value if isinstance(value, list | tuple) else (value,))]
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:

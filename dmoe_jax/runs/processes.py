@@ -40,11 +40,8 @@ _METRICS_LINE = re.compile(r"^metrics at http://(\S+)/metrics\n", re.MULTILINE)
 
 
 class ProcessFailed(Exception):
-    """A process of the swarm ended before it was ready, or with an error. The message has the end of its log.
-
-    Args:
-      ended: exit status of the process; None if that is unknown, or it still runs.
-    """
+    """A process of the swarm ended before it was ready, or with an error. The message has the end of its log; `ended`
+    is its exit status, None if that is unknown, or it still runs."""
 
     def __init__(self, message: str, *, ended: int | None = None) -> None:
         super().__init__(message)
@@ -155,12 +152,8 @@ class LocalSwarm:
 
 @asynccontextmanager
 async def open_local_swarm(log_folder: Path, *, network_flags: Sequence[str] = ()) -> AsyncIterator[LocalSwarm]:
-    """Open a swarm whose processes are all gone when the block ends: in order, or if it is cancelled at once.
-
-    Args:
-      log_folder: existing folder for one log file a process.
-      network_flags: for every process, such as `--insecure-loopback`; see `dmoe_jax.cli.network.NetworkOptions`.
-    """
+    """Open a swarm whose processes are all gone when the block ends: in order, or if it is cancelled at once. Each has
+    these flags, such as `--insecure-loopback`, and its log in the folder, which exists."""
     async with trio.open_nursery() as nursery:
         swarm = LocalSwarm(nursery, log_folder, network_flags)
         try:
@@ -173,10 +166,8 @@ async def open_local_swarm(log_folder: Path, *, network_flags: Sequence[str] = (
 
 
 def deal(uids: Iterable[ExpertUid], num_nodes: int) -> list[list[str]]:
-    """Deal experts out to nodes in turn, so that every layer and grid row loses a few when one dies.
-
-    No node has two experts more than another.
-    """
+    """Deal experts out to nodes in turn, so that every layer and grid row loses a few when one dies. No node has two
+    experts more than another."""
     hands: list[list[str]] = [[] for _ in range(num_nodes)]
     rows: dict[tuple[object, ...], int] = {}
     for index, uid in enumerate(uids):

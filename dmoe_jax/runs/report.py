@@ -103,10 +103,8 @@ def unit_of(meaning: str) -> str:
 
 
 def final_evaluation(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The result of a run's final evaluation, and the size of those of its curve; None if that is the same.
-
-    Returns: such as ("final perplexity, over 16,384 words: 73.5", "8,192 words").
-    """
+    """The result of a run's final evaluation, and the size of those of its curve; None if that is the same. Such as
+    ("final perplexity, over 16,384 words: 73.5", "8,192 words")."""
     task: Mapping[str, Any] = next((record for record in metrics if record["kind"] == "task"), {"unit": "samples"})
     unit = spoken(task["unit"], str(task.get("meaning")))
 

@@ -190,10 +190,8 @@ def records_in(data: bytes, path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def replaced_file(path: Path) -> Iterator[Path]:
-    """Write a file at once: yields a temporary path of the same suffix, moved to `path` after the body.
-
-    If the body raises, `path` keeps what it had and the temporary file goes; an OSError names `path`.
-    """
+    """Write a file at once: yields a temporary path of the same suffix, moved to `path` after the body. If the body
+    raises, `path` keeps what it had and the temporary file goes; an OSError names `path`."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         with errors_name(path, temporary):
