@@ -9,18 +9,9 @@ from typing import Annotated
 import tyro
 
 from dmoe_jax.cli.averaging_options import MeetingOptions
-from dmoe_jax.cli.lifecycle import Stop, run_until_done
-from dmoe_jax.cli.network import (
-    BudgetOptions,
-    EndsWithInput,
-    JoinTexts,
-    ListenOptions,
-    MemberOptions,
-    MetricsOptions,
-    join_line,
-    join_swarm,
-)
-from dmoe_jax.cli.sources import ConfigFile
+from dmoe_jax.cli.dht import DhtCommand
+from dmoe_jax.cli.lifecycle import Stop
+from dmoe_jax.cli.network import BudgetOptions, JoinTexts, MemberOptions, join_line, join_swarm
 from dmoe_jax.directory.members import Facts, listed_member, traffic
 from dmoe_jax.metrics.families import Family, counter
 from dmoe_jax.metrics.process import peer_families
@@ -41,7 +32,7 @@ _ANNOUNCE_PERIOD_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssistCommand:
+class AssistCommand(DhtCommand):
     """Reduce averages for the trainers of a swarm, until interrupted: for a machine with a good line and no GPU.
 
     It needs no model and no data: it learns from the swarm what is averaged. It must be reachable, and helps groups in
@@ -50,20 +41,16 @@ class AssistCommand:
 
     join: JoinTexts = ()
     """Peers to join through: HOST:PORT, PEERID@HOST:PORT to make sure who is there, or file:PATH, which lists some."""
-    listen: Annotated[ListenOptions, tyro.conf.arg(name="")] = field(default_factory=ListenOptions)
     network: Annotated[MemberOptions, tyro.conf.arg(name="")] = field(default_factory=MemberOptions)
     meeting: Annotated[MeetingOptions, tyro.conf.arg(name="")] = field(default_factory=MeetingOptions)
     """As the --average-... flags of the trainers."""
     compression: Compression = Compression.NONE
     """Form of the answers on the wire; as --average-compression of the trainers."""
     budget: Annotated[BudgetOptions, tyro.conf.arg(name="")] = field(default_factory=BudgetOptions)
-    metrics: Annotated[MetricsOptions, tyro.conf.arg(name="")] = field(default_factory=MetricsOptions)
-    config: ConfigFile = None
-    exit_on_stdin_eof: EndsWithInput = False
 
     def run(self) -> int:
         self.check()
-        return run_until_done(self._assist, exit_on_stdin_eof=self.exit_on_stdin_eof)
+        return super().run()
 
     def check(self) -> None:
         """Raise `UsageError` naming a flag that cannot be meant."""
@@ -88,7 +75,7 @@ class AssistCommand:
         all_reduce = AllReduceConfig(timeout_s=self.meeting.timeout_s, compression=self.compression)
         return RoundConfig(speeds=self.meeting.speeds(), all_reduce=all_reduce)
 
-    async def _assist(self, stop: Stop) -> int:
+    async def _serve(self, stop: Stop) -> int:
         totals = _Totals(self.meeting.name)
         joining = join_swarm(self.network, join=self.join, listen=self.listen, budget=self.budget)
         async with self.metrics.opened("assist") as monitor, joining as peer:

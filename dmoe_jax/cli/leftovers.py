@@ -70,13 +70,9 @@ def find_leftovers(root: Path) -> list[Leftover]:
 
 
 def remove(leftover: Leftover) -> bool:
-    """Remove a leftover; False if it is none any more. What a kill leaves of it is one still.
-
-    Of several the last come first: the experts of a `dmoe up` are known for such by its run and logs.
-
-    Raises:
-      FolderInUse: somebody holds it now. OSError: it cannot be removed.
-    """
+    """Remove a leftover; False if it is none any more. What a kill leaves of it is one still. Of several the last come
+    first: the experts of a `dmoe up` are known for such by its run and logs. Raises FolderInUse if somebody holds it
+    now, OSError if it cannot be removed."""
     with ExitStack() as stack:
         for folder in leftover.holds:
             if folder.is_dir():

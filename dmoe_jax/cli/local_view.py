@@ -1,7 +1,7 @@
 """View of the processes of `dmoe up`: on a terminal, in lines, for scrapers, and in the figures at their end."""
 
 import json
-import os
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
+from dmoe_jax.live.run_feed import GrowingFile
 from dmoe_jax.metrics.families import Family, by_label, labelled
 from dmoe_jax.runs.processes import LocalSwarm, SwarmProcess
 from dmoe_jax.runs.report import format_value
@@ -33,7 +34,8 @@ class TrainerWatch:
     def __init__(self, folder: Path) -> None:
         self._path = folder / METRICS
         self._left = _state_of_file(self._path)
-        self._inode = self._offset = self._items = self._failed_calls = 0
+        self._file = GrowingFile(self._path, most_bytes=math.inf)
+        self._items = self._failed_calls = 0
         self._loss: float | None = None
         self._unit = "items"
         self.step = 0
@@ -46,14 +48,10 @@ class TrainerWatch:
         if _state_of_file(self._path) in (None, self._left):
             return
         self._left = None
-        with self._path.open("rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                # A run that goes on writes the file anew, without what came after its checkpoint.
-                self._inode, self._offset, self._items, self.step = inode, 0, 0, 0
-            file.seek(self._offset)
-            whole, line_feed, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + len(line_feed)
-        for record in map(json.loads, whole.splitlines()):
+        lines, is_another = self._file.lines()
+        if is_another:  # a run that goes on writes it anew, without what came after its checkpoint
+            self._items = self.step = 0
+        for record in map(json.loads, lines):
             if record["kind"] == "calls":
                 self._failed_calls = record["failed"]
             elif record["kind"] == "task":

@@ -213,11 +213,8 @@ async def join_swarm(
     faults: FaultPlan | None = None,
     budget: BudgetOptions | None = None,
 ) -> AsyncIterator[SwarmPeer]:
-    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm.
-
-    Raises:
-      UsageError: a file of peers is none, or the contact cannot be written. NetError: as `open_peer`.
-    """
+    """Open a peer as the flags say: without `listen` in client mode, without `join` in a new swarm. Raises UsageError
+    if a file of peers is none, or the contact cannot be written; NetError as `open_peer`."""
     config = PeerConfig(
         listen=None if listen is None else listen.address,
         announce=None if listen is None else listen.announce,

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dmoe_jax.cli.leftovers import Leftover, find_leftovers, remove
+from dmoe_jax.cli.leftovers import find_leftovers, remove
 from dmoe_jax.cli.run_list import OF_A_TEXT, ComparedRuns, ListedRun, compare_runs, list_runs, size_text
 from dmoe_jax.machine.disk import FolderInUse
 from dmoe_jax.runs.endings import CommandFailed, UsageError, mistakes_in_one_line
@@ -106,7 +106,18 @@ class CleanRunsCommand:
         if not (self.yes or _is_wanted(f"Remove these {len(leftovers)}, {total}? [y/N] ")):
             say("nothing was removed")
             return 0
-        return _remove_all(leftovers)
+        removed, failed = 0, []
+        for each in reversed(leftovers):
+            try:
+                removed += remove(each)
+            except FolderInUse as error:  # taken up since it was listed
+                say(shown(f"left alone: {error}", one_line=True))
+            except OSError as error:
+                failed.append(f"{each.path} ({error.strerror or error})")
+        say(f"removed {removed} of {len(leftovers)}")
+        if failed:
+            raise CommandFailed(f"could not remove {', '.join(failed)}")
+        return 0
 
 
 def _checked(root: Path) -> Path:
@@ -126,22 +137,6 @@ def _is_wanted(question: str) -> bool:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-def _remove_all(leftovers: Sequence[Leftover]) -> int:
-    """Remove them, the last first; the exit status. Raises CommandFailed if some cannot be removed."""
-    removed, failed = 0, []
-    for each in reversed(leftovers):
-        try:
-            removed += remove(each)
-        except FolderInUse as error:  # taken up since it was listed
-            say(shown(f"left alone: {error}", one_line=True))
-        except OSError as error:
-            failed.append(f"{each.path} ({error.strerror or error})")
-    say(f"removed {removed} of {len(leftovers)}")
-    if failed:
-        raise CommandFailed(f"could not remove {', '.join(failed)}")
-    return 0
 
 
 def _list_table(runs: Sequence[ListedRun]) -> Table:

@@ -25,10 +25,8 @@ from dmoe_jax.training.run import Plan, train
 async def run_training(
     options: TrainOptions, run: PreparedRun | None, swarm: Swarm, monitor: Monitor | None = None
 ) -> dict[str, Any]:
-    """Train as the flags say; the headline. Without a run: do as process 0 of a replica does, quietly.
-
-    If cancelled, the run folder still gets its figure, report and a checkpoint of what was reached, and a trace is
-    written.
+    """Train as the flags say; the headline. Without a run: do as process 0 of a replica does, quietly. If cancelled,
+    the run folder still gets its figure, report and a checkpoint of what was reached, and a trace is written.
 
     Raises:
       UsageError: for data, a checkpoint or a setting that will not do, or when training goes wrong beyond help: then

@@ -194,7 +194,6 @@ class UpCommand:
 
     async def train(self, console: Console, stop: Stop, beside: Beside) -> int:
         """Run the swarm until the trainer processes are done or the command is stopped, and show it; the exit status.
-
         `beside` runs beside the training, and is cancelled at its end.
 
         Raises:

@@ -94,11 +94,8 @@ def _read_program(config: TransformerXLConfig, router: Router, depth: int) -> Ca
 
 
 async def read_in_swarm(model: SavedModel, swarm: Swarm, batches: Iterable[tuple[Batch, np.ndarray]]) -> Reading:
-    """Let the trunk of a run read, with the experts that a swarm has now: they answer, and do not learn.
-
-    Raises:
-      NetError: a layer has no living expert. ExpertMismatch: it has experts of other shapes.
-    """
+    """Let the trunk of a run read, with the experts that a swarm has now: they answer, and do not learn. Raises
+    NetError if a layer has no living expert, ExpertMismatch if it has experts of other shapes."""
     config, noted = model.config, list[np.ndarray]()
     mixtures = [
         swarm.mixture(prefix, config.expert(), model.router, k_best=config.k_best, grace_s=10.0)

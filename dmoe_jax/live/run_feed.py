@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,11 @@ _LOOK_S = 2.0
 
 
 class GrowingFile:
-    """Lines of a file that others append to, or replace by another one.
+    """Lines of a file that others append to, or replace by another one, as long as it has at most so many bytes."""
 
-    Args:
-      path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_bytes: float = MAX_FILE_BYTES) -> None:
         self.path = path
+        self._most_bytes = most_bytes
         self._inode = self._offset = 0
 
     def lines(self) -> tuple[list[bytes], bool]:
@@ -45,9 +43,9 @@ class GrowingFile:
           ValueError: the file is too large. OSError: it cannot be read.
         """
         with self.path.open("rb") as file:
-            stat = self.path.stat()
-            if stat.st_size > MAX_FILE_BYTES:
-                most = f"at most {MAX_FILE_BYTES / 2**20:.0f} MiB are shown"
+            stat = os.fstat(file.fileno())
+            if stat.st_size > self._most_bytes:
+                most = f"at most {self._most_bytes / 2**20:.0f} MiB are shown"
                 raise ValueError(f"{self.path} has {stat.st_size / 2**20:.0f} MiB; {most}")
             is_another = self._inode not in (0, stat.st_ino) or stat.st_size < self._offset
             if is_another:

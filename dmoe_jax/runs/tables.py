@@ -62,7 +62,8 @@ class RunTables(Mapping[str, Table]):
         return len(self.tables)
 
     def __repr__(self) -> str:
-        sizes = (f"{kind} {_num_records(table)} x {len(table)}" for kind, table in self.tables.items())
+        shapes = {kind: (len(next(iter(table.values()), ())), len(table)) for kind, table in self.tables.items()}
+        sizes = (f"{kind} {records} x {columns}" for kind, (records, columns) in shapes.items())
         return f"RunTables({self.path}: {', '.join(sizes) or 'no records'})"
 
 
@@ -123,10 +124,6 @@ def _column(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
     column[:] = values  # lists of one length would become rows of a matrix in `np.array`
     return column
-
-
-def _num_records(table: Table) -> int:
-    return len(next(iter(table.values()), ()))
 
 
 def _no_run(folder: Path) -> str:
