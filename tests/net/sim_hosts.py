@@ -12,10 +12,9 @@ import trio.testing
 from dmoe_net.errors import ConnectionLost
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.transport.sim import run, simulate
-from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.endpoints import SimLink, SimListener
 from dmoe_net.transport.sim.events import Partition
 from dmoe_net.transport.sim.network import SimNetwork
-from dmoe_net.transport.sim.transport import SimListener
 from dmoe_net.wire.frames import Part, whole_part
 from tests.net.link_frames import numbered
 

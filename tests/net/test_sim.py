@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dmoe_net.errors import ConnectionLost, DialFailed
 from dmoe_net.identity import Address
 from dmoe_net.transport.sim import simulate
-from dmoe_net.transport.sim.endpoints import SimLink
+from dmoe_net.transport.sim.endpoints import BACKLOG, SimLink
 from dmoe_net.transport.sim.events import Partition, Reachability
 from dmoe_net.transport.sim.flow import RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES
 from dmoe_net.transport.sim.links import (
@@ -25,11 +25,9 @@ from dmoe_net.transport.sim.links import (
     Line,
     LogNormal,
     Loss,
-    RegionMatrix,
     model_between,
     stream_key,
 )
-from dmoe_net.transport.sim.transport import BACKLOG
 from tests.net.link_frames import exchange, numbered, parts_of
 from tests.net.sim_hosts import (
     arrival_s,
@@ -388,22 +386,11 @@ def test_wrong_values_are_named(make: Callable[[], object], message: str) -> Non
         make()
 
 
-def test_regions() -> None:
-    """A pair of regions has its model, or that of the other direction; what is missing is named."""
-    near, far, back = Constant(0.01), Constant(0.1), Constant(0.2)
-    matrix = RegionMatrix(
-        region_of={"a": "eu", "b": "eu", "c": "us", "d": "moon"},
-        models={("eu", "eu"): near, ("eu", "us"): far, ("us", "moon"): far, ("moon", "us"): back},
-    )
-    assert matrix("a", "b") is near
-    assert matrix("a", "c") is matrix("c", "a") is far
-    assert matrix("d", "c") is back
-    assert model_between(matrix, "c", "b") is far
-    assert model_between(near, "c", "b") is near
-    with pytest.raises(ValueError, match="between regions 'eu' and 'moon'"):
-        matrix("a", "d")
-    with pytest.raises(ValueError, match=r"'e' has no region; these have: a, b, c, d"):
-        matrix("e", "a")
+def test_a_latency_is_one_model_or_one_for_each_direction() -> None:
+    near, far = Constant(0.01), Constant(0.1)
+    assert model_between(near, "a", "b") is near
+    by_direction = {("a", "b"): near, ("b", "a"): far}
+    assert model_between(lambda source, destination: by_direction[source, destination], "b", "a") is far
 
 
 def test_streams_of_random_numbers_differ() -> None:

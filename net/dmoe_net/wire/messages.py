@@ -245,12 +245,6 @@ _FLAGS: dict[type[Message], str] = {Hello: "lane", CallStart: "partials"}
 _WITH_TENSORS = (CallStart, CallReply, CallPartial)
 
 
-def is_host(value: object) -> bool:
-    """Return True if `value` may stand for a host. DHT records follow the same rule: otherwise an honest peer that
-    passes a host on would break theirs."""
-    return HOST.holds(value)
-
-
 def check_announced(host: str, what: str = "announce") -> None:
     """Check that others can be told to call a host.
 
@@ -264,7 +258,7 @@ def check_announced(host: str, what: str = "announce") -> None:
     with suppress(ValueError):
         address = ipaddress.ip_address(host)
         is_address, is_every = True, address.is_unspecified
-    if not is_host(host) or is_every or any(sign in host for sign in "@[]/ ") or (":" in host and not is_address):
+    if not HOST.holds(host) or is_every or any(sign in host for sign in "@[]/ ") or (":" in host and not is_address):
         raise ValueError(f"{what} must be a host name or an address, without a port, got {host!r}")
 
 

@@ -195,13 +195,11 @@ class CallingPeer:
         return 0
 
     def add_handler(self, method: str, handler: Handler, *, max_concurrent: int = 64) -> None:
-        """Serve a method, see `Caller.add_handler`."""
         if method in self._handlers:
             raise ValueError(f"a handler for {method} is registered already")
         self._handlers[method], self._room[method] = handler, max_concurrent
 
     def remove_handler(self, method: str) -> None:
-        """Serve a method no more."""
         del self._handlers[method]
 
     def hang_up(self, *, tells: bool) -> None:
@@ -212,12 +210,10 @@ class CallingPeer:
         self._links.clear()
 
     def is_reached(self, contact: Contact) -> bool:
-        """True if the peer answered at its address when that was dialled, see `Caller.is_reached`."""
         link = self._reached(contact)
         return link is not None and link.ready_at <= trio.current_time()
 
     async def reach(self, contact: Contact, *, timeout_s: float) -> None:
-        """Dial a peer at its address unless it was reached there, see `Caller.reach`."""
         if self.is_reached(contact):
             await trio.lowlevel.checkpoint()
             return

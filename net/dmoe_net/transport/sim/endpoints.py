@@ -3,11 +3,10 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 
-from dmoe_net.errors import ConnectionLost
+from dmoe_net.errors import ConnectionLost, ListenFailed
 from dmoe_net.identity import Address, PeerId
 from dmoe_net.transport.sim.agenda import Waiter
 from dmoe_net.transport.sim.flow import Fin, Flow, Medium, Payload, Reset, Syn, SynAck
@@ -18,22 +17,61 @@ from dmoe_net.wire.sinks import Sinks
 
 _TELLING_BYTES = 4096
 
+BACKLOG = 128
+"""Links that a listener holds until they are accepted: Linux's own long-standing default bound."""
 
-class Acceptor(Protocol):
-    """Interface of a listener, as a link needs it."""
 
-    @property
-    def peer_id(self) -> PeerId:
-        """Id of the peer that listens."""
-        ...
+class SimListener:
+    """A place where links come in, as a `dmoe_net.transport.base.Listener`. Made by `SimTransport.listen`.
 
-    def close(self) -> None:
-        """Accept no more."""
-        ...
+    Args:
+      topology: where it belongs.
+      address: where it is, its port not 0.
+      peer_id: who listens.
+    """
+
+    def __init__(self, topology: "Topology", address: Address, peer_id: PeerId) -> None:
+        self._topology = topology
+        self.address = address
+        self.peer_id = peer_id
+        self._queue: deque[SimLink] = deque()  # at most BACKLOG
+        self._acceptor = Waiter()
+        self._is_closed = False
 
     def offer(self, link: "SimLink") -> bool:
-        """Queue a link to be accepted; False if the queue is full."""
-        ...
+        """Queue a link for `accept`; False if the queue is full."""
+        if len(self._queue) >= BACKLOG:
+            return False
+        self._queue.append(link)
+        self._acceptor.wake()
+        return True
+
+    async def accept(self) -> "SimLink":
+        """The next link.
+
+        Raises:
+          trio.BusyResourceError: another task is accepting.
+        """
+        await trio.lowlevel.checkpoint()
+        while not self._is_closed:
+            if self._queue:
+                return self._queue.popleft()
+            await self._acceptor.wait()
+        raise ListenFailed(f"no longer listening at {self.address}")
+
+    async def aclose(self) -> None:
+        """Stop listening; links that nobody has accepted are reset."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As `aclose`, without waiting."""
+        if not self._is_closed:
+            self._is_closed = True
+            del self._topology.listeners[self.address]
+            while self._queue:
+                self._queue.popleft().abort()
+            self._acceptor.wake()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +96,7 @@ class Topology:
     latency: Latency
     check_frames: bool
     hosts: dict[str, SimHost] = field(default_factory=dict)
-    listeners: dict[Address, Acceptor] = field(default_factory=dict)
+    listeners: dict[Address, SimListener] = field(default_factory=dict)
     links: dict[int, "SimLink"] = field(default_factory=dict)
     links_of: dict[str, dict[int, "SimLink"]] = field(default_factory=dict)
     num_links: int = 0
@@ -83,9 +121,9 @@ class SimLink:
     """
 
     __slots__ = (
-        "_at_boundary", "_cause", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending",
-        "_num_moved", "_num_received", "_num_sent", "_number", "_own_id", "_passage", "_receiver", "_remote_address",
-        "_sender", "_topology", "cut_number", "flow", "host", "other", "sinks",
+        "_at_boundary", "_inbox", "_is_closed", "_is_established", "_is_proved", "_is_sending", "_number", "_own_id",
+        "_passage", "_receiver", "_sender", "_topology", "cause", "cut_number", "flow", "host", "num_moved",
+        "num_received", "num_sent", "other", "remote_address", "sinks",
     )  # fmt: skip
 
     def __init__(
@@ -98,48 +136,27 @@ class SimLink:
         self._topology = topology
         self._number = number
         self._own_id = own_id
-        self._remote_address = remote_address
+        self.remote_address = remote_address
         self.sinks = Sinks()  # never taken up: frames are handed over, not their bytes
         self._passage = CheckedPassage() if topology.check_frames else FramePassage()
         self._sender = Waiter()
         self._is_sending = False
-        self._num_moved = self._num_received = self._num_sent = 0
+        self.num_moved = self.num_received = self.num_sent = 0
         self._receiver = Waiter()
         self._inbox: deque[tuple[int, Frame | None]] | None = None  # None instead of empty, see `Flow`
         self._at_boundary: bool | None = None  # where the other end's frames ended; None: they have not
         self._is_established = False
         self._is_proved = own_id is not None
         self._is_closed = False  # by this end's user
-        self._cause: str | None = None
-
-    @property
-    def remote_address(self) -> Address:
-        return self._remote_address
+        self.cause: str | None = None  # why this end is of no more use; None while it is open
 
     @property
     def remote_peer_id(self) -> PeerId | None:
         """Id of the peer at the other end, from the network itself; None before the handshake."""
         return self.other._own_id if self._is_proved else None
 
-    @property
-    def cause(self) -> str | None:
-        """Why this end is of no more use; None while it is open."""
-        return self._cause
-
-    @property
-    def num_moved(self) -> int:
-        return self._num_moved
-
-    @property
-    def num_received(self) -> int:
-        return self._num_received
-
-    @property
-    def num_sent(self) -> int:
-        return self._num_sent
-
     def when_heard(self, callback: Callable[[], None]) -> bool:
-        if self._inbox or self._cause is not None or self._at_boundary is not None or self._is_closed:
+        if self._inbox or self.cause is not None or self._at_boundary is not None or self._is_closed:
             return False
         self._receiver.call(callback)
         return True
@@ -152,14 +169,14 @@ class SimLink:
         """
         self.flow.transmit(0, Syn())
         while not self._is_established:
-            if self._cause is not None:
+            if self.cause is not None:
                 raise self._lost()
             await self._receiver.wait()
 
     async def handshake(self) -> None:
         """Take no time: the network knows who is who."""
         await trio.lowlevel.checkpoint()
-        if self._cause is not None:
+        if self.cause is not None:
             raise self._lost()
         self._is_proved = True
 
@@ -174,14 +191,14 @@ class SimLink:
             raise trio.BusyResourceError("another task sends on this link, or was cancelled while it did")
         self._is_sending = True  # stays so if cancelled
         for part in parts:
-            while self._cause is None and not self.flow.has_room():
+            while self.cause is None and not self.flow.has_room():
                 self.flow.when_passed(self._sender.wake)
                 await self._sender.wait()
-            if self._cause is None:
+            if self.cause is None:
                 self.flow.put(part.nbytes, self._passage.take(part))
-                self._num_sent += part.nbytes
+                self.num_sent += part.nbytes
         self._is_sending = False
-        if self._cause is not None:
+        if self.cause is not None:
             raise self._lost()
 
     async def receive(self) -> Frame | None:
@@ -194,14 +211,14 @@ class SimLink:
             frame = self._next_frame()
             if frame is not None:
                 return frame
-            if self._at_boundary is None and self._cause is None:
+            if self._at_boundary is None and self.cause is None:
                 await self._receiver.wait()
                 continue
             await trio.lowlevel.checkpoint()
             if self._at_boundary:
                 return None
             if self._at_boundary is not None:
-                raise ConnectionLost(f"connection to {self._remote_address} ended inside a frame")
+                raise ConnectionLost(f"connection to {self.remote_address} ended inside a frame")
             raise self._lost()
         await trio.lowlevel.checkpoint()
         raise self._lost()
@@ -209,7 +226,7 @@ class SimLink:
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            if self._cause is None:
+            if self.cause is None:
                 self.flow.finish(Fin(self._passage.at_boundary))
             self._end("closed at this end")
         await trio.lowlevel.checkpoint()
@@ -223,18 +240,18 @@ class SimLink:
         if not self._is_established and not self.other._is_established:
             # Still dialling: nothing may be left of it, however long the network stays cut.
             self.other._end("the dial was given up")
-        elif self._cause is None:
+        elif self.cause is None:
             self.flow.transmit(0, Reset("reset by the other end"))
         self._end("aborted at this end")
 
     def crash(self, *, silent: bool) -> None:
         """This end's host went down; `silent`: without a word to the other end."""
-        if self._is_established and not silent and self._cause is None:
+        if self._is_established and not silent and self.cause is None:
             self.flow.drop()
             self.flow.transmit(0, Reset(f"{self.host.name} went down"))
         elif self._is_established:
             self.flow.die()
-        elif self._cause is None and self._own_id is not None:
+        elif self.cause is None and self._own_id is not None:
             self.abort()
         else:
             return  # somebody's dial is under way to this host, which does not know of it yet
@@ -252,17 +269,17 @@ class SimLink:
         if not (payload is None or isinstance(payload, Frame)):
             self._take_signal(payload)
             return
-        if self._cause is not None:
+        if self.cause is not None:
             self._free(nbytes)
             # The system's answer to data that nobody will read; but first this end's own data have to leave.
-            if self._is_closed and self.flow.is_finished and self.other._cause is None:
+            if self._is_closed and self.flow.is_finished and self.other.cause is None:
                 self.flow.transmit(0, Reset("closed by the other end"))
             return
         host = self.host
-        self._num_moved += nbytes
-        self._num_received += nbytes
+        self.num_moved += nbytes
+        self.num_received += nbytes
         if nbytes >= _TELLING_BYTES:  # the sender sees the system's buffer empty itself, but not of a ping
-            self.other._num_moved += nbytes
+            self.other.num_moved += nbytes
         host.num_parts += 1
         host.num_bytes += nbytes
         if payload is None and self._receiver.is_waiting:  # it waits for frames, but reads what comes meanwhile
@@ -291,9 +308,9 @@ class SimLink:
 
     def _take_syn(self, attempt: int) -> None:
         """Be offered to the listener; while its queue is full, the connection is asked for again and again."""
-        if self._cause is not None:  # the dial was given up
+        if self.cause is not None:  # the dial was given up
             return
-        listener, loss = self._topology.listeners.get(self.other._remote_address), self._topology.medium.loss
+        listener, loss = self._topology.listeners.get(self.other.remote_address), self._topology.medium.loss
         if listener is None:
             self.flow.transmit(0, Reset("connection refused"))
             self._end("connection refused")
@@ -328,17 +345,17 @@ class SimLink:
             other._sender.wake()
 
     def _end(self, cause: str) -> None:
-        if self._cause is None:
-            self._cause = cause
+        if self.cause is None:
+            self.cause = cause
             self._sender.wake()
             self._receiver.wake()
         if self._is_closed:
             self._inbox = None
-        if self.other._cause is not None:
+        if self.other.cause is not None:
             self._topology.forget(self._number)
 
     def _lost(self) -> ConnectionLost:
-        return ConnectionLost(f"connection to {self._remote_address} lost: {self._cause}")
+        return ConnectionLost(f"connection to {self.remote_address} lost: {self.cause}")
 
 
 def new_link(topology: Topology, source: SimHost, destination: SimHost, own_id: PeerId, address: Address) -> SimLink:

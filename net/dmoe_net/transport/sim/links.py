@@ -6,7 +6,7 @@ Each direction of each link draws for its n-th part with `dmoe_net.chance.unifor
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
@@ -95,34 +95,6 @@ class LogNormal:
     def sample_s(self, u: float) -> float:
         z = _STANDARD_NORMAL.inv_cdf(max(u, _SMALLEST_U))
         return self.floor_s + (self.median_s - self.floor_s) * math.exp(self.sigma * z)
-
-
-@dataclass(frozen=True, slots=True)
-class RegionMatrix:
-    """Latencies by region: a function from two hosts to a model, as `Latency` asks for.
-
-    Attributes:
-      region_of: each host's region.
-      models: the model from one region to another; if it is there in one direction only, it serves both.
-    """
-
-    region_of: Mapping[str, str]
-    models: Mapping[tuple[str, str], LatencyModel]
-
-    def __call__(self, source: str, destination: str) -> LatencyModel:
-        """The model between two hosts.
-
-        Raises:
-          ValueError: naming the host without a region, or the pair of regions without a model.
-        """
-        for host in (source, destination):
-            if host not in self.region_of:
-                raise ValueError(f"host {host!r} has no region; these have: {', '.join(sorted(self.region_of))}")
-        pair = (self.region_of[source], self.region_of[destination])
-        model = self.models.get(pair) or self.models.get((pair[1], pair[0]))
-        if model is None:
-            raise ValueError(f"no latency model between regions {pair[0]!r} and {pair[1]!r}")
-        return model
 
 
 def model_between(latency: Latency, source: str, destination: str) -> LatencyModel:

@@ -1,80 +1,13 @@
 """A peer's access to a simulated network: dialling and listening."""
 
 import itertools
-from collections import deque
 
 import trio
 
 from dmoe_net.errors import ConnectionLost, DialFailed, HandshakeFailed, ListenFailed
 from dmoe_net.identity import Address, PeerId
-from dmoe_net.transport.sim.agenda import Waiter
-from dmoe_net.transport.sim.endpoints import SimLink, Topology, new_link
+from dmoe_net.transport.sim.endpoints import SimLink, SimListener, Topology, new_link
 from dmoe_net.transport.sim.links import NUM_LISTEN_PORTS, SimHost
-
-BACKLOG = 128
-"""Links that a listener holds until they are accepted: Linux's own long-standing default bound."""
-
-
-class SimListener:
-    """A place where links come in, as a `dmoe_net.transport.base.Listener`. Made by `SimTransport.listen`.
-
-    Args:
-      topology: where it belongs.
-      address: where it is, its port not 0.
-      peer_id: who listens.
-    """
-
-    def __init__(self, topology: Topology, address: Address, peer_id: PeerId) -> None:
-        self._topology = topology
-        self._address = address
-        self._peer_id = peer_id
-        self._queue: deque[SimLink] = deque()  # at most BACKLOG
-        self._acceptor = Waiter()
-        self._is_closed = False
-
-    @property
-    def address(self) -> Address:
-        return self._address
-
-    @property
-    def peer_id(self) -> PeerId:
-        """Id of the peer that listens."""
-        return self._peer_id
-
-    def offer(self, link: SimLink) -> bool:
-        """Queue a link for `accept`; False if the queue is full."""
-        if len(self._queue) >= BACKLOG:
-            return False
-        self._queue.append(link)
-        self._acceptor.wake()
-        return True
-
-    async def accept(self) -> SimLink:
-        """The next link.
-
-        Raises:
-          trio.BusyResourceError: another task is accepting.
-        """
-        await trio.lowlevel.checkpoint()
-        while not self._is_closed:
-            if self._queue:
-                return self._queue.popleft()
-            await self._acceptor.wait()
-        raise ListenFailed(f"no longer listening at {self._address}")
-
-    async def aclose(self) -> None:
-        """Stop listening; links that nobody has accepted are reset."""
-        self.close()
-        await trio.lowlevel.checkpoint()
-
-    def close(self) -> None:
-        """Do the same as `aclose`, without waiting."""
-        if not self._is_closed:
-            self._is_closed = True
-            del self._topology.listeners[self._address]
-            while self._queue:
-                self._queue.popleft().abort()
-            self._acceptor.wake()
 
 
 class SimTransport:
@@ -89,11 +22,7 @@ class SimTransport:
     def __init__(self, topology: Topology, host: SimHost, peer_id: PeerId) -> None:
         self._topology = topology
         self._host = host
-        self._peer_id = peer_id
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self._peer_id
+        self.peer_id = peer_id
 
     async def dial(self, address: Address, *, peer_id: PeerId | None = None) -> SimLink:
         """Connect to a host of the simulation: `address.host` is its name."""
@@ -104,7 +33,7 @@ class SimTransport:
         if destination is None:
             raise DialFailed(f"cannot resolve {address}: the simulation has no such host")
         self._host.num_dials += 1
-        link = new_link(self._topology, self._host, destination, self._peer_id, address)
+        link = new_link(self._topology, self._host, destination, self.peer_id, address)
         try:
             await link.connect()
         except ConnectionLost as exc:
@@ -114,7 +43,7 @@ class SimTransport:
             link.abort()
             raise
         found = link.remote_peer_id
-        if found == self._peer_id:
+        if found == self.peer_id:
             link.abort()
             raise DialFailed(f"cannot connect to {address}: that is this peer itself")
         if peer_id is not None and found != peer_id:
@@ -133,7 +62,7 @@ class SimTransport:
         free = address if address.port else self._free_address()
         if free in self._topology.listeners:
             raise ListenFailed(f"cannot listen at {address}: address already in use")
-        listener = self._topology.listeners[free] = SimListener(self._topology, free, self._peer_id)
+        listener = self._topology.listeners[free] = SimListener(self._topology, free, self.peer_id)
         return listener
 
     def _free_address(self) -> Address:
