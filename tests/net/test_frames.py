@@ -121,7 +121,7 @@ def test_what_a_sender_cuts_a_receiver_joins(sizes: list[int], reverse: bool) ->
     encoded = encode_frame({"n": len(sizes)}, [tensor[::-1] for tensor in tensors] if reverse else tensors)
     parts = parts_of(encoded)
     assert all(len(part) <= 16 + CHUNK_BYTES + len(encoded.head) for part in parts)
-    assert sum(map(len, parts)) == encoded.nbytes + 16 * (len(parts) - 1)
+    assert sum(map(len, parts)) == len(encoded.head) + encoded.body_nbytes + 16 * len(parts)
     (frame,) = read(b"".join(parts), sizes=(50_000,))
     assert content(frame) == content(encoded.frame)
 

@@ -78,28 +78,18 @@ async def _lanes(_: Request) -> Reply:
 
 
 class Service:
-    """One for each peer, shared by all its connections.
-
-    Args:
-      hello: our greeting.
-      address: where we listen; None in client mode.
-      faults: what is to go wrong with our answers; None for nothing.
-    """
+    """One for each peer, shared by all its connections."""
 
     def __init__(self, hello: Hello, address: Address | None, faults: FaultInjector | None) -> None:
         self.hello = hello
         self.address = address
         self.faults = faults
-        self._methods = {
-            PING: Method(name=PING, handler=_ping),
-            LANES: Method(name=LANES, handler=_lanes),
-        }
+        self._methods = {PING: Method(name=PING, handler=_ping), LANES: Method(name=LANES, handler=_lanes)}
         self._own_calls: dict[trio.CancelScope, None] = {}
         self.turned_away: Counter[str] = Counter()
         """Calls that were not admitted, by reason: "busy" or "unknown method"."""
 
     def add(self, method: str, handler: Handler, *, max_concurrent: int) -> None:
-        """Serve `method` with `handler`, see `Caller.add_handler`."""
         if not 1 <= len(method) <= MAX_METHOD_CHARACTERS:
             raise ValueError(f"a method's name has 1 to {MAX_METHOD_CHARACTERS} characters, got {method!r}")
         if method in self._methods:
@@ -109,7 +99,6 @@ class Service:
         self._methods[method] = Method(name=method, handler=handler, max_concurrent=max_concurrent)
 
     def remove(self, method: str) -> None:
-        """Serve `method` no more, see `Caller.remove_handler`."""
         if method not in self._methods or method in (PING, LANES):
             raise ValueError(f"method {method!r} has no handler to remove")
         del self._methods[method]

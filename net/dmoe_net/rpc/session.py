@@ -75,11 +75,7 @@ handler of a call; give the caller of a call of ours part of the answer, or fini
 
 
 class RpcSession:
-    """State of one connection: calls placed, calls being served, frames to send.
-
-    Args:
-      hello: what we say first.
-    """
+    """State of one connection: calls placed, calls being served, frames to send; `hello` is what we say first."""
 
     def __init__(self, hello: Hello) -> None:
         self.max_outgoing = MAX_OUTGOING_CALLS

@@ -104,11 +104,6 @@ class EncodedFrame:
         return self.frame.body_nbytes
 
     @property
-    def nbytes(self) -> int:
-        """Length on the wire, without the preambles of chunks."""
-        return PREAMBLE.size + len(self.head) + self.body_nbytes
-
-    @property
     def is_large(self) -> bool:
         """True if the frame must be sent as an `OutgoingStream` and not as a `whole_part`."""
         return self.body_nbytes > CHUNK_BYTES

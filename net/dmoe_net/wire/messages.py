@@ -112,8 +112,7 @@ class CallStart:
       call_id: greater than that of every call placed before in this direction.
       method: what is called.
       timeout_s: how long the caller will still wait, seconds; more than 0, at most `MAX_TIMEOUT_S`.
-      body: small arguments.
-      tensors: large arguments.
+      body, tensors: small and large arguments.
       partials: the caller takes parts of the answer as they become ready.
     """
 

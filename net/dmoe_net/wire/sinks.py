@@ -24,11 +24,7 @@ _REPLY_KEYS = frozenset({"type", "id", "body"})
 
 
 class Sink:
-    """An array that was offered.
-
-    Args:
-      into: see `check_sink`.
-    """
+    """An array that was offered."""
 
     __slots__ = ("_is_taken", "is_withdrawn", "memory", "row")
 

@@ -22,13 +22,7 @@ BACKLOG = 128
 
 
 class SimListener:
-    """A place where links come in, as a `dmoe_net.transport.base.Listener`. Made by `SimTransport.listen`.
-
-    Args:
-      topology: where it belongs.
-      address: where it is, its port not 0.
-      peer_id: who listens.
-    """
+    """A place where links come in, as a `dmoe_net.transport.base.Listener`. Made by `SimTransport.listen`."""
 
     def __init__(self, topology: "Topology", address: Address, peer_id: PeerId) -> None:
         self._topology = topology
@@ -79,16 +73,8 @@ class Topology:
     """State of a simulation: settings, hosts, listeners and links. Bounded by what its author starts.
 
     Attributes:
-      medium: what all links run over.
-      seed: of all randomness of the network.
-      latency: see `simulate`.
-      check_frames: see `simulate`.
-      hosts: by name.
-      listeners: by address.
       links: the dialled ends of all links that are open at either end, by number.
       links_of: those of them with an end at a host, by its name.
-      num_links: there have been so far.
-      is_closed: the simulation is over.
     """
 
     medium: Medium
@@ -113,9 +99,7 @@ class SimLink:
     """One end of a simulated link as a `dmoe_net.transport.base.Link`.
 
     Args:
-      topology: where it belongs.
       number: of the link; its two ends share it.
-      host: where this end is.
       own_id: who is at this end; of an accepted end it becomes known when the connection is made.
       remote_address: see `Link.remote_address`.
     """

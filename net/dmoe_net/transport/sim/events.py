@@ -36,7 +36,6 @@ class HostDown:
     """A host crashes: its links and listeners are gone, its programs are cancelled.
 
     Attributes:
-      host: its name.
       silent: as if unplugged, nobody is told: the others' links to it stay, and dials to it hang. Otherwise their
         links are reset after one latency, and dials are refused.
     """
@@ -47,34 +46,21 @@ class HostDown:
 
 @dataclass(frozen=True, slots=True)
 class HostUp:
-    """A host is there again; its programs start from the beginning.
-
-    Attributes:
-      host: its name.
-    """
+    """A host is there again; its programs start from the beginning."""
 
     host: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetLatency:
-    """All latencies change, for parts that are sent from now on.
-
-    Attributes:
-      latency: the new model or function.
-    """
+    """All latencies change, for parts that are sent from now on."""
 
     latency: Latency
 
 
 @dataclass(frozen=True, slots=True)
 class SetHost:
-    """A host's connection changes: it becomes slow, or quick again.
-
-    Attributes:
-      host: its name.
-      options: its new connection.
-    """
+    """A host's connection changes: it becomes slow, or quick again."""
 
     host: str
     options: HostOptions

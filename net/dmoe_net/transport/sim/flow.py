@@ -80,25 +80,15 @@ class FlowEnd(Protocol):
 
     def deliver(self, nbytes: int, payload: Payload) -> None:
         """Take what arrived."""
-        ...
 
     def break_off(self, reason: str) -> None:
         """End the link at both ends."""
-        ...
 
 
 class Flow:
     """One direction of a link, as the head of this file explains.
 
-    All its queues are bounded by the two buffers, except for signals, of which a link has a handful.
-
-    Args:
-      medium: what it runs over.
-      source, destination: its hosts.
-      key: of its random numbers.
-      model: of its latencies.
-      target: the end to which it leads.
-    """
+    All its queues are bounded by the two buffers, except for signals, of which a link has a handful."""
 
     __slots__ = (
         "_destination", "_fin", "_held", "_is_dead", "_is_loopback", "_key", "_last_arrival", "_medium",

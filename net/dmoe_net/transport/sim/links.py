@@ -37,11 +37,7 @@ Latency = LatencyModel | Callable[[str, str], LatencyModel]
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Always the same latency.
-
-    Attributes:
-      seconds: it.
-    """
+    """Always the same latency."""
 
     seconds: float
 
@@ -161,14 +157,7 @@ class Loss:
 
 
 def stream_key(seed: int, dialler: str, listener: str, link_number: int, *, is_answer: bool) -> bytes:
-    """The key of the random numbers of one direction of one link.
-
-    Args:
-      seed: the simulation's.
-      dialler, listener: names of the hosts.
-      link_number: how many links were dialled from the one to the other so far.
-      is_answer: the direction towards the dialler.
-    """
+    """The key of the random numbers of one direction of one link; the number is of those from the one to the other."""
     # repr keeps the fields apart, whatever characters the names hold.
     return blake2b(repr((seed, dialler, listener, link_number, is_answer)).encode(), digest_size=16).digest()
 
@@ -194,12 +183,7 @@ class Line:
 
 
 class SimHost:
-    """A host of the simulation.
-
-    Args:
-      name: its name, the `host` of its addresses.
-      options: its connection.
-    """
+    """A host of the simulation; its name is the `host` of its addresses."""
 
     def __init__(self, name: str, options: HostOptions) -> None:
         self.name = name

@@ -11,13 +11,7 @@ from dmoe_net.transport.sim.links import NUM_LISTEN_PORTS, SimHost
 
 
 class SimTransport:
-    """One peer's access to a simulated network, a `dmoe_net.transport.base.Transport`. Made by `SimNetwork.transport`.
-
-    Args:
-      topology: the network.
-      host: where the peer is.
-      peer_id: who it is; the network vouches for it.
-    """
+    """One peer's access to a simulated network, as a `dmoe_net.transport.base.Transport`."""
 
     def __init__(self, topology: Topology, host: SimHost, peer_id: PeerId) -> None:
         self._topology = topology
