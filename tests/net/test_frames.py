@@ -263,13 +263,14 @@ def test_a_reader_keeps_its_own_bound() -> None:
         read(data[:16], reader=FrameReader(max_body_bytes=100))
 
 
-def test_what_cannot_be_sent_is_refused_locally() -> None:
+def test_what_cannot_be_sent_is_refused_locally(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LocalProtocolError, match="at most 65536"):
         encode_frame({"a": bytes(MAX_HEADER_BYTES)})
-    with pytest.raises(LocalProtocolError, match="at most 100"):
-        encode_frame({}, [np.zeros(101, np.int8)], max_body_bytes=100)
     with pytest.raises(LocalProtocolError, match="reserved"):
         encode_frame({"tensors": []})
+    monkeypatch.setattr("dmoe_net.wire.frames.MAX_BODY_BYTES", 100)
+    with pytest.raises(LocalProtocolError, match="at most 100"):
+        encode_frame({}, [np.zeros(101, np.int8)])
 
 
 def test_parts_are_copied_from_nowhere() -> None:

@@ -203,17 +203,19 @@ def test_decoded_tensors_do_not_keep_the_body(kind: Compression) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoded_bytes_are_bounded(kind: Compression) -> None:
+def test_decoded_bytes_are_bounded(kind: Compression, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of what compressed rows decode to is checked on both sides; plain rows do not count."""
     wrapped = Compressed(np.ones(1000, np.float32), kind)
     tensors = [wrapped, np.ones(5000, np.float32), wrapped]
-    table = describe(tensors, max_decoded_bytes=8000)
+    monkeypatch.setattr("dmoe_net.wire.tensors.MAX_DECODED_BYTES", 8000)
+    table = describe(tensors)
     body = body_of(b"".join(buffers_of(tensors)))
-    assert len(views_untrusted(layout_untrusted(table, max_decoded_bytes=8000), body)) == 3
+    assert len(views_untrusted(layout_untrusted(table), body)) == 3
+    monkeypatch.setattr("dmoe_net.wire.tensors.MAX_DECODED_BYTES", 7999)
     with pytest.raises(LocalProtocolError, match="8000 bytes of tensors to be compressed"):
-        describe(tensors, max_decoded_bytes=7999)
+        describe(tensors)
     with pytest.raises(RemoteProtocolError, match="more than 7999 bytes once decoded"):
-        layout_untrusted(table, max_decoded_bytes=7999)
+        layout_untrusted(table)
 
 
 def test_decoded_bytes_are_bounded_unasked() -> None:

@@ -124,14 +124,12 @@ class Part:
     frame: Frame | None
 
 
-def encode_frame(
-    header: dict[str, Any], tensors: Sequence[Outgoing] = (), *, max_body_bytes: int = MAX_BODY_BYTES
-) -> EncodedFrame:
+def encode_frame(header: dict[str, Any], tensors: Sequence[Outgoing] = ()) -> EncodedFrame:
     """Lay out a frame; the bytes of tensors that are not to be compressed are not copied.
 
     Raises:
       LocalProtocolError: the header is not encodable or too large, a tensor cannot be sent, or the body
-        exceeds `max_body_bytes`.
+        exceeds `MAX_BODY_BYTES`.
     """
     if "tensors" in header:
         raise LocalProtocolError("the header's key 'tensors' is reserved for the tensor table")
@@ -140,8 +138,8 @@ def encode_frame(
     head = encode(dict(sorted(told.items(), key=_place_of)))  # in this order it is encoded faster
     body = buffers_of(tensors)
     body_nbytes = sum(len(buffer) for buffer in body)
-    if body_nbytes > max_body_bytes:
-        raise LocalProtocolError(f"tensors take {body_nbytes} bytes, a message carries at most {max_body_bytes}")
+    if body_nbytes > MAX_BODY_BYTES:
+        raise LocalProtocolError(f"tensors take {body_nbytes} bytes, a message carries at most {MAX_BODY_BYTES}")
     frame = Frame(header=header, tensors=tuple(tensors), body_nbytes=body_nbytes)
     return EncodedFrame(frame=frame, head=head, body=body)
 

@@ -26,7 +26,7 @@ _REPLY_KEYS = frozenset({"type", "id", "body"})
 class Sink:
     """An array that was offered."""
 
-    __slots__ = ("_is_taken", "is_withdrawn", "memory", "row")
+    __slots__ = ("is_taken", "is_withdrawn", "memory", "row")
 
     def __init__(self, into: Tensor) -> None:
         check_sink(into)
@@ -36,12 +36,8 @@ class Sink:
         """The row of a frame's table of tensors that describes it."""
         self.is_withdrawn = False
         """Nothing may be written there any more."""
-        self._is_taken = False
-
-    def take(self) -> bool:
-        """Take the array: return True the first time, and False from then on."""
-        is_first, self._is_taken = not self._is_taken, True
-        return is_first
+        self.is_taken = False
+        """A frame has it already."""
 
 
 class Sinks:
@@ -76,9 +72,12 @@ class Sinks:
             return None
         call_id = header["id"]
         sink = self._offered.get(call_id) if type(call_id) is int else None
-        if sink is None or type(header["body"]) is not dict or table[0] != sink.row or not sink.memory.nbytes:
+        if sink is None or sink.is_taken or not sink.memory.nbytes:
             return None
-        return sink if sink.take() else None
+        if type(header["body"]) is not dict or table[0] != sink.row:
+            return None
+        sink.is_taken = True
+        return sink
 
 
 def check_sink(into: Tensor) -> None:

@@ -129,22 +129,21 @@ def as_received(outgoing: Outgoing) -> Tensor:
     return np.ndarray(tensor.shape, dtype, buffer=_frozen(buffer))
 
 
-def describe(tensors: Sequence[Outgoing], *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> list[list[Any]]:
+def describe(tensors: Sequence[Outgoing]) -> list[list[Any]]:
     """The table that travels in the header: for each tensor `[dtype name, [dim, ...]]`, or
     `[dtype name, [dim, ...], compression]`.
 
     Raises:
       LocalProtocolError: too many tensors, too many dimensions, a dtype outside `DTYPES`, not an array at all (a
-        JAX array is turned into a NumPy one above `dmoe_net`), or more than `max_decoded_bytes` of compressed tensors.
+        JAX array is turned into a NumPy one above `dmoe_net`), or more than `MAX_DECODED_BYTES` of compressed tensors.
     """
     if len(tensors) > MAX_TENSORS:
         raise LocalProtocolError(f"{len(tensors)} tensors, a message carries at most {MAX_TENSORS}")
     table = [_describe_one(tensor) for tensor in tensors]
     decoded = sum(outgoing.tensor.nbytes for outgoing in tensors if isinstance(outgoing, Compressed))
-    if decoded > max_decoded_bytes:
-        raise LocalProtocolError(
-            f"{decoded} bytes of tensors to be compressed, a message carries at most {max_decoded_bytes}"
-        )
+    if decoded > MAX_DECODED_BYTES:
+        most = MAX_DECODED_BYTES
+        raise LocalProtocolError(f"{decoded} bytes of tensors to be compressed, a message carries at most {most}")
     return table
 
 
@@ -190,7 +189,7 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def layout_untrusted(table: Any, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> Layout:
+def layout_untrusted(table: Any) -> Layout:
     """Check a table, and say where the tensors that it describes are in the body. Allocates nothing.
 
     Args:
@@ -198,7 +197,7 @@ def layout_untrusted(table: Any, *, max_decoded_bytes: int = MAX_DECODED_BYTES) 
 
     Raises:
       RemoteProtocolError: the table is malformed, its total is beyond `MAX_TENSOR_BYTES`, or its compressed tensors
-        would take more than `max_decoded_bytes` once decoded.
+        would take more than `MAX_DECODED_BYTES` once decoded.
     """
     if type(table) is not list or len(table) > MAX_TENSORS:
         raise RemoteProtocolError(f"tensor table must be a list of at most {MAX_TENSORS} rows")
@@ -215,8 +214,8 @@ def layout_untrusted(table: Any, *, max_decoded_bytes: int = MAX_DECODED_BYTES) 
         end = start + nbytes
         if end > MAX_TENSOR_BYTES:
             raise RemoteProtocolError(f"tensor table describes more than {MAX_TENSOR_BYTES} bytes")
-        if decoded > max_decoded_bytes:
-            raise RemoteProtocolError(f"tensor table describes more than {max_decoded_bytes} bytes once decoded")
+        if decoded > MAX_DECODED_BYTES:
+            raise RemoteProtocolError(f"tensor table describes more than {MAX_DECODED_BYTES} bytes once decoded")
         rows.append(Placed(dtype, shape, compression, start, nbytes))
     return Layout(tuple(rows), end)
 
