@@ -85,7 +85,6 @@ class CallNetwork:
       seed: of all delays.
       latency: as of `simulate`.
       may_dial: returns True if the first host can dial the second: False for one behind a NAT.
-      counts_bytes: True to encode each body and add up what would travel.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class CallNetwork:
         seed: int,
         latency: Latency,
         may_dial: Callable[[str, str], bool] = lambda source, destination: True,
-        counts_bytes: bool = False,
     ) -> None:
         self.num_calls: Counter[str] = Counter()
         """Calls placed, by method."""
@@ -104,7 +102,8 @@ class CallNetwork:
         self._rng = random.Random(f"{seed}/calls")
         self._latency = latency
         self.may_dial = may_dial
-        self.counts_bytes = counts_bytes
+        self.counts_bytes = False
+        """True to encode each body and add up what would travel."""
         self._callers: dict[Address, CallingPeer] = {}
         self._down: dict[str, bool] = {}  # host -> True if it went silently
         self._groups: dict[str, int] = {}
@@ -173,8 +172,8 @@ class CallingPeer:
         self.host = host
         self.health = PeerHealth()
         self.bulk = network.bulk
-        self.num_placed = self.num_served = 0
-        """Calls of this peer to others, and of others to it."""
+        self.num_placed = 0
+        """Calls of this peer to others."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of bodies, with what frames add, if the network counts them."""
         self._network = network
@@ -275,7 +274,6 @@ class CallingPeer:
             await other._travel(link, self)
             raise ConnectionLost(f"connection to {other.host} lost: reset by the other end")
         self._count(other, body)
-        other.num_served += 1
         try:
             reply = await other._serve(method, body, self)
         except CallFailed:
