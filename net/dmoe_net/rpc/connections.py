@@ -153,8 +153,8 @@ class ConnectionTable:
                 self._note_restart(known, connection, remote)
                 for old in (known, *self._lanes.get(remote.peer_id, ())):
                     old.end(ConnectionLost("the peer was started again"))
-            elif known.is_outgoing != connection.is_outgoing and self._is_preferred(known, remote.peer_id):
-                connection.leave()
+            elif known.is_outgoing != connection.is_outgoing and known.is_outgoing == (self._peer_id < remote.peer_id):
+                connection.leave()  # the smaller peer id has dialled the other one
                 return
             else:
                 known.leave()
@@ -246,10 +246,6 @@ class ConnectionTable:
         if longest is not None:
             longest.end(ConnectionLost("closed to make room for another connection"))
         return longest is not None
-
-    def _is_preferred(self, connection: Connection, remote: PeerId) -> bool:
-        dialler = self._peer_id if connection.is_outgoing else remote
-        return dialler == min(self._peer_id, remote)
 
     def _tell_news(self) -> None:
         self.news.set()

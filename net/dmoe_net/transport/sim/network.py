@@ -90,8 +90,9 @@ class SimNetwork:
                 self._bring_up(self._host(host))
             case SetLatency(latency=latency):
                 self._topology.latency = latency
-                for end in self._ends():
-                    end.flow.model = model_between(latency, end.host.name, end.other.host.name)
+                for link in self._topology.links.values():
+                    for end in (link, link.other):
+                        end.flow.model = model_between(latency, end.host.name, end.other.host.name)
             case SetHost(host=host, options=options):
                 self._host(host).set_options(options)
             case _:
@@ -116,9 +117,6 @@ class SimNetwork:
             options = self._host_options(name) if callable(self._host_options) else self._host_options
             host = self._topology.hosts[name] = SimHost(name, options)
         return host
-
-    def _ends(self) -> list[SimLink]:
-        return [end for link in self._topology.links.values() for end in (link, link.other)]
 
     async def _run_program(self, host: str, main: Callable[..., Awaitable[object]], *args: Any) -> None:
         while True:
