@@ -211,15 +211,15 @@ class Answers:
 
     def whole(self, completions: Sequence[Completion], prompt_tokens: int) -> bytes:
         """Return the answer with all completions, of prompts that have so many tokens, each counted once."""
-        choices = [_choice(number, each.text, _reason(each)) for number, each in enumerate(completions)]
+        choices = [_choice(number, each.text, each) for number, each in enumerate(completions)]
         written = sum(each.tokens for each in completions)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
         return json.dumps({**self._head(), "choices": choices, "usage": usage}).encode()
 
     def piece(self, number: int, text: str, finished: Completion | None = None) -> bytes:
         """Return an event with a piece of one completion, and at its end the reason why it ends."""
-        choice = _choice(number, text, None if finished is None else _reason(finished))
-        return b"data: %b\n\n" % json.dumps({**self._head(), "choices": [choice]}).encode()
+        choices = [_choice(number, text, finished)]
+        return b"data: %b\n\n" % json.dumps({**self._head(), "choices": choices}).encode()
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
@@ -229,9 +229,6 @@ STREAM_END = b"data: [DONE]\n\n"
 """The last event of a stream."""
 
 
-def _reason(completion: Completion) -> str:
-    return "stop" if completion.is_stopped else "length"
-
-
-def _choice(number: int, text: str, reason: str | None) -> dict[str, Any]:
+def _choice(number: int, text: str, finished: Completion | None) -> dict[str, Any]:
+    reason = None if finished is None else "stop" if finished.is_stopped else "length"
     return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}

@@ -5,8 +5,8 @@ here: a word sees its own segment and the `mem_len` states before that, and wher
 the experts that its first word and the memory chose. A word that is read alone gives what it gives inside its segment,
 to rounding. So a prompt is read in one pass (`Decoder.read_segments`), and what follows word by word (`read_word`).
 
-Both are coroutines that do not know where experts live: `Mix` asks them, and `Run` carries out what is between. Where
-experts are at hand neither waits, and the whole is traced into one program; else each function is a program of its own.
+Both are coroutines that do not know where experts live: a layer's `Mix` asks them, `Run` carries out what is between.
+Where experts are at hand neither waits, and the whole is traced into one program; else each function is a program.
 
 Axes: B sequences, S words of a segment, T = N S words of N segments, M slots of memory, L = M + S - 1 states kept.
 """
@@ -24,7 +24,7 @@ from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import attention_segment, expert_inputs, router_ids, routing_features, segments
-from dmoe_jax.models.trunk import LayerMemory, Memory, token_nll, word_log_probs
+from dmoe_jax.models.trunk import LayerMemory, Memory, next_memory, token_nll, word_log_probs
 from dmoe_jax.routing.base import Router, Scores, score
 
 
@@ -109,14 +109,14 @@ Alive = Bool[Array, "layers *grid"] | Bool[np.ndarray, "layers *grid"]
 
 @runtime_checkable
 class Mix(Protocol):
-    """The mixtures of a model, wherever their experts live."""
+    """The mixture of a layer, wherever its experts live."""
 
-    async def alive(self, layer: int) -> Any:
+    async def alive(self) -> Any:
         """Return bool [*grid], true for experts that may be chosen; None if they are not chosen from a whole grid."""
         ...
 
-    async def __call__(self, layer: int, asked: Asked) -> Array | Unmixed:
-        """Return the outputs of a layer: [samples, ...]; with `at`, [samples, 1, d_model]."""
+    async def __call__(self, asked: Asked) -> Array | Unmixed:
+        """Return its outputs: [samples, ...]; with `at`, [samples, 1, d_model]."""
         ...
 
 
@@ -152,14 +152,14 @@ class Decoder:
             lambda trunk, hidden, targets: token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
         )
         """(trunk, hidden [B, T, d_model], targets [B, T]) -> negative log-probability of each target, nats."""
-        self.memory_after = jax.jit(self._last_states)
+        self.memory_after = jax.jit(lambda memory, entered: tuple(map(next_memory, memory, entered)))
         """(memory, entered) -> memory of the segments that follow."""
         self.state_after = jax.jit(self._kept_states)
         """(read from an empty memory, tokens [B, T], lengths [B]) -> (`ReadSoFar`, the output of the last layer
         for the last word of each sequence, [B, 1, d_model])."""
 
     async def read_segments(
-        self, run: Run, mix: Mix, trunk: PyTree, memory: Memory, tokens: Tokens, lengths: Each
+        self, run: Run, mixes: Sequence[Mix], trunk: PyTree, memory: Memory, tokens: Tokens, lengths: Each
     ) -> SegmentsRead:
         """Read segments side by side, all of them with one call of each layer's experts.
 
@@ -168,26 +168,26 @@ class Decoder:
           lengths: number of words of each sequence.
         """
         hidden, entered, features = await run(self._embed, trunk["embed"], tokens), [], []
-        for layer, before in enumerate(memory):
-            text = (tokens, lengths, await mix.alive(layer))
+        for layer, (mix, before) in enumerate(zip(mixes, memory, strict=True)):
+            text = (tokens, lengths, await mix.alive())
             asked, states, own = await run(self._segments_asked, _layer_params(trunk, layer), hidden, before, *text)
             entered.append(states)
             features.append(own)
-            hidden = await mix(layer, asked)
+            hidden = await mix(asked)
         return SegmentsRead(await run(self._finished, hidden, tokens), tuple(entered), tuple(features))
 
     async def read_word(
-        self, run: Run, mix: Mix, trunk: PyTree, state: ReadSoFar, tokens: Each
+        self, run: Run, mixes: Sequence[Mix], trunk: PyTree, state: ReadSoFar, tokens: Each
     ) -> tuple[Array | Unmixed, ReadSoFar]:
         """Read one word of each sequence; return the last layer's output, for `last`, and what was read with it."""
-        params, alive = _layer_params(trunk, 0), await mix.alive(0)
+        params, alive = _layer_params(trunk, 0), await mixes[0].alive()
         asked, kept, state, behind = await run(self._first_asked, trunk["embed"], params, state, tokens, alive)
-        layers, hidden = [kept], await mix(0, asked)
+        layers, hidden = [kept], await mixes[0](asked)
         for layer, before in enumerate(state.layers[1:], start=1):
-            word = (state, before, tokens, await mix.alive(layer))
+            word = (state, before, tokens, await mixes[layer].alive())
             asked, kept = await run(self._word_asked, _layer_params(trunk, layer), hidden, *word)
             layers.append(kept)
-            hidden = await mix(layer, asked)
+            hidden = await mixes[layer](asked)
         filled, place = behind
         return hidden, ReadSoFar(tuple(layers), filled, place, state.first)
 
@@ -211,23 +211,22 @@ class Decoder:
     ) -> tuple[Asked, Array, Array]:
         """(what the layer's experts are asked, the states that entered it, what its segments are routed by)."""
         config, entered = self.config, self._mixed(hidden).reshape(*tokens.shape, -1)
-        hidden, (batch, total, width) = entered, entered.shape
+        batch, total, width = entered.shape
         count, size = total // config.seq_len, config.seq_len
         slots = np.arange(count)[:, None] * size + np.arange(config.mem_len)
-        states = jnp.concatenate([before.states, hidden], axis=1)[:, slots]
+        states = jnp.concatenate([before.states, entered], axis=1)[:, slots]
         filled = jnp.concatenate([before.mask, jnp.ones((batch, total), bool)], axis=1)[:, slots]
         memory = LayerMemory(states.reshape(-1, *states.shape[2:]), filled.reshape(-1, config.mem_len))
-        hidden, words = hidden.reshape(-1, size, width), tokens.reshape(-1, size)
-        ids = jnp.asarray(router_ids(config, words))
         if config.routes_tokens:
-            rows = attention_segment(config)(params[1], hidden.reshape(-1, width), memory)
-            wanted = (jnp.arange(total) < lengths[:, None]).reshape(-1)
-            scores, inputs = score(self.router, params[0], rows, ids=ids), expert_inputs(config, rows, memory)
-            return self._asked(alive, scores, inputs, wanted=wanted), entered, jnp.zeros((batch, count, 0))
-        features = routing_features(hidden, memory.states, memory.mask)
-        wanted = (jnp.arange(count) * size < lengths[:, None]).reshape(-1)
-        scores, inputs = score(self.router, params[0], features, ids=ids), expert_inputs(config, hidden, memory)
-        return self._asked(alive, scores, inputs, wanted=wanted), entered, features.reshape(batch, count, width)
+            features = own = attention_segment(config)(params[1], entered.reshape(-1, width), memory)
+            kept, begins = jnp.zeros((batch, count, 0)), jnp.arange(total)
+        else:
+            own = entered.reshape(-1, size, width)
+            features = routing_features(own, memory.states, memory.mask)
+            kept, begins = features.reshape(batch, count, width), jnp.arange(count) * size
+        ids = jnp.asarray(router_ids(config, tokens.reshape(-1, size)))
+        scores, inputs = score(self.router, params[0], features, ids=ids), expert_inputs(config, own, memory)
+        return self._asked(alive, scores, inputs, wanted=(begins < lengths[:, None]).reshape(-1)), entered, kept
 
     def _ask_for_first(
         self, embed: PyTree, params: tuple[PyTree, PyTree], state: ReadSoFar, tokens: Array, alive: Any
@@ -273,14 +272,6 @@ class Decoder:
         own = jnp.where((positions < place)[..., None], before, 0)
         segment = jnp.where((positions == place)[..., None], hidden, own)
         return segment, LayerMemory(memory, memory_age <= state.filled[:, None])
-
-    def _last_states(self, memory: Memory, entered: Sequence[Array]) -> Memory:
-        def last(before: LayerMemory, states: Array) -> LayerMemory:
-            mask = jnp.concatenate([before.mask, jnp.ones(states.shape[:2], bool)], axis=1)
-            states = jnp.concatenate([before.states, states], axis=1)
-            return LayerMemory(states[:, -self.config.mem_len :], mask[:, -self.config.mem_len :])
-
-        return tuple(map(last, memory, entered))
 
     def _kept_states(self, read: SegmentsRead, tokens: Array, lengths: Array) -> tuple[ReadSoFar, Array]:
         size, length = self.config.seq_len, self.states_kept

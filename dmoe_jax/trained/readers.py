@@ -4,7 +4,7 @@ Their methods are coroutines. Those of a `LocalReader` never wait, so that `with
 """
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,11 @@ from jaxtyping import Array, Float
 
 from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import without_waiting
-from dmoe_jax.directory.grid import layer_prefix
 from dmoe_jax.machine.device import Device, to_host
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mixture.remote import RemoteMixture
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.layers import MixtureMaker, dmoe_layer
+from dmoe_jax.models.layers import MixtureMaker, dmoe_layer, layer_mixtures
 from dmoe_jax.models.trunk import Memory, empty_memory
 from dmoe_jax.routing.base import Router
 from dmoe_jax.trained.decoding import (
@@ -102,24 +101,27 @@ def _local_programs(decoder: Decoder) -> tuple[Callable[..., Any], Callable[...,
 
     def program(read: Callable[..., Any]) -> Callable[..., Any]:
         def traced(trunk: PyTree, experts: Sequence[PyTree], alive: Any, *args: Any) -> Any:
-            return without_waiting(read(_at_once, _LocalMix(decoder, experts, alive), trunk, *args))
+            return without_waiting(read(_at_once, _local_mixes(decoder, experts, alive), trunk, *args))
 
         return jax.jit(traced)
 
     return program(decoder.read_segments), program(decoder.read_word)
 
 
-class _LocalMix:
-    def __init__(self, decoder: Decoder, experts: Sequence[PyTree], alive: Any) -> None:
-        self._decoder, self._experts, self._alive = decoder, experts, alive
+def _local_mixes(decoder: Decoder, experts: Sequence[PyTree], alive: Any) -> list["_LocalMix"]:
+    return [_LocalMix(decoder, own, None if alive is None else alive[layer]) for layer, own in enumerate(experts)]
 
-    async def alive(self, layer: int) -> None:
+
+class _LocalMix:
+    def __init__(self, decoder: Decoder, params: PyTree, alive: Any) -> None:
+        self._decoder, self._params, self._alive = decoder, params, alive
+
+    async def alive(self) -> None:
         return None  # `dmoe_layer` chooses by itself
 
-    async def __call__(self, layer: int, asked: Asked) -> Array:
-        config, own = self._decoder.config, None if self._alive is None else self._alive[layer]
-        expert, params, inputs = config.expert(), self._experts[layer], map(jnp.asarray, asked.inputs)
-        return dmoe_layer(expert, params, self._decoder.router, config.k_best, asked.scores, own, *inputs)[0]
+    async def __call__(self, asked: Asked) -> Array:
+        config, router, inputs = self._decoder.config, self._decoder.router, map(jnp.asarray, asked.inputs)
+        return dmoe_layer(config.expert(), self._params, router, config.k_best, asked.scores, self._alive, *inputs)[0]
 
 
 def pure_log_probs(
@@ -133,8 +135,8 @@ def pure_log_probs(
     """Log-probability of every word after each of `tokens`, nats, to be jitted and differentiated by the caller."""
     decoder, (batch, length) = make_decoder(config, router), tokens.shape
     padded = jnp.pad(tokens, ((0, 0), (0, -length % config.seq_len)))
-    mix, lengths = _LocalMix(decoder, experts, alive), jnp.full(batch, length)
-    read = without_waiting(decoder.read_segments(_at_once, mix, trunk, empty_memory(config, batch), padded, lengths))
+    mixes, lengths = _local_mixes(decoder, experts, alive), jnp.full(batch, length)
+    read = without_waiting(decoder.read_segments(_at_once, mixes, trunk, empty_memory(config, batch), padded, lengths))
     return decoder.log_probs(trunk, read.hidden[:, :length])
 
 
@@ -185,12 +187,9 @@ class SwarmReader:
     ) -> None:
         self.decoder, self.trunk = make_decoder(config, router, whole_segments=True), jax.device_put(trunk)
         settings: dict[str, Any] = {"k_best": config.k_best, "grace_s": float("inf"), "timeout_s": timeout_s}
-        self.mixtures: tuple[RemoteMixture, ...] = tuple(
-            swarm.mixture(layer_prefix(layer), config.expert(), router, **settings)
-            for layer in range(config.num_layers)
-        )
+        made = layer_mixtures(swarm, config.expert(), router, config.num_layers, **settings)
+        self.mixtures = cast(list[RemoteMixture], made)
         self.layers = tuple(PatientLayer(mixture, self._run, patience_s=patience_s) for mixture in self.mixtures)
-        self._mix = _SwarmMix(self.layers)
         self._device: Device = self.mixtures[0].device
         self._compiled: set[Any] = set()
         self._is_checked = False
@@ -200,10 +199,10 @@ class SwarmReader:
             for mixture in self.mixtures:
                 await mixture.check()
             self._is_checked = True
-        return await self.decoder.read_segments(self._run, self._mix, self.trunk, memory, tokens, lengths)
+        return await self.decoder.read_segments(self._run, self.layers, self.trunk, memory, tokens, lengths)
 
     async def read_word(self, state: ReadSoFar, tokens: Each) -> tuple[Array | Unmixed, ReadSoFar]:
-        return await self.decoder.read_word(self._run, self._mix, self.trunk, state, tokens)
+        return await self.decoder.read_word(self._run, self.layers, self.trunk, state, tokens)
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await to_host(self._device, await self._run(function, *args))
@@ -215,14 +214,3 @@ class SwarmReader:
         result = await self._device.run(function, *args, expected_s=expected_s)
         self._compiled.add((function, shapes))
         return result
-
-
-class _SwarmMix:
-    def __init__(self, layers: Sequence[PatientLayer]) -> None:
-        self._layers = layers
-
-    async def alive(self, layer: int) -> Any:
-        return await self._layers[layer].alive()
-
-    async def __call__(self, layer: int, asked: Asked) -> Unmixed:
-        return await self._layers[layer](asked)
