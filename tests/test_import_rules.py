@@ -166,7 +166,7 @@ WIDE_MODULES: dict[str, int] = {
     "dmoe_jax.peers.peer": 16,
     "dmoe_jax.placement.averager": 16,
     "dmoe_jax.swarm.swarm": 19,
-    "dmoe_jax.trained.offered": 17,
+    "dmoe_jax.trained.offered": 16,
     "dmoe_jax.trained.saved_model": 17,
     "dmoe_net.averaging.averager": 19,
     "dmoe_net.averaging.collaboration.rounds": 18,

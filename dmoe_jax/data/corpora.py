@@ -102,7 +102,10 @@ def load_corpus(
         text = replace(text, origin=f"{text.origin}, in pieces of the tokenizer {tokenizer}")
         return _corpus(text, found, list(map(found.numbered, own_ids)))
     words = _parts(text, partial(cut_words, is_tokenised=text.is_tokenised))
-    known = _words_of(words[0], is_tokenised=text.is_tokenised)
+    least = 1 if text.is_tokenised else MIN_COUNT
+    known = Vocabulary.build(words[0], min_count=least, is_tokenised=text.is_tokenised)
+    if UNK not in known:
+        known = Vocabulary((*known.words, UNK), text.is_tokenised)
     if text.is_own and text.is_tokenised:
         text = replace(text, origin=f"{text.origin}, taken word for word since it has {UNK}")
     return _corpus(text, known, list(map(known.encode, words)))
@@ -149,11 +152,6 @@ def _parts(text: Text, cut: Callable[[str], Any]) -> list[Any]:
                 + (f" (the last {HELD_OUT:.0%} of a text in one part are held out)" if is_whole else "")
             )
     return parts
-
-
-def _words_of(train: Sequence[str], *, is_tokenised: bool) -> Vocabulary:
-    found = Vocabulary.build(train, min_count=1 if is_tokenised else MIN_COUNT, is_tokenised=is_tokenised)
-    return found if UNK in found else Vocabulary((*found.words, UNK), is_tokenised)
 
 
 def _corpus(text: Text, vocabulary: AnyVocabulary, parts: Sequence[np.ndarray]) -> Corpus:

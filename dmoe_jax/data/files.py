@@ -88,14 +88,7 @@ def _keep(folder: Path, cache: Path | None) -> str:
 
 
 def needed_package(name: str, extra: str, what: str) -> Any:
-    """Import a package that only an extra of ours installs.
-
-    Args:
-      what: what needs it, for the message.
-
-    Raises:
-      DataError: it is missing.
-    """
+    """Import a package that only an extra of ours installs, for `what`. Raises DataError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -103,11 +96,7 @@ def needed_package(name: str, extra: str, what: str) -> Any:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-      DataError: it cannot be read, or has more than so many.
-    """
+    """The bytes of a file. Raises DataError if it cannot be read, or has more than so many."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)

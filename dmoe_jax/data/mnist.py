@@ -39,9 +39,6 @@ PARTS = {"train": 60_000, "t10k": 10_000}
 SIDE = 28
 NUM_CLASSES = 10
 
-_UNSIGNED_BYTES = 8
-"""IDX's code of the element type."""
-
 _WHAT = "a file of MNIST, gzip of IDX"
 
 
@@ -113,7 +110,7 @@ def read_mnist(folder: Path) -> Mnist:
 
 def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes in a file: two zeros, the element type, the number of axes, their lengths, then the elements."""
-    header = struct.pack(f">BBBB{len(shape)}I", 0, 0, _UNSIGNED_BYTES, len(shape), *shape)
+    header = struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape)  # 8: unsigned bytes
     size = len(header) + int(np.prod(shape))
     data = read_gzip(path, size + 1, _WHAT)
     if data[: len(header)] != header or len(data) != size:

@@ -57,11 +57,7 @@ class PieceVocabulary:
         return self.order.size
 
     def numbered(self, own_ids: Int32[np.ndarray, " tokens"]) -> Int32[np.ndarray, " tokens"]:
-        """The ids of pieces that are given by the tokenizer's own.
-
-        Raises:
-          DataError: one is none of its pieces.
-        """
+        """The ids of pieces that are given by the tokenizer's own. Raises DataError if one is none of its pieces."""
         is_known = (own_ids >= 0) & (own_ids < self._numbers.size)
         ids = np.where(is_known, self._numbers[np.where(is_known, own_ids, 0)], -1).astype(np.int32)
         if (unknown := own_ids[ids < 0]).size:
@@ -69,11 +65,7 @@ class PieceVocabulary:
         return ids
 
     def encode_text(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        """The ids of a text's pieces.
-
-        Raises:
-          DataError: the tokenizer cannot say it.
-        """
+        """The ids of a text's pieces. Raises DataError if the tokenizer cannot say it."""
         return self.numbered(self.tokenizer.encode(text))
 
     def decode(self, ids: Sequence[int] | Int[np.ndarray, " tokens"]) -> str:

@@ -33,11 +33,7 @@ class Resumable(Protocol):
 
 
 class Positioned(Iterator[T], Generic[T]):
-    """An iterator over batches, with its position.
-
-    Raises:
-      ValueError: the batches have a state that neither JSON nor bytes can say.
-    """
+    """An iterator over batches, with its position. Raises ValueError for a state that JSON and bytes cannot say."""
 
     def __init__(self, batches: Iterable[T]) -> None:
         self._batches = batches
@@ -75,8 +71,14 @@ class Positioned(Iterator[T], Generic[T]):
             self._sought = position
         elif isinstance(self._batches, Resumable):
             self._batches.seek(position)
+        elif position < self._read:
+            raise ValueError(f"these batches cannot go back: {self._read} are read, asked for {position}")
         else:
-            self._read_up_to(position)
+            while self._read < position:
+                try:
+                    next(self)
+                except StopIteration:
+                    raise ValueError(f"there are only {self._read} batches, asked for number {position}") from None
 
     def __next__(self) -> T:
         batch = next(self._iterator)
@@ -84,18 +86,9 @@ class Positioned(Iterator[T], Generic[T]):
         self._sought = None
         return batch
 
-    def _read_up_to(self, position: int) -> None:
-        if position < self._read:
-            raise ValueError(f"these batches cannot go back: {self._read} are read, asked for {position}")
-        while self._read < position:
-            try:
-                next(self)
-            except StopIteration:
-                raise ValueError(f"there are only {self._read} batches, asked for number {position}") from None
-
     def _restore(self, position: dict[str, Any]) -> None:
         read = position.get("read")
-        if self._set_state is None or type(read) is not int or position.keys() not in (_STATE, _BYTES):
+        if self._set_state is None or type(read) is not int or position.keys() - {"read"} not in ({"state"}, {"bytes"}):
             name = type(self._batches).__name__
             raise ValueError(f"the position is the state of other batches than these, which are of type {name}")
         state = position["state"] if "state" in position else base64.b64decode(position["bytes"], validate=True)
@@ -103,9 +96,6 @@ class Positioned(Iterator[T], Generic[T]):
         self._read = read
         if self._owner is not self._iterator:
             self._iterator = iter(self._batches)  # which begins there
-
-
-_STATE, _BYTES = {"read", "state"}, {"read", "bytes"}
 
 
 def positioned(batches: Iterable[T]) -> Positioned[T]:

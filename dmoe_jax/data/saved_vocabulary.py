@@ -49,18 +49,16 @@ def save_vocabulary(folder: Path, vocabulary: AnyVocabulary) -> None:
 def packed_vocabulary(vocabulary: AnyVocabulary) -> tuple[bytes, bytes]:
     """The contents of the vocabulary's file, and of its tokenizer's; empty for words. Raises DataError if it is too
     large to be kept."""
-    data = json.dumps(_record_of(vocabulary), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if isinstance(vocabulary, Vocabulary):
+        fields, beside = {"kind": "words", "tokenised": vocabulary.is_tokenised, "words": vocabulary.words}, b""
+    else:
+        own, order = vocabulary.tokenizer, vocabulary.order.tolist()
+        fields = {"kind": "pieces", "tokenizer": own.file_name, "sha256": own.sha256, "order": order}
+        beside = own.data
+    data = json.dumps({"version": _VERSION, **fields}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     if len(data) > MOST_BYTES:
         raise DataError(f"the vocabulary of {len(vocabulary):,} words is too large to be kept: {len(data):,} bytes")
-    return data, vocabulary.tokenizer.data if isinstance(vocabulary, PieceVocabulary) else b""
-
-
-def _record_of(vocabulary: AnyVocabulary) -> dict[str, Any]:
-    if isinstance(vocabulary, Vocabulary):
-        tokenised = vocabulary.is_tokenised
-        return {"version": _VERSION, "kind": "words", "tokenised": tokenised, "words": vocabulary.words}
-    tokenizer = {"tokenizer": vocabulary.tokenizer.file_name, "sha256": vocabulary.tokenizer.sha256}
-    return {"version": _VERSION, "kind": "pieces", **tokenizer, "order": vocabulary.order.tolist()}
+    return data, beside
 
 
 def load_vocabulary(run: Path | str) -> AnyVocabulary:

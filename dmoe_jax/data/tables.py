@@ -10,6 +10,7 @@ from typing import Any
 
 from dmoe_jax.data.files import DataError, needed_package
 from dmoe_jax.data.raw_text import Text, ended, own_text
+from dmoe_jax.runs.endings import one_line
 
 HUB = "hf:"
 """Beginning of a source that is a name on the Hugging Face hub: hf:NAME or hf:NAME:CONFIG."""
@@ -52,8 +53,7 @@ def read_table(source: str) -> Text:
         is_on_hub = source.startswith(HUB)
         found = library.load_dataset(name, config or None) if is_on_hub else library.load_from_disk(source)
     except Exception as error:  # of the network, of the disk, of its own: many kinds
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"--data {source}: the data set cannot be had: {reason[:300]}") from error
+        raise DataError(f"--data {source}: the data set cannot be had: {one_line(error)[:300]}") from error
     parts = [_joined(part, source) for part in _parts(found, source)]
     label = source if source.startswith(HUB) else Path(source).name
     return own_text(label, f"column {_COLUMN} of the data set {source}", parts)

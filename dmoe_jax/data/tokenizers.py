@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from dmoe_jax.data.files import DataError, needed_package, read_bounded
+from dmoe_jax.runs.endings import one_line
 
 MAX_BYTES = 64 << 20
 """Size of a tokenizer's file at most; the largest of published models have 33 MB."""
@@ -90,8 +91,10 @@ def load_tokenizer(source: str) -> Tokenizer:
     """
     check_tokenizer(source)
     path = Path(source)
-    if not path.exists():
-        path = _download(source)
+    if not path.exists():  # from the hub's cache or the network, as `from_pretrained` gets it
+        hub = needed_package("huggingface_hub", "text", f"--tokenizer {source}")
+        with _one_error(f"--tokenizer {source}: there is no such file, and the Hugging Face hub does not give one"):
+            path = Path(hub.hf_hub_download(source, JSON_FILE))
     elif path.is_dir():
         path = _in_folder(path)
     return open_tokenizer(read_bounded(path, MAX_BYTES), str(path))
@@ -166,13 +169,6 @@ def _in_folder(folder: Path) -> Path:
     raise DataError(f"--tokenizer {folder}: there is neither {JSON_FILE} nor {MODEL_FILE} in the folder")
 
 
-def _download(name: str) -> Path:
-    """The file of a tokenizer on the Hugging Face hub, from its cache or the network, as `from_pretrained` gets it."""
-    hub = needed_package("huggingface_hub", "text", f"--tokenizer {name}")
-    with _one_error(f"--tokenizer {name}: there is no such file, and the Hugging Face hub does not give one"):
-        return Path(hub.hf_hub_download(name, JSON_FILE))
-
-
 @contextmanager
 def _one_error(text: str) -> Iterator[None]:
     """Turn what a library raises in the block into a DataError; a panic of Rust is no `Exception`."""
@@ -183,5 +179,4 @@ def _one_error(text: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"{text}: {reason[:300]}") from error
+        raise DataError(f"{text}: {one_line(error)[:300]}") from error

@@ -26,8 +26,16 @@ _JOINERS = "\u200c\u200d"
 
 
 def cut_words(text: str, *, is_tokenised: bool) -> list[str]:
-    """The words of a text, with `<eos>` where a line ends; a last line without a line feed has none."""
-    return split_words(text) if is_tokenised else tokenise(text)
+    """The words of a text, with `<eos>` where a line ends; a last line without a line feed has none.
+
+    Those of a tokenised text lie between its spaces, with `<eos>` for each line feed, also of a blank line; a line that
+    ends in `<eos>` gets no second one.
+    """
+    if not is_tokenised:
+        return tokenise(text)
+    if EOS in text:
+        text = re.sub(rf"{EOS}[ \t]*\n", "\n", text)
+    return text.replace("\n", f" {EOS} ").split()
 
 
 def join_words(words: Iterable[str]) -> str:
@@ -39,16 +47,6 @@ def join_words(words: Iterable[str]) -> str:
         else:
             lines[-1].append(word)
     return "\n".join(map(" ".join, lines))
-
-
-def split_words(text: str) -> list[str]:
-    """The words between the spaces of a tokenised text, with `<eos>` for each line feed, also of a blank line.
-
-    A line that ends in `<eos>` gets no second one.
-    """
-    if EOS in text:
-        text = re.sub(rf"{EOS}[ \t]*\n", "\n", text)
-    return text.replace("\n", f" {EOS} ").split()
 
 
 def tokenise(text: str) -> list[str]:

@@ -35,22 +35,17 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return patch
 
 
-def merged(state: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state after a merge patch; `state` stays as it is."""
-    after = {name: value for name, value in state.items() if name not in patch or patch[name] is not None}
-    for name, value in patch.items():
-        if isinstance(value, dict):
-            old = after.get(name)
-            after[name] = merged(old if isinstance(old, dict) else {}, value)
-        elif value is not None:
-            after[name] = value
-    return after
-
-
 def line_of(what: str, time_s: float, **fields: Any) -> str:
     """Return an event as a line of JSON, without the line feed. Raises ValueError for a number that is not finite."""
     event = {"time": round(time_s, 3), "what": what, **fields}
     return json.dumps(event, allow_nan=False, separators=(",", ":"))
+
+
+def step_of(time_s: float, before: State | None, after: State) -> str:
+    """Return the event that brings a reader from one state to the next; from none, if that is the first."""
+    if before is None:
+        return line_of("all", time_s, state=after)
+    return line_of("changes", time_s, state=changes(before, after))
 
 
 def about(title: str, kind: str, *, load: str = "updates", unit: str = "items", past: list[Any] | None = None) -> str:

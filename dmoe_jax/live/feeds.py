@@ -5,11 +5,10 @@ one gets fewer and larger ones; one that reads a timeline is sent its next lines
 """
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
 
 import trio
 
-from dmoe_jax.live.events import State, about, changes, line_of
+from dmoe_jax.live.events import State, about, line_of, step_of
 
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -21,19 +20,8 @@ _PIECE = 1 << 16
 """Characters that are sent at once of a timeline, about."""
 
 
-class Feed(Protocol):
-    """Somebody's words for browsers."""
-
-    async def follow(self, send: Send) -> None:
-        """Send events to one browser until they end, or for ever."""
-
-
 class LiveFeed:
-    """The state of a swarm as it is now.
-
-    Args:
-      title: name of what is watched.
-    """
+    """The state of a swarm as it is now; its title names what is watched."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -66,19 +54,13 @@ class LiveFeed:
     def _line_from(self, sent: State | None) -> str:
         """The event that brings a browser from one state to the newest; made once for all that have the same."""
         assert self._state is not None  # then it is what has been sent
-        if sent is None:
-            return line_of("all", self._time_s, state=self._state)
         if id(sent) not in self._lines:
-            self._lines[id(sent)] = line_of("changes", self._time_s, state=changes(sent, self._state))
+            self._lines[id(sent)] = step_of(self._time_s, sent, self._state)
         return self._lines[id(sent)]
 
 
 class Timeline:
-    """States of a run or a recording, one after the other.
-
-    Args:
-      head: its first event, see `events.about`.
-    """
+    """States of a run or a recording, one after the other; the head is its first event, see `events.about`."""
 
     def __init__(self, head: str) -> None:
         self._lines = [head]
@@ -117,6 +99,9 @@ class Timeline:
                 return
             else:
                 await _news_or_comment(self._news, send)
+
+
+Feed = LiveFeed | Timeline
 
 
 async def _news_or_comment(news: trio.Event, send: Send) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from dmoe_jax.live.events import State, about, changes, line_of
+from dmoe_jax.live.events import State, about, line_of, step_of
 from dmoe_jax.live.watcher import Watcher
 from dmoe_net.nursery import background_nursery
 
@@ -42,13 +42,13 @@ async def record_swarm(swarm: "Swarm", folder: str | Path, *, period_s: float = 
     if path.exists():
         raise ValueError(f"{path} is there already; expected a folder without a recording")
     watcher = Watcher(rpc=swarm.rpc, dht=swarm.dht, swarm=swarm.name)
-    before: State = {}
+    before: State | None = None
     _append(path, about(f"swarm {swarm.name!r}", "recorded"))
 
     async def look() -> None:
         nonlocal before
         time_s, state = await watcher.look()
-        _append(path, _step(time_s, before, state))
+        _append(path, step_of(time_s, before, state))
         before = state
 
     async def record() -> None:
@@ -62,13 +62,6 @@ async def record_swarm(swarm: "Swarm", folder: str | Path, *, period_s: float = 
         nursery.cancel_scope.cancel()
     await look()
     _append(path, line_of("end", trio.current_time() - watcher.began))
-
-
-def _step(time_s: float, before: State, state: State) -> str:
-    """The event that brings a reader from one state to the next."""
-    if not before:
-        return line_of("all", time_s, state=state)
-    return line_of("changes", time_s, state=changes(before, state))
 
 
 def _append(path: Path, line: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from dmoe_jax.directory.members import MAX_TEXT
-from dmoe_jax.live.events import State, about, changes, line_of
+from dmoe_jax.live.events import State, about, step_of
 from dmoe_jax.live.feeds import Timeline
 from dmoe_jax.live.recording import RECORDING
 from dmoe_jax.live.run_states import RunStates
@@ -134,7 +134,7 @@ class RunFeed:
             taken += 1
             if number == len(records) or (taken >= each and self._states.time_s - last_s >= _BETWEEN_S):
                 time_s, state = self._states.state()
-                yield line_of("changes", time_s, state=changes(self._before, state))
+                yield step_of(time_s, self._before, state)
                 self._before, last_s, taken = state, time_s, 0
 
 

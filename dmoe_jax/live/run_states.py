@@ -162,7 +162,6 @@ class RunStates:
             self._node(name)["experts"][uid] = [count, float(f"{per_s:.3g}")]
 
     def _node(self, name: str) -> dict[str, Any]:
-        """The node of this address."""
         name = name[: 4 * MAX_TEXT]
         usual = {"role": "node", "name": name, "state": "serving", "facts": {}, "experts": {}}
         return self._nodes.setdefault(name, usual)

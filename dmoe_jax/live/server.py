@@ -43,23 +43,19 @@ async def serve_page(address: Address, feed: Feed) -> AsyncIterator[Address]:
     Raises:
       ListenFailed: the port is taken, or the address is not this machine's.
     """
-    viewers = trio.Semaphore(MAX_VIEWERS)
-    pages: dict[str, Page] = {path: partial(_file, path.rpartition(".")[2], data) for path, data in _files().items()}
+    pages: dict[str, Page] = {}
+    for file in (files("dmoe_jax.live") / "page").iterdir():
+        if content_type := _TYPES.get(file.name.rpartition(".")[2]):
+            pages[f"/{file.name}"] = partial(_file, content_type, file.read_bytes())
     pages["/"] = pages.pop("/index.html")
-    pages["/events"] = partial(_events, feed, viewers)
+    pages["/events"] = partial(_events, feed, trio.Semaphore(MAX_VIEWERS))
     guarded: dict[str, Page] = {path: partial(_guarded, page, address.host) for path, page in pages.items()}
     async with open_http_server(address, guarded) as bound:
         yield bound
 
 
-def _files() -> dict[str, bytes]:
-    """The files of the page by path."""
-    folder = files("dmoe_jax.live") / "page"
-    return {f"/{each.name}": each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES}
-
-
-async def _file(kind: str, data: bytes, request: Request) -> Answer:
-    return Answer(data, content_type=f"{_TYPES[kind]}; charset=utf-8")
+async def _file(content_type: str, data: bytes, request: Request) -> Answer:
+    return Answer(data, content_type=f"{content_type}; charset=utf-8")
 
 
 async def _events(feed: Feed, viewers: trio.Semaphore, request: Request) -> Answer:

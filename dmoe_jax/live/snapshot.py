@@ -130,7 +130,6 @@ def _fact(value: object) -> str | int | float | None:
 
 
 def _node_facts_untrusted(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, int | float]:
-    """Figures of a node that answered."""
     calls = growth_untrusted(before, now, "forward") + growth_untrusted(before, now, "backward")
     busy = min(1.0, growth_untrusted(before, now, "busy_s") / num_devices_untrusted(now))
     told = {name: number_untrusted(now.get(name)) for name in ("waiting_rows", "steps", "staleness", "uptime_s")}

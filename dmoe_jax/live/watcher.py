@@ -18,7 +18,6 @@ class Watcher:
     rpc: Caller
     dht: DhtNode
     swarm: str
-    """The swarm's name."""
     began: float = field(default_factory=trio.current_time)
     """Time by trio's clock from which seconds count."""
     _last: Reading | None = field(default=None, init=False)

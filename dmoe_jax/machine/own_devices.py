@@ -16,8 +16,7 @@ import jax
 def own_cpu_devices() -> tuple[jax.Device, ...]:
     """As many devices as JAX has on the CPU, of another client than JAX's; the same ones in every call.
 
-    Raises:
-      RuntimeError: this version of JAX cannot make them.
+    Raises RuntimeError if this version of JAX cannot make them.
     """
     try:
         from jaxlib.xla_client import make_cpu_client

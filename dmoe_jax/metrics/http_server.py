@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import NamedTuple
@@ -173,28 +173,27 @@ def _is_ours(named: str, host: str) -> bool:
 async def _serve_client(stream: trio.SocketStream, site: _Site) -> None:
     """Answer one request and close; a client that is too slow, or none, is left without a word."""
     with trio.move_on_after(REQUEST_S) as waiting:
-        request = await _receive_untrusted(stream, site)
-    if waiting.cancelled_caught or request is None:
+        received = await _receive_untrusted(stream, site)
+    if waiting.cancelled_caught or received is None:
         return
-    if isinstance(request, Answer):
-        await _send(stream, site.as_error(request))
+    if isinstance(received, Answer):
+        await _send(stream, site.as_error(received))
         return
-    page = _page_of(request, site.pages)
+    request, page = received
     answer = await (_made(page, request) if request.method in _PLAIN else _made_unless_gone(stream, page, request))
     if answer is None:
         return
     if answer.status >= HTTPStatus.BAD_REQUEST:
         answer = site.as_error(answer)
-    if request.method == "HEAD":
-        await _send(stream, answer, without_body=True)
-    elif isinstance(answer.body, bytes):
-        await _send(stream, answer)
+    if request.method == "HEAD" or isinstance(answer.body, bytes):
+        await _send(stream, answer, without_body=request.method == "HEAD")
     else:
         await _send_stream(stream, answer, answer.body, in_chunks=not request.is_old)
 
 
-async def _receive_untrusted(stream: trio.SocketStream, site: _Site) -> Request | Answer | None:
-    """Return the request of a client; the answer to one that is none or too long; None if the client leaves."""
+async def _receive_untrusted(stream: trio.SocketStream, site: _Site) -> tuple[Request, Page] | Answer | None:
+    """Return the request of a client and its page; the answer to one that is none, too long or for no page; None if
+    the client leaves."""
     received = b""
     while _END not in received and len(received) <= MAX_HEADER_BYTES:
         data = await stream.receive_some(4096)
@@ -207,8 +206,11 @@ async def _receive_untrusted(stream: trio.SocketStream, site: _Site) -> Request 
     request = _parse_untrusted(head)
     if request is None:
         return Answer(_NO_REQUEST, HTTPStatus.BAD_REQUEST)
-    if (refusal := _refusal_of(request, site.pages)) or request.method in _PLAIN:
-        return refusal or request
+    page = _page_of(request, site.pages)
+    if isinstance(page, Answer):
+        return page
+    if request.method in _PLAIN:
+        return request, page
     length = request.headers.get("content-length", "")
     if "transfer-encoding" in request.headers or not re.fullmatch("[0-9]{1,18}", length):
         return Answer(b"expected a body with a Content-Length\n", HTTPStatus.LENGTH_REQUIRED)
@@ -222,7 +224,7 @@ async def _receive_untrusted(stream: trio.SocketStream, site: _Site) -> Request 
         if not data:
             return None
         body += data
-    return replace(request, body=body[: int(length)])
+    return replace(request, body=body[: int(length)]), page
 
 
 _PLAIN = ("GET", "HEAD")
@@ -248,15 +250,11 @@ def _parse_untrusted(head: bytes) -> Request | None:
     return Request(method=method, path=path, query=asked, headers=headers, is_old=minor == "0")
 
 
-def _page_of(request: Request, pages: Mapping[str, Page]) -> Page | None:
-    is_plain = request.method in _PLAIN
-    return pages.get(request.path if is_plain else f"{request.method} {request.path}")
-
-
-def _refusal_of(request: Request, pages: Mapping[str, Page]) -> Answer | None:
-    """The answer to a request for which there is no page; None if there is one."""
-    if _page_of(request, pages) is not None:
-        return None
+def _page_of(request: Request, pages: Mapping[str, Page]) -> Page | Answer:
+    """The page that is asked for; the answer if there is none."""
+    page = pages.get(request.path if request.method in _PLAIN else f"{request.method} {request.path}")
+    if page is not None:
+        return page
     others = [key.partition(" ")[0] for key in pages if key.partition(" ")[2] == request.path]
     methods = [*(_PLAIN if request.path in pages else ()), *others]
     if not methods:
@@ -265,8 +263,7 @@ def _refusal_of(request: Request, pages: Mapping[str, Page]) -> Answer | None:
     return Answer(expected, HTTPStatus.METHOD_NOT_ALLOWED, headers=[("Allow", ", ".join(methods))])
 
 
-async def _made(page: Page | None, request: Request) -> Answer:
-    assert page is not None  # looked for with the request
+async def _made(page: Page, request: Request) -> Answer:
     try:
         return await page(request)
     except Exception:
@@ -274,7 +271,7 @@ async def _made(page: Page | None, request: Request) -> Answer:
         return Answer(b"the page could not be made; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-async def _made_unless_gone(stream: trio.SocketStream, page: Page | None, request: Request) -> Answer | None:
+async def _made_unless_gone(stream: trio.SocketStream, page: Page, request: Request) -> Answer | None:
     """The answer to a request that may be long work, which ends when the client leaves; then None."""
     answer = None
     try:
@@ -294,7 +291,6 @@ def _head(answer: Answer, *lines: str) -> bytes:
 
 
 async def _send(stream: trio.SocketStream, answer: Answer, *, without_body: bool = False) -> None:
-    """Send an answer with its body, or without."""
     body = answer.body if isinstance(answer.body, bytes) else b""
     length = [f"Content-Length: {len(body)}"] if isinstance(answer.body, bytes) else []
     with trio.move_on_after(ANSWER_S):
@@ -346,7 +342,5 @@ async def _until_gone(stream: trio.SocketStream) -> None:
 async def _close(stream: trio.SocketStream) -> None:
     """End the sending, and read what a client may still send, which might lose the answer if we closed at once."""
     await stream.send_eof()
-    left = _DRAIN_BYTES
-    with trio.move_on_after(_DRAIN_S):
-        while left > 0 and (data := await stream.receive_some(4096)):
-            left -= len(data)
+    with trio.move_on_after(_DRAIN_S), suppress(_Gone):
+        await _until_gone(stream)

@@ -32,11 +32,7 @@ SMALLEST_BUCKET = 16
 
 
 def check_cutoffs(cutoffs: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The cutoffs, if they ascend strictly within 1..vocab_size-1; none at all means one plain softmax.
-
-    Raises:
-      ValueError: otherwise.
-    """
+    """The cutoffs; none at all means one plain softmax. Raises ValueError unless they ascend within 1..vocab_size-1."""
     edges = (0, *cutoffs, vocab_size)
     if any(low >= high for low, high in itertools.pairwise(edges)):
         raise ValueError(f"cutoffs must ascend strictly between 0 and {vocab_size} (the vocabulary), got {cutoffs}")
@@ -119,12 +115,7 @@ def adaptive_softmax_log_probs(
 
 
 def _head_logits(
-    table: Float[Array, "vocab d_model"],
-    bias: Float[Array, " vocab"],
-    cluster_w: Float[Array, "n_tail d_model"],
-    cluster_b: Float[Array, " n_tail"],
-    hidden: Float[Array, "n d_model"],
-    cutoffs: tuple[int, ...],
+    table: Array, bias: Array, cluster_w: Array, cluster_b: Array, hidden: Array, cutoffs: tuple[int, ...]
 ) -> Float[Array, "n head"]:
     """Logits of the head's words and of the cluster tokens behind them; without cutoffs those of all words."""
     check_cutoffs(cutoffs, table.shape[0])

@@ -84,10 +84,7 @@ def trunk_shapes(config: TransformerXLConfig, router: Router) -> dict[str, PyTre
 
 
 def _init_trunk(
-    key: PRNGKeyArray,
-    config: TransformerXLConfig,
-    router: Router,
-    word_counts: Num[np.ndarray, " vocab"] | None = None,
+    key: PRNGKeyArray, config: TransformerXLConfig, router: Router, word_counts: Any = None
 ) -> dict[str, PyTree]:
     embed_key, head_key, gate_key = jax.random.split(key, 3)
     embed_params, head_params = init_embed_and_head(embed_key, head_key, config, word_counts=word_counts)

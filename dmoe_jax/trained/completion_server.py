@@ -7,24 +7,26 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 import trio
 
 from dmoe_jax.metrics.http_server import Answer, Page, Request, Send, open_http_server, refusal_of_strangers
 from dmoe_jax.trained.completions import (
     STREAM_END,
-    Answers,
     Completion,
     CompletionError,
     CompletionLimits,
     CompletionRequest,
     completion_request_untrusted,
     error_body,
+    piece_event,
+    whole_answer,
 )
 from dmoe_jax.trained.language_model import AsyncTrainedModel, Text
 from dmoe_net.errors import NetError
@@ -99,10 +101,11 @@ class _Served:
                 raise CompletionError(f"prompts have at most {most} together, got {total}", param="prompt")
         except CompletionError as error:
             return Answer(error.body(), HTTPStatus.BAD_REQUEST, _JSON)
-        answers = Answers(model=self._name, id=f"cmpl-{secrets.token_hex(12)}", created=int(time.time()))
+        head: dict[str, Any] = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
+        head |= {"created": int(time.time()), "model": self._name}
         written = [Completion(asked.stop) for _ in prompts]
         if asked.streams:
-            return Answer(partial(self._stream, asked, prompts, answers, written), content_type=_EVENTS)
+            return Answer(partial(self._stream, asked, prompts, head, written), content_type=_EVENTS)
 
         def add(number: int, piece: str) -> bool:
             written[number].add(piece)
@@ -116,13 +119,13 @@ class _Served:
         for completion, each in zip(written, done, strict=True):
             completion.end()
             completion.tokens = len(each.ids)
-        return Answer(answers.whole(written, sum(map(len, prompts[:: asked.number]))), content_type=_JSON)
+        return Answer(whole_answer(head, written, sum(map(len, prompts[:: asked.number]))), content_type=_JSON)
 
     async def _stream(
         self,
         asked: CompletionRequest,
         prompts: Sequence[Text],
-        answers: Answers,
+        head: Mapping[str, Any],
         written: Sequence[Completion],
         send: Send,
     ) -> None:
@@ -134,7 +137,7 @@ class _Served:
         def add(number: int, piece: str) -> bool:
             completion = written[number]
             if certain := completion.add(piece):
-                pieces.send_nowait(answers.piece(number, certain))
+                pieces.send_nowait(piece_event(head, number, certain))
             return completion.is_stopped
 
         async def write() -> None:
@@ -146,7 +149,7 @@ class _Served:
                     pieces.send_nowait(b"data: %b\n\n" % _failure(error))
                     return
                 for number, completion in enumerate(written):
-                    pieces.send_nowait(answers.piece(number, completion.end(), completion))
+                    pieces.send_nowait(piece_event(head, number, completion.end(), completion))
                 pieces.send_nowait(STREAM_END)
 
         async with trio.open_nursery() as nursery:

@@ -198,31 +198,17 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """The form of the answers to one request."""
+def whole_answer(head: Mapping[str, Any], completions: Sequence[Completion], prompt_tokens: int) -> bytes:
+    """Return the answer with all completions, of prompts that have so many tokens, each counted once."""
+    choices = [_choice(number, each.text, each) for number, each in enumerate(completions)]
+    written = sum(each.tokens for each in completions)
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+    return json.dumps({**head, "choices": choices, "usage": usage}).encode()
 
-    model: str
-    """Name of the model."""
-    id: str
-    """Name of the answer."""
-    created: int
-    """Seconds since 1970."""
 
-    def whole(self, completions: Sequence[Completion], prompt_tokens: int) -> bytes:
-        """Return the answer with all completions, of prompts that have so many tokens, each counted once."""
-        choices = [_choice(number, each.text, each) for number, each in enumerate(completions)]
-        written = sum(each.tokens for each in completions)
-        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
-        return json.dumps({**self._head(), "choices": choices, "usage": usage}).encode()
-
-    def piece(self, number: int, text: str, finished: Completion | None = None) -> bytes:
-        """Return an event with a piece of one completion, and at its end the reason why it ends."""
-        choices = [_choice(number, text, finished)]
-        return b"data: %b\n\n" % json.dumps({**self._head(), "choices": choices}).encode()
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+def piece_event(head: Mapping[str, Any], number: int, text: str, finished: Completion | None = None) -> bytes:
+    """Return an event with a piece of one completion, and at its end the reason why it ends."""
+    return b"data: %b\n\n" % json.dumps({**head, "choices": [_choice(number, text, finished)]}).encode()
 
 
 STREAM_END = b"data: [DONE]\n\n"

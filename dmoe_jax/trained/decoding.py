@@ -146,7 +146,7 @@ class Decoder:
         self._finished = jax.jit(lambda hidden, tokens: self._mixed(hidden).reshape(*tokens.shape, -1))
         self._first_asked = jax.jit(self._ask_for_first)
         self._word_asked = jax.jit(self._ask_for_word)
-        self.log_probs = jax.jit(self._log_probs)
+        self.log_probs = jax.jit(lambda trunk, hidden: word_log_probs(trunk["embed"], trunk["head"], hidden, config))
         """(trunk, hidden [..., d_model]) -> log-probability of each word [..., vocab], nats."""
         self.nll = jax.jit(
             lambda trunk, hidden, targets: token_nll(trunk["embed"], trunk["head"], hidden, targets, config)
@@ -195,9 +195,6 @@ class Decoder:
         """The output of the last layer for one word of each sequence; traced."""
         mixed = self._mixed(hidden)
         return mixed.reshape(len(mixed), -1)
-
-    def _log_probs(self, trunk: PyTree, hidden: Array) -> Array:
-        return word_log_probs(trunk["embed"], trunk["head"], hidden, self.config)
 
     def _mixed(self, hidden: Any) -> Array:
         return mix_segment(self.router)(*hidden)[0] if isinstance(hidden, Unmixed) else hidden

@@ -78,7 +78,6 @@ async def evaluate_text(
     Each target counts once. A row begins without a memory, so that more rows cost a little of the figure.
 
     Args:
-      ids: the text.
       rows: number of equal parts that are read side by side.
       on_batch: is told the number of batches that were read, and of all.
 

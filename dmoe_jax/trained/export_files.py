@@ -120,7 +120,9 @@ def read_header(file: Path, *, uid: str | None = None) -> tuple[dict[str, Stored
     """
     try:
         header, begin, end = _read_json(file)
-        metadata = _metadata_of(header.pop("__metadata__", None))
+        metadata = header.pop("__metadata__", None)
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("its metadata are missing, or no strings")
         arrays = _arrays_of(header, begin, end)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no whole safetensors file of dmoe_jax: {error}") from error
@@ -160,12 +162,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a name is there twice")
     return found
-
-
-def _metadata_of(metadata: object) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are missing, or no strings")
-    return metadata
 
 
 def _arrays_of(header: Mapping[str, Any], begin: int, end: int) -> dict[str, StoredArray]:

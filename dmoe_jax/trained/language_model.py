@@ -17,7 +17,7 @@ from dmoe_jax.arrays import PyTree
 from dmoe_jax.autodiff import without_waiting
 from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.models.config import TransformerXLConfig
-from dmoe_jax.models.trunk import Memory, empty_memory
+from dmoe_jax.models.trunk import empty_memory
 from dmoe_jax.routing.base import Router
 from dmoe_jax.trained.decoding import Alive, Decoder, Tokens
 from dmoe_jax.trained.evaluation import ROWS, TextEvaluation, evaluate_text
@@ -54,12 +54,7 @@ class Generated:
 
 
 class LanguageModel(NamedTuple):
-    """A model without its parameters.
-
-    Attributes:
-      config: sizes.
-      router: chooses the experts.
-    """
+    """A model without its parameters: its sizes, and the router that chooses its experts."""
 
     config: TransformerXLConfig
     router: Router
@@ -96,9 +91,10 @@ class AsyncTrainedModel:
     async def log_probs(self, text: Text) -> Float[np.ndarray, "tokens vocab"]:
         """See `TrainedModel.log_probs`."""
         ids = self.encode(text)
-        tokens, lengths = _in_segments([ids], self.reader.decoder.config.seq_len)
-        read = await self.reader.read_segments(self._empty(1), tokens, lengths)
-        every = await self.reader.run(self.reader.decoder.log_probs, self.reader.trunk, read.hidden[:, : len(ids)])
+        reader, decoder = self.reader, self.reader.decoder
+        tokens, lengths = _in_segments([ids], decoder.config.seq_len)
+        read = await reader.read_segments(empty_memory(decoder.config, 1), tokens, lengths)
+        every = await reader.run(decoder.log_probs, reader.trunk, read.hidden[:, : len(ids)])
         return np.asarray(every[0])
 
     async def evaluate(
@@ -135,7 +131,7 @@ class AsyncTrainedModel:
         reader, decoder, count = self.reader, self.reader.decoder, len(texts)
         keys, draw = row_keys(sampling.seed, range(first, first + count)), Draw.of(sampling)
         tokens, lengths = _in_segments([text.prompt for text in texts], decoder.config.seq_len)
-        read = await reader.read_segments(self._empty(count), tokens, lengths)
+        read = await reader.read_segments(empty_memory(decoder.config, count), tokens, lengths)
         state, hidden = await reader.run(decoder.state_after, read, tokens, lengths)
         for step in range(words):
             drawn, likely = await reader.run(_drawn, decoder, draw, reader.trunk, hidden, keys, np.int32(step))
@@ -147,20 +143,13 @@ class AsyncTrainedModel:
             hidden, state = await reader.read_word(state, drawn)
 
     def encode(self, text: Text) -> Int[np.ndarray, " tokens"]:
-        """Ids of a text; the token that ends a line for an empty one.
-
-        Raises:
-          ValueError: an id is not of this vocabulary.
-        """
+        """Ids of a text, of an empty one that which ends a line. Raises ValueError for an id of another vocabulary."""
         ids = self.vocabulary.encode_text(text) if isinstance(text, str) else np.asarray(text, np.int64)
         if not ids.size:
             return np.asarray(self.vocabulary.encode_text("\n"), np.int32)
         if ids.ndim != 1 or ids.min() < 0 or ids.max() >= len(self.vocabulary):
             raise ValueError(f"tokens are ids from 0 to {len(self.vocabulary) - 1} in a row, got {text!r:.80}")
         return ids.astype(np.int32)
-
-    def _empty(self, rows: int) -> Memory:
-        return empty_memory(self.reader.decoder.config, rows)
 
 
 @partial(jax.jit, static_argnums=0)

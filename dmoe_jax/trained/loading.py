@@ -86,7 +86,11 @@ def load_folder(
         if is_export(found):
             if folders or checkpoint != "last":
                 raise ValueError(f"experts and a checkpoint would have no effect: {path} is an export")
-            return _load_export(found, data, router, trust_run, name=str(path))
+            vocabulary = load_vocabulary(vocabulary_folder(found))
+            saved, num_words = read_export(found, router=router, trust=trust_run), len(vocabulary)
+            if saved.config.vocab_size != num_words:
+                raise ValueError(f"{path} has {saved.config.vocab_size} words, the vocabulary beside it {num_words}")
+            return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"the export {path}"), name=str(path))
         run = find_run(found, data=data, unfinished=True)
         if router is not None and not is_code(run.router):
             raise ValueError(f"router {router!r} would have no effect: that of the run is {run.router!r}")
@@ -115,14 +119,6 @@ async def fetch_run(swarm: Any, *, data: str | None = None, router: str | None =
     saved, vocabulary = await fetch_model(swarm.peer, swarm.name, router=router)
     name = f"swarm {swarm.name!r}"
     return TrainedModel(saved, vocabulary, text_in(vocabulary, data, name), name=f"of {name}")
-
-
-def _load_export(path: Path, data: str | None, router: str | None, trust_run: bool, name: str) -> TrainedModel:
-    vocabulary = load_vocabulary(vocabulary_folder(path))
-    saved = read_export(path, router=router, trust=trust_run)
-    if saved.config.vocab_size != len(vocabulary):
-        raise ValueError(f"{path} has {saved.config.vocab_size} words, the vocabulary beside it {len(vocabulary)}")
-    return TrainedModel(saved, vocabulary, text_in(vocabulary, data, f"the export {name}"), name=name)
 
 
 def text_in(vocabulary: AnyVocabulary, data: str | None, what: str) -> Callable[[str], Int32[np.ndarray, " tokens"]]:

@@ -19,14 +19,13 @@ from dmoe_jax.averaging.donor import donor_source, is_finite_state, table_of, tr
 from dmoe_jax.data.pieces import AnyVocabulary
 from dmoe_jax.data.saved_vocabulary import MOST_BYTES, packed_vocabulary, vocabulary_untrusted
 from dmoe_jax.data.tokenizers import MAX_BYTES
-from dmoe_jax.layer_config import LayerConfig
 from dmoe_jax.machine.device import Device
 from dmoe_jax.models.config import TransformerXLConfig
 from dmoe_jax.models.transformer_xl import trunk_shapes
 from dmoe_jax.peers.peer import SwarmPeer
 from dmoe_jax.routing.registry import make_router
 from dmoe_jax.runs.run_folder import plain
-from dmoe_jax.trained.saved_model import SavedModel, check_types, config_of
+from dmoe_jax.trained.saved_model import SavedModel, config_of
 from dmoe_net.averaging.state.buffer import Table
 from dmoe_net.averaging.state.download import StateUnavailable, download_state
 from dmoe_net.averaging.state.sharing import SharedState, StateSharing, StateSharingConfig, StateSource
@@ -34,8 +33,8 @@ from dmoe_net.errors import NetError, RemoteProtocolError
 
 _MOST_BYTES = 1 << 33
 """Size of a model's trunk and vocabulary at most."""
-_MOST_EXPERTS, _MOST_LAYERS = 1 << 24, 1 << 12
-"""Experts and layers of a model at most."""
+_MOST_EXPERTS = 1 << 24
+"""Experts of a model at most."""
 _MOST_DIMENSIONS = 16
 """Dimensions of a grid at most."""
 _MOST_CHARACTERS = 1000
@@ -64,8 +63,6 @@ async def offer_model(
     """Give the model to whoever asks, until cancelled. A client, whom nobody can call, has nothing to do.
 
     Args:
-      swarm: name of the swarm.
-      config: sizes of the model.
       router: name of the model's router, as `make_router` takes it.
       state: returns how many updates the trunk has taken, and its parameters; called from the event loop.
     """
@@ -87,7 +84,6 @@ async def fetch_model(
     """The model that trainers of a swarm train, without its experts.
 
     Args:
-      swarm: name of the swarm.
       router: the model's router, as `make_router` takes it, if it is out of a file; None: as the trainers say.
 
     Raises:
@@ -169,18 +165,15 @@ def _model_untrusted(state: SharedState, router: str | None) -> tuple[SavedModel
 
 
 def _config_untrusted(sizes: Any, vocab_size: int) -> TransformerXLConfig:
-    """The configuration in what a peer says. Raises ValueError, TypeError or KeyError if it is none."""
+    """The configuration in what a peer says. Raises ValueError if it is none."""
     if not isinstance(sizes, Mapping) or not isinstance(sizes.get("layer"), Mapping):
         raise ValueError("expected the model's sizes")
-    sizes = {**sizes, "layer": dict(sizes["layer"])}
-    check_types(sizes, TransformerXLConfig)
-    check_types(sizes["layer"], LayerConfig)
-    config = config_of(sizes, vocab_size)
+    config = config_of({**sizes, "layer": dict(sizes["layer"])}, vocab_size)
     if len(config.grid_size) > _MOST_DIMENSIONS:
         raise ValueError(f"a grid of {len(config.grid_size)} dimensions has too many")
     if 4 * config.num_layers * (config.seq_len + config.mem_len) * config.d_model > _MOST_BYTES:
         raise ValueError(f"segments of {config.seq_len} words and a memory of {config.mem_len} are too long")
-    if math.prod(config.grid_size) * config.num_layers > _MOST_EXPERTS or config.num_layers > _MOST_LAYERS:
+    if math.prod(config.grid_size) * config.num_layers > _MOST_EXPERTS:
         raise ValueError(f"{config.num_layers} layers of a grid {config.grid_size} are too many")
     return config
 

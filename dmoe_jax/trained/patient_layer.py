@@ -118,7 +118,6 @@ class PatientLayer:
             )
 
     async def _living(self) -> dict[Coordinates, Contact]:
-        """The experts that are alive now, which are noted."""
         contacts = await self._mixture.living()
         for coordinates in contacts:
             self._seen[coordinates] = True

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dmoe_jax.machine.disk import url_of
+from dmoe_jax.runs.endings import one_line
 from dmoe_jax.trained.export_files import is_export, vocabulary_folder
 
 _LEFT = ("set-aside-", "inspection")
@@ -44,8 +45,7 @@ def local_copy(path: Path) -> Iterator[Path]:
                 f"{url} is read with a package that is missing: pip install 'dmoe_jax[{scheme}]'"
             ) from error
         except Exception as error:  # each store has errors of its own
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise OSError(f"{url} cannot be read: {reason[:300]}") from error
+            raise OSError(f"{url} cannot be read: {one_line(error)[:300]}") from error
         yield copy
 
 

@@ -35,7 +35,6 @@ from dmoe_jax.training.prepared_run import best_step, check_meaning_of_run
 _TRUNKS = (("trunk", "params"), ("params",), ("trunk",))
 """Places of the trunk: in a simulated swarm; in a swarm, or an emulated one; on one device."""
 
-
 _MOST_LAYERS, MOST_LENGTH = 1 << 12, 1 << 20
 """Layers, and words of a segment or a memory, of the largest model that is read: its sizes may be a stranger's."""
 

@@ -52,7 +52,6 @@ def find_run(path: Path, *, data: str | None = None, unfinished: bool = False) -
     """The run in a folder of `dmoe train`, `dmoe demo`, `dmoe up` or `experiments.transformer_xl`.
 
     Args:
-      path: the folder.
       data: source of the text; None: as the run had it.
       unfinished: true if a run that was not trained to its end will do.
 

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Choice of the next word.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
+    """Choice of the next word. Raises ValueError if a setting is out of range."""
 
     temperature: float = 1.0
     """Divides the log-probabilities: below 1 likely words become likelier; 0 takes the likeliest word each time."""

@@ -9,11 +9,12 @@ import pytest
 import trio
 import trio.testing
 
-from dmoe_jax.live.events import about, line_of, merged
+from dmoe_jax.live.events import about, line_of
 from dmoe_jax.live.feeds import KEEP_ALIVE_S, MAX_PAST, Feed, LiveFeed, Timeline
 from dmoe_jax.live.server import MAX_VIEWERS, serve_page
 from dmoe_net.identity import Address
 from tests.dmoe_jax.http_client import ask, fetch, next_events
+from tests.dmoe_jax.merge_patch import merged
 
 ANY_PORT = Address("127.0.0.1", 0)
 

@@ -17,11 +17,11 @@ import trio
 
 from dmoe_jax import feedforward, open_swarm, record_swarm
 from dmoe_jax.cli import main
-from dmoe_jax.live.events import merged
 from dmoe_jax.live.run_feed import MAX_STATES, GrowingFile, RunFeed, open_folder
 from dmoe_jax.live.run_states import RunStates
 from dmoe_jax.runs.run_folder import append_metric
 from dmoe_net import Constant, HostDown, run, simulate
+from tests.dmoe_jax.merge_patch import merged
 from tests.dmoe_jax.test_cli_swarm import running
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmoe_jax.directory.members import Member
-from dmoe_jax.live.events import changes, merged
+from dmoe_jax.live.events import changes
 from dmoe_jax.live.snapshot import MAX_EXPERTS, MAX_NEWS, MAX_PEERS, Reading, number_untrusted, snapshot
 from dmoe_net.identity import Address, Contact, PeerId
+from tests.dmoe_jax.merge_patch import merged
 
 
 def member(index: int, role: str = "node", *, listens: bool = True, **facts: Any) -> Member:
