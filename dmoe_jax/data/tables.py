@@ -28,8 +28,8 @@ def is_saved_table(path: Path) -> bool:
     )
 
 
-def check_table(source: str) -> None:
-    """Check that a data set can be meant: a saved folder, or a name behind `HUB`.
+def check_table(source: str) -> Any:
+    """Check that a data set can be meant: a saved folder, or a name behind `HUB`; return the library that reads it.
 
     Raises:
       DataError: it is no name, or the package is missing.
@@ -37,7 +37,7 @@ def check_table(source: str) -> None:
     name, _, config = source.removeprefix(HUB).partition(":")
     if source.startswith(HUB) and not (_NAME.fullmatch(name) and ":" not in config):
         raise DataError(f"--data {source}: expected {HUB}NAME or {HUB}NAME:CONFIG of a data set on the hub")
-    needed_package("datasets", "text", f"--data {source}")
+    return needed_package("datasets", "text", f"--data {source}")
 
 
 def read_table(source: str) -> Text:
@@ -46,8 +46,7 @@ def read_table(source: str) -> Text:
     Raises:
       DataError: it cannot be had, or has other splits, or no column of texts; or the package is missing.
     """
-    check_table(source)
-    library = needed_package("datasets", "text", f"--data {source}")
+    library = check_table(source)
     name, _, config = source.removeprefix(HUB).partition(":")
     try:
         is_on_hub = source.startswith(HUB)

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from importlib import metadata
 from types import MappingProxyType
 
 import trio
@@ -18,6 +17,7 @@ from prometheus_client.registry import Collector
 from dmoe_jax.metrics.families import Family, labelled
 from dmoe_jax.metrics.http_server import Answer, Page, Request, open_http_server
 from dmoe_net.identity import Address
+from dmoe_net.wire.versions import SOFTWARE
 
 Source = Callable[[], Iterable[Family]]
 """Makes families of what is counted now; called on the event loop, at every scrape."""
@@ -31,11 +31,7 @@ class Monitor(Collector):
         """Address where they are shown; None: nowhere."""
         self.why_not_ready: Callable[[], str] = lambda: "starting"
         """Called by `/readyz`; says in a few words why this process does not do its work yet; empty: it does."""
-        try:
-            version = metadata.version("dmoe_jax")
-        except metadata.PackageNotFoundError:  # run from its sources
-            version = ""
-        about = {"command": command, "version": version}
+        about = {"command": command, "version": SOFTWARE.partition(" ")[2]}
         self._about = labelled("gauge", "dmoe_build_info", "1; which command of which version this is.", [(about, 1)])
         self._sources: list[Source] = []
 
