@@ -90,28 +90,31 @@ def test_a_word_alone_is_read_as_in_its_segment(case: str, whole_segments: bool)
         return function(*args)
 
     class Mix:
-        async def alive(self, layer: int) -> None:
+        def __init__(self, params: Any) -> None:
+            self._params = params
+
+        async def alive(self) -> None:
             return None
 
-        async def __call__(self, layer: int, asked: Any) -> Any:
-            out, _ = dmoe_layer(expert, reader._experts[layer], router, 2, asked.scores, None, *asked.inputs)
+        async def __call__(self, asked: Any) -> Any:
+            out, _ = dmoe_layer(expert, self._params, router, 2, asked.scores, None, *asked.inputs)
             if asked.at is None:
                 return out
             assert asked.inputs[0].shape[1:] == (config.seq_len, config.d_model)
             return out[np.arange(len(asked.at)), asked.at][:, None]
 
-    mix = Mix()
+    mixes = [Mix(params) for params in reader._experts]
     expected = np.asarray(pure_log_probs(config, router, reader.trunk, reader._experts, TEXT[None], None)[0])
     tokens = np.zeros((len(LENGTHS), 12), np.int32)
     for row, length in zip(tokens, LENGTHS, strict=True):
         row[:length] = TEXT[:length]
     lengths = np.array(LENGTHS, np.int32)
     memory = empty_memory(config, len(LENGTHS))
-    read = without_waiting(decoder.read_segments(run, mix, reader.trunk, memory, tokens, lengths))
+    read = without_waiting(decoder.read_segments(run, mixes, reader.trunk, memory, tokens, lengths))
     state, _ = decoder.state_after(read, tokens, lengths)
     for step in range(10):
         hidden, state = without_waiting(
-            decoder.read_word(run, mix, reader.trunk, state, TEXT[lengths + step].astype(np.int32))
+            decoder.read_word(run, mixes, reader.trunk, state, TEXT[lengths + step].astype(np.int32))
         )
         log_probs = decoder.log_probs(reader.trunk, decoder.last(hidden))
         np.testing.assert_allclose(log_probs, expected[lengths + step], atol=2e-5)
