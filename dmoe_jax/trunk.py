@@ -114,7 +114,7 @@ class SharedTrunk:
             with trio.CancelScope(shield=True):
                 staleness = np.float32(0 if read_at is None else max(0, self.step - read_at))
                 told = (grads, counted, staleness, read_params)
-                self.params, self.opt_state = await self._updated(check, self.params, self.opt_state, *told)
+                self.opt_state, self.params = await self._updated(check, self.params, self.opt_state, *told)
             self.step = number = self.step + 1
             averager = self.averager
             if averager is not None and averager.loop is not None:  # several processes copy and take states here
@@ -223,17 +223,11 @@ async def open_trunk_averaging(
 
 @remembered()
 def trunk_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (params, opt_state).
+    """The compiled (params, opt_state, grads, samples, staleness, read_params=None) -> (opt_state, params).
 
     The optimiser is told `samples` and `read_params` unless they are None.
     """
-    compiled = jax.jit(_update_of(optimizer), donate_argnums=1)
-
-    def in_order(*args: Any) -> tuple[PyTree, PyTree]:
-        opt_state, params = compiled(*args)
-        return params, opt_state
-
-    return in_order
+    return jax.jit(_update_of(optimizer), donate_argnums=1)
 
 
 def spread_update(optimizer: optax.GradientTransformation, params: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -245,20 +239,19 @@ def spread_update(optimizer: optax.GradientTransformation, params: PyTree) -> Ca
         # An average that came over the network may be on one device.
         return put(leaf, sharding) if sharding_of(leaf) is None else leaf
 
-    def in_order(params: PyTree, opt_state: PyTree, *args: Any) -> tuple[PyTree, PyTree]:
+    def updated(params: PyTree, opt_state: PyTree, *args: Any) -> tuple[PyTree, PyTree]:
         structure = jax.tree.structure(opt_state)
         if structure not in programs:
             found = shardings_like(opt_state, params)
             programs[structure] = found, jax.jit(update, donate_argnums=1, out_shardings=(found, own))
         shardings, program = programs[structure]
-        opt_state, params = program(params, jax.tree.map(placed, opt_state, shardings), *args)
-        return params, opt_state
+        return program(params, jax.tree.map(placed, opt_state, shardings), *args)
 
-    return in_order
+    return updated
 
 
 def _update_of(optimizer: optax.GradientTransformation) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Function for `jax.jit`, with the arguments of `trunk_update`, that returns (opt_state, params)."""
+    """The function that `trunk_update` compiles."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     # Parameters are not donated: trainers in the middle of a step still hold the version that they started with.

@@ -150,7 +150,7 @@ class TrainerSide:
         """The trunk's update, unless loss or gradient are no numbers: such a step is lost."""
         finite = jnp.isfinite(own.total) & is_finite(jax.tree.map(jnp.zeros_like, own.grads), own.grads)
         staleness = state.step - own.read_at
-        params, opt_state = self._update_trunk(
+        opt_state, params = self._update_trunk(
             state.params, state.opt_state, own.grads, None, staleness.astype(jnp.float32), own.params
         )
         new = params, opt_state, own.next_state
