@@ -98,6 +98,11 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, own: leaf.astype(jnp.asarray(own).dtype), tree, like)
 
 
+def against(leading: Any, leaf: Any) -> Any:
+    """An array of the leading axes of the leaf, with as many axes as this: so it broadcasts against it."""
+    return leading.reshape(leading.shape + (1,) * (leaf.ndim - leading.ndim))
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """True if every number of the tree is finite. A sum of them, or of their squares, might overflow."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]

@@ -50,12 +50,10 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the array."""
         return self.value.dtype
 
     def __repr__(self) -> str:
@@ -137,8 +135,8 @@ class Recording:
         """
         programs = _programs_of(function)
         if self._notes is None or not any(wanted := _wanted(args)):
-            return jax.tree.map(Value, programs.run(*_concrete(args)))
-        result, kept = programs.run_and_keep(wanted, _concrete(args))
+            return jax.tree.map(Value, programs.run(*concrete(args)))
+        result, kept = programs.run_and_keep(wanted, concrete(args))
         leaves, treedef = jax.tree.flatten(result)
         outputs = tuple(Value(leaf) for leaf in leaves)
         self._notes.append(_Segment(programs, args, outputs, kept))
@@ -150,7 +148,7 @@ class Recording:
         It gets its backward when a gradient reaches its outputs, even if its inputs are plain data: the first layer's
         experts learn, too.
         """
-        outputs, residual = await operation.forward(*_concrete(inputs))
+        outputs, residual = await operation.forward(*concrete(inputs))
         values = jax.tree.map(Value, outputs)
         if self._notes is not None:
             self._notes.append(_Remote(operation, inputs, residual, values))
@@ -199,12 +197,12 @@ def value_and_grad(
         loss, aux = result if has_aux else (result, None)
         by_value = await run.backward(loss)
         grads = jax.tree.map(lambda leaf: _gradient_or_zero(by_value, leaf), taped)
-        return ((loss.value, _concrete(aux)) if has_aux else loss.value), grads
+        return ((loss.value, concrete(aux)) if has_aux else loss.value), grads
 
     return differentiated
 
 
-def _concrete(tree: PyTree) -> Any:
+def concrete(tree: PyTree) -> Any:
     """The tree with tape values replaced by their arrays."""
     return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Value) else leaf, tree)
 
@@ -223,7 +221,7 @@ def _input_gradients(note: _Segment, grads: dict[Value, Any]) -> Iterable[tuple[
     # depend on which outputs happened to be used. Integer outputs carry no gradient and are skipped.
     output_grads = tuple(_gradient_or_zero(grads, out) for out in note.outputs if _is_inexact(out.value))
     leaves, places = jax.tree.leaves(note.args), set(note.kept.places)
-    needed = [leaf if number in places else None for number, leaf in enumerate(_concrete(leaves))]
+    needed = [leaf if number in places else None for number, leaf in enumerate(concrete(leaves))]
     wanted = [*itertools.compress(leaves, _wanted(note.args))]
     shardings = tuple(_kept_sharding(leaf.value) for leaf in wanted)
     return zip(wanted, note.programs.pull_back(shardings, note.kept, needed, output_grads), strict=True)

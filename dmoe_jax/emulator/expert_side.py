@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dmoe_jax.arrays import PyTree, gradients_like, in_type_of
+from dmoe_jax.arrays import PyTree, against, gradients_like, in_type_of
 from dmoe_jax.emulator.events import Events
 from dmoe_jax.emulator.state import Calls, Experts, at, is_finite, put
 from dmoe_jax.experts.base import Expert
@@ -42,7 +42,7 @@ class ExpertSide:
         if taken is not None:
             computed = jnp.zeros((len(pairs), *computed.shape[1:]), computed.dtype).at[taken].set(computed)
         answers = pairs & event.answered
-        outputs = jnp.where(_like(answers, own.outputs), computed[:, None], own.outputs)
+        outputs = jnp.where(against(answers, own.outputs), computed[:, None], own.outputs)
         seen = jnp.where(pairs, experts.updates[chosen], own.seen)
         return experts, calls._replace(
             outputs=put(calls.outputs, event.trainer, outputs),
@@ -61,7 +61,7 @@ class ExpertSide:
         own: Calls = at(calls, event.trainer)
         pairs, chosen = pairs_of(own, event, forward=False)
         taken = _first_rows(pairs, rows)
-        output_grads = jnp.sum(jnp.where(_like(pairs, own.output_grads), own.output_grads, 0), axis=1)
+        output_grads = jnp.sum(jnp.where(against(pairs, own.output_grads), own.output_grads, 0), axis=1)
         params = at(experts.params, chosen)
         param_grads, input_grads = self._grads(params, *_rows_of((own.inputs, output_grads), taken))
         updates = experts.updates[chosen]
@@ -136,10 +136,5 @@ def _rows_of(tree: PyTree, taken: Any) -> Any:
 
 def _added(total: Any, grad: Any, counts: Any, taken: Any) -> Any:
     """A sum over the calls of a batch and one more of them, in the rows that count."""
-    grad = jnp.where(_like(counts, grad), grad, 0)
+    grad = jnp.where(against(counts, grad), grad, 0)
     return total + grad if taken is None else total.at[taken].add(grad)
-
-
-def _like(chosen: Any, values: Any) -> Any:
-    """A mask of the leading axes, with those of the values."""
-    return chosen.reshape(chosen.shape + (1,) * (values.ndim - chosen.ndim))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from dmoe_jax.arrays import PyTree
-from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.autodiff import Recording, Value, concrete
 from dmoe_jax.experts.base import Expert
 from dmoe_jax.mixture.remote import mix_segment
 from dmoe_jax.model import AnyModel, Outcome
@@ -73,7 +73,7 @@ class _Eager(Recording):
         return True
 
     def __call__(self, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        return jax.tree.map(Value, function(*_values(args)))
+        return jax.tree.map(Value, function(*concrete(args)))
 
 
 class _GivenMixtures:
@@ -96,11 +96,11 @@ class _GivenMixtures:
                 return Value(mixed.output), Value(mixed.aux_loss)
             if self.experts:
                 own = self.experts[number]
-                there = map(jnp.asarray, _values(inputs))  # what evaluates a model may be on the host
-                output, aux = dmoe_layer(expert, own, router, k_best, _values(scores), None, *there)
+                there = map(jnp.asarray, concrete(inputs))  # what evaluates a model may be on the host
+                output, aux = dmoe_layer(expert, own, router, k_best, concrete(scores), None, *there)
                 self.routed.append(aux)
                 return Value(output), Value(aux.aux_loss)
-            raise _Reached(LayerInput(*_values((scores, inputs))))
+            raise _Reached(LayerInput(*concrete((scores, inputs))))
 
         return mixture
 
@@ -137,7 +137,7 @@ class ModelStages:
         """The end of a step, from what all mixtures returned."""
         outcome = self._run(params, batch, state, keys, mixed)
         return Finished(
-            *_values((outcome.loss, outcome.loss if outcome.reported is None else outcome.reported, outcome.state))
+            *concrete((outcome.loss, outcome.loss if outcome.reported is None else outcome.reported, outcome.state))
         )
 
     def routed(
@@ -149,7 +149,7 @@ class ModelStages:
         """
         self._mixtures.experts, self._mixtures.routed = experts, []
         try:
-            return cast(Outcome, _values(self._run(params, batch, state, None, ()))), self._mixtures.routed
+            return cast(Outcome, concrete(self._run(params, batch, state, None, ()))), self._mixtures.routed
         finally:
             self._mixtures.experts = ()
 
@@ -169,7 +169,3 @@ class ModelStages:
         finally:
             forward.close()
         raise ValueError(f"model {self.model.name!r} awaits something else than its mixtures, so it cannot be emulated")
-
-
-def _values(tree: PyTree) -> Any:
-    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Value) else leaf, tree)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from dmoe_jax.arrays import PyTree, all_finite, as_params, copied, typed_like, wide
 from dmoe_jax.mesh.layout import init_like
-from dmoe_jax.optim.moshpit import diloco_outer
+from dmoe_jax.optim.moshpit import outer_for
 
 Shared = Literal["gradients", "parameters", "pseudo_gradients"]
 """Things that peers add up: see `collaborative`."""
@@ -207,11 +207,8 @@ def collaborative(
     """
     if shared not in get_args(Shared):
         raise ValueError(f"what is shared is one of {', '.join(get_args(Shared))}, got {shared!r}")
-    if outer is not None and shared != "pseudo_gradients":
-        raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {shared}")
-    if outer is None and shared == "pseudo_gradients":
-        outer = diloco_outer()
-    return Collaborative(optax.with_extra_args_support(optimizer), shared, outer, loss_scale)
+    inner = optax.with_extra_args_support(optimizer)
+    return Collaborative(inner, shared, outer_for(shared, outer), loss_scale)
 
 
 def emptied(state: CollaborativeState) -> CollaborativeState:

@@ -227,19 +227,21 @@ def moshpit_average(
         raise ValueError(f"every must be at least 1, got {every}")
     if what not in get_args(What):
         raise ValueError(f"what is averaged is one of {', '.join(get_args(What))}, got {what!r}")
-    if outer is not None and what != "pseudo_gradients":
-        raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {what}")
+    outer = outer_for(what, outer)
     if compress is not None and what == "parameters":
         raise ValueError("compress is for gradients and pseudo_gradients: the largest parameters alone are no model")
-    if outer is None and what == "pseudo_gradients":
-        outer = diloco_outer()
     moshpit = _Moshpit(optax.with_extra_args_support(inner), outer, every, what, weighted, average, compress)
     return averaging_optimizer("moshpit_average", moshpit.init, moshpit.update)
 
 
-def diloco_outer() -> optax.GradientTransformation:
-    """The outer optimiser that DiLoCo found best (Douillard et al. 2023, section 3)."""
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+def outer_for(what: What, outer: optax.GradientTransformation | None) -> optax.GradientTransformation | None:
+    """The outer optimiser for what is averaged: the one given, or that which DiLoCo found best (Douillard et al. 2023,
+    section 3). Raises ValueError if there is none for it."""
+    if outer is not None and what != "pseudo_gradients":
+        raise ValueError(f"an outer optimiser is for pseudo_gradients, not for {what}")
+    if outer is None and what == "pseudo_gradients":
+        return optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return outer
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from dmoe_jax.arrays import PyTree, wide
+from dmoe_jax.arrays import PyTree, against, wide
 from dmoe_net.averaging.grouping.group_key import MoshpitGrid
 
 FailureRule = Literal["exclude", "group_skips"]
@@ -137,9 +137,9 @@ def group_mean(
 
     def mean(leaf: Array) -> Array:
         # Zero times what a diverged peer holds would not be zero, in the sum as in its gradient.
-        added = wide(jnp.where(per_peer(adds, leaf), leaf, 0))
-        means = total(added * per_peer(weight, leaf)) / per_peer(group_weight, leaf)
-        return jnp.where(per_peer(is_mean, leaf), means[groups].astype(leaf.dtype), leaf)
+        added = wide(jnp.where(against(adds, leaf), leaf, 0))
+        means = total(added * against(weight, leaf)) / against(group_weight, leaf)
+        return jnp.where(against(is_mean, leaf), means[groups].astype(leaf.dtype), leaf)
 
     return jax.tree.map(mean, jax.tree.map(jnp.asarray, tree))
 
@@ -178,8 +178,3 @@ def count_peers(tree: PyTree, **of_peers: ArrayLike | None) -> int:
         if array is not None and jnp.shape(array) != num_peers:
             raise ValueError(f"{name} must have one entry for each of {num_peers[0]} peers, got {jnp.shape(array)}")
     return int(num_peers[0])
-
-
-def per_peer(values: Array, leaf: Array) -> Array:
-    """[peers] (or [groups]) with as many axes as the leaf, so that they broadcast against it."""
-    return values.reshape(-1, *(1 for _ in range(jnp.ndim(leaf) - 1)))
