@@ -175,7 +175,6 @@ class Trainer(Generic[Batch, State]):
         return record
 
     async def _step(self, number: int, batch: Batch) -> StepRecord:
-        """The step for the batch of this number."""
         keys = self._model.keys(batch, seed=self._seed, trainer=self._index, step=number)
         # What a step leaves behind lies somewhere already: a first state elsewhere would be compiled for once more.
         state = self._placed(self._model.initial_state(batch)) if self.state is None else self.state

@@ -73,7 +73,6 @@ class StepForming:
             await self._changed.wait()
 
     async def changes(self) -> None:
-        """Wait for a change."""
         await self._changed.wait()
 
     def wake(self) -> None:

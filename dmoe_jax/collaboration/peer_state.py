@@ -3,7 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from dmoe_jax.optim.tree_vectors import TreeLayout
 from dmoe_net.averaging.collaboration.progress import CHAIN_BYTES
 from dmoe_net.averaging.collaboration.rounds import Averaged
 from dmoe_net.types import Array
+
+T = TypeVar("T")
 
 
 class PeerState:
@@ -57,7 +59,6 @@ class PeerState:
                 self.now = await self._run(work, self.now)
 
     async def _run(self, work: Callable[[CollaborativeState], Any], state: CollaborativeState) -> Any:
-        """The result of a program, computed."""
         if not self._is_spread:
             return await self.device.run(work, state)
         # Begun by the thread that begins the model's programs, as `SharedTrunk` does it: devices that are given two
@@ -66,7 +67,6 @@ class PeerState:
         return await self.device.run(lambda: begun)
 
     async def gather(self, grads: PyTree, samples: int) -> None:
-        """Take in a micro-batch's mean gradient."""
         await self._change(lambda state: self._programs.gather(state, grads, np.float32(samples)))
 
     async def contribution(self) -> Averaged:
@@ -99,7 +99,6 @@ class PeerState:
         return any(vector is mean for vector, _ in self._brought)
 
     async def empty(self) -> None:
-        """Drop what is gathered."""
         await self._change(emptied)
 
     @property
@@ -109,22 +108,17 @@ class PeerState:
 
     async def snapshot(self, whole: Averaged | None = None) -> PyTree:
         """Copy it to the host between two changes; the copy has made the step with `whole`, if there is one."""
-
-        def work(state: CollaborativeState) -> PyTree:
-            if whole is not None:
-                state = self._programs.step_of_copy(state, self._on_device(whole))
-            return host_copy(_shared(state))
-
-        async with self._turn:
-            return await self.device.run(work, self.now)
+        return await self._copied(host_copy, whole)
 
     async def pieces(self, whole: Averaged | None = None) -> tuple[Array, ...]:
         """Do as `snapshot`, of all that this process holds, in the form that travels."""
+        return await self._copied(copied_pieces, whole)
 
-        def work(state: CollaborativeState) -> tuple[Array, ...]:
+    async def _copied(self, copy: Callable[[PyTree], T], whole: Averaged | None) -> T:
+        def work(state: CollaborativeState) -> T:
             if whole is not None:
                 state = self._programs.step_of_copy(state, self._on_device(whole))
-            return copied_pieces(_shared(state))
+            return copy(_shared(state))
 
         async with self._turn:
             return await self.device.run(work, self.now)

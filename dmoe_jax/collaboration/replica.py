@@ -70,7 +70,6 @@ class Leading:
         await self.replica.decided(_ORDERS, {"do": kind, **facts})
 
     def next_mark(self) -> str:
-        """Name the next average."""
         self._num_averages += 1
         return f"average {self._num_averages}"
 

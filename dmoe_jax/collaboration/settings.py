@@ -63,7 +63,6 @@ class CollaborationConfig:
         self.rounds()  # which refuses what its parts refuse
 
     def rounds(self) -> RoundConfig:
-        """Settings of the averaging."""
         return RoundConfig(
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,

@@ -170,7 +170,6 @@ class CollaborationState:
         return max(view.ends_at, now + lead_s / 2 if view.others else now)
 
     def begin(self, at: float) -> ComingStep:
-        """Have the step at hand begin then."""
         self.coming = ComingStep(self.step, self.chain, at)
         return self.coming
 

@@ -68,7 +68,6 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the whole mesh."""
         return self.data * self.model
 
     def __str__(self) -> str:

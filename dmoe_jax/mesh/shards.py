@@ -41,10 +41,8 @@ def tree_spans_processes(tree: PyTree) -> bool:
 def check_on_all_processes(tree: PyTree) -> None:
     """Raise ValueError if some of the processes of `jax.distributed` have no part of a tree that spans several."""
     spanning = [leaf for leaf in jax.tree.leaves(tree) if spans_processes(leaf)]
-    there, count = (
-        {device.process_index for leaf in spanning for device in leaf.sharding.device_set},
-        jax.process_count(),
-    )
+    there = {device.process_index for leaf in spanning for device in leaf.sharding.device_set}
+    count = jax.process_count()
     if len(there) < count:
         raise ValueError(
             f"the model lies on {len(there)} of the {count} processes of jax.distributed: a replica has all of them"
@@ -55,9 +53,7 @@ def held_pieces(leaf: Any) -> list[Any]:
     """The distinct shards that this process holds: arrays of one device each."""
     if not spans_processes(leaf):
         return [leaf]
-    found: dict[Place, Any] = {}
-    for shard in leaf.addressable_shards:
-        found.setdefault(_place(shard.index, leaf.shape), shard.data)
+    found = _shards_here(leaf)
     return [found[place] for place in sorted(found)]
 
 
@@ -66,7 +62,8 @@ def with_pieces(own: Any, pieces: Iterator[Any]) -> Any:
     of it."""
     if not spans_processes(own):
         return kept_like(own, next(pieces))
-    places = {device: _place(index, own.shape) for device, index in _indices(own).items()}
+    indices = own.sharding.addressable_devices_indices_map(own.shape)
+    places = {device: _place(index, own.shape) for device, index in indices.items()}
     numbers = {place: next(pieces) for place in sorted(set(places.values()))}
     local = {shard.device: shard.data for shard in own.addressable_shards}
     parts = [kept_like(local[device], numbers[place]) for device, place in places.items()]
@@ -158,9 +155,7 @@ class OwnedLeaf:
 
     def pieces(self, leaf: jax.Array) -> list[Array]:
         """The owned shards as flat arrays on the host, from an array of this sharding."""
-        found: dict[Place, Any] = {}
-        for shard in leaf.addressable_shards:
-            found.setdefault(_place(shard.index, leaf.shape), shard.data)
+        found = _shards_here(leaf)
         return [np.asarray(found[place]).reshape(-1) for place in self.own]
 
     def local(self, pieces: Sequence[Array]) -> jax.Array:
@@ -207,16 +202,16 @@ def _summing(shardings: tuple[NamedSharding, ...]) -> Any:
     return jax.jit(total, out_shardings=list(shardings))
 
 
+def _shards_here(leaf: jax.Array) -> dict[Place, jax.Array]:
+    return {_place(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+
+
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
     return tuple(slice_.indices(size)[:2] for slice_, size in zip(index, shape, strict=True))
 
 
 def _size(place: Place) -> int:
     return int(np.prod([end - start for start, end in place], dtype=np.int64))
-
-
-def _indices(leaf: jax.Array) -> dict[jax.Device, tuple[slice, ...]]:
-    return dict(leaf.sharding.addressable_devices_indices_map(leaf.shape))
 
 
 def _free_axes(sharding: NamedSharding) -> tuple[str, ...]:

@@ -81,7 +81,6 @@ class Served:
 
     @property
     def uids(self) -> tuple[str, ...]:
-        """Uids of the experts."""
         return tuple(self.backends)
 
     async def close(self) -> None:
@@ -92,7 +91,6 @@ class Served:
 
     @property
     def is_closed(self) -> bool:
-        """True if they are served no more."""
         return self._gone.is_set()
 
 

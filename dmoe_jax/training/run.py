@@ -216,7 +216,7 @@ class _Ledger:
         self._curve: list[Mapping[str, Any]] = [each for each in self.folder.metrics() if each["kind"] == "eval"]
         self.checkpoints = Checkpoints(self.folder.path / CHECKPOINT_FOLDER, also_kept=self._best_of)
         self.totals = engine.totals()
-        self._balance = BalanceLog(self.log, engine.layers, self.totals)
+        self.balance = BalanceLog(self.log, engine.layers, self.totals)
         self._calls_logged = (0, 0)
         progress.say(f"run folder: {self.folder.path}")
         progress.start_at(engine.step)
@@ -266,7 +266,6 @@ class _Ledger:
             self.event("step_lost", f"trainer {trainer}: {error}")
 
     def log(self, kind: str, /, **fields: object) -> None:
-        """Write a record with its time."""
         self._write(kind, **{"step": self.engine.step, "time_s": self.watch.now(), **fields})
 
     def _write(self, kind: str, /, **fields: object) -> None:
@@ -293,12 +292,6 @@ class _Ledger:
         if self.plan.pause and totals.steps_lost > self._lost_before:
             self.event("steps_lost", f"{totals.steps_lost - self._lost_before} since the pause before")
             self._lost_before = totals.steps_lost
-
-    def log_load(self) -> None:
-        self._balance.log_load(self.totals)
-
-    def log_balance(self) -> None:
-        self._balance.log(self.totals)
 
     async def evaluate_first(self) -> None:
         """Add a point to the curve: the first split, if there is any, always over the same words or samples."""
@@ -327,7 +320,7 @@ class _Ledger:
             self._curve.append({"kind": kind, "step": step, "split": split, **figures, **sizes})
             self._log_baseline(evaluation)
             if not self.plan.pause:
-                self.log_balance()
+                self.balance.log(self.totals)
         shown = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if key != "loss" or len(figures) == 1)
         over = f"over {evaluation.items:,} {spoken(self.task.unit, self.task.meaning)}"
         if kind == "final_eval":
@@ -456,7 +449,7 @@ class _Ledger:
             "failures": dict(totals.failures),
             "failed_call_share": totals.calls_failed / calls if calls else None,
             "steps_lost": totals.steps_lost,
-            **self._balance.headline(totals, self.engine.state()),
+            **self.balance.headline(totals, self.engine.state()),
             **totals.figures,
         }
 
@@ -468,7 +461,7 @@ async def _train_pausing(run: _Ledger) -> None:
         with run.watch:
             await engine.advance(num_steps, run.on_step, run.on_lost)
         run.log_calls()
-        run.log_balance()
+        run.balance.log(run.totals)
         await run.evaluate_first()
         await run.save_snapshot()
 
@@ -499,7 +492,7 @@ async def _log_regularly(run: _Ledger) -> None:
         run.log_calls()
         if trio.current_time() - load_at >= _LOAD_PERIOD_S:
             load_at = trio.current_time()
-            run.log_load()
+            run.balance.log_load(run.totals)
         await trio.sleep(_CALLS_PERIOD_S)
 
 

@@ -41,15 +41,12 @@ class SwarmEngine:
         self._trainers = trainers
         self._statistics = statistics
         self._evaluation = evaluation
-        self.layers = layers
+        self.name, self.layers = trainers.model.name, layers
+        self.state, self.snapshot = trainers.state, trainers.snapshot
         self._figures = figures
         self._counted: dict[str, Any] = {"items": 0, "staleness": 0, "steps_lost": 0}
         self.last_loss: float | None = None
         """Loss of the last step."""
-
-    @property
-    def name(self) -> str:
-        return self._trainers.model.name
 
     @property
     def step(self) -> int:
@@ -72,12 +69,6 @@ class SwarmEngine:
         batches, num_batches = self._evaluation(split, max_items)
         done = itertools.count(1)
         return await self._trainers.evaluate(batches, lambda: on_batch(next(done), num_batches))
-
-    def state(self) -> PyTree:
-        return self._trainers.state()
-
-    async def snapshot(self) -> tuple[int, PyTree]:
-        return await self._trainers.snapshot()
 
     def facts(self) -> dict[str, Any]:
         return {
