@@ -116,11 +116,6 @@ class LoopState:
                     await trio.lowlevel.checkpoint()
             self._held, self._is_held, self._left_at = None, trio.Event(), trio.current_time()
 
-    @property
-    def is_wanted(self) -> bool:
-        """True if a newcomer waits for a copy that all processes make."""
-        return self.wanted.is_set()
-
     async def copy_together(self) -> None:
         """Copy what is at hand, as all processes of the replica do now."""
         assert self.together is not None

@@ -70,22 +70,6 @@ class _UnderWay:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
-@dataclass(frozen=True, slots=True)
-class _AllDone:
-    """The event that all of these rounds are over."""
-
-    rounds: Sequence[_UnderWay]
-
-    async def wait(self) -> None:
-        for each in self.rounds:
-            await each.done.wait()
-
-
-async def _cancel_after(event: trio.Event | _AllDone, scope: trio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Fragment:
     """A part of the model that is averaged by itself, and its round."""
@@ -187,7 +171,7 @@ class TreeAverager:
                 each.number for each in self.fragments if each.under_way is not None and each.under_way.done.is_set()
             ]
             facts = None if late is None else dict(late.facts)
-            orders = {"copy": loop.is_wanted, "take": facts, "ready": over}
+            orders = {"copy": loop.wanted.is_set(), "take": facts, "ready": over}
         told = MAPPING.read_untrusted(await replica.decided(_STEP, orders), "the leader's orders")
         if told.get("copy"):
             await loop.copy_together()
@@ -251,18 +235,24 @@ class TreeAverager:
     async def _wait_alike(self, replica: Replica) -> None:
         """Wait until the rounds are over for all processes, which copy their state meanwhile for who wants it."""
         assert self.loop is not None
-        under_way = [each.under_way for each in self.fragments if each.under_way is not None]
+        loop, under_way = self.loop, [each.under_way for each in self.fragments if each.under_way is not None]
+
+        async def cancel_when_wanted(scope: trio.CancelScope) -> None:
+            await loop.wanted.wait()
+            scope.cancel()
+
         is_over = not under_way
         while not is_over:
             orders: dict[str, Any] | None = None
             if replica.leads:
-                async with trio.open_nursery() as nursery:
-                    for event in (self.loop.wanted, _AllDone(under_way)):
-                        nursery.start_soon(_cancel_after, event, nursery.cancel_scope)
-                orders = {"copy": self.loop.is_wanted, "over": all(this.done.is_set() for this in under_way)}
+                async with background_nursery() as nursery:
+                    nursery.start_soon(cancel_when_wanted, nursery.cancel_scope)
+                    for this in under_way:
+                        await this.done.wait()
+                orders = {"copy": loop.wanted.is_set(), "over": all(this.done.is_set() for this in under_way)}
             told = MAPPING.read_untrusted(await replica.decided(_STEP, orders), "the leader's orders")
             if told.get("copy"):
-                await self.loop.copy_together()
+                await loop.copy_together()
             is_over = bool(told.get("over"))
 
     async def _begin(self, fragment: Fragment, opt_state: PyTree, params: PyTree) -> None:
@@ -463,7 +453,17 @@ async def open_tree_averager(
             what, forms = wire_forms(optimizer, params, config)
         else:  # makes arrays, as the other processes do now
             what, forms = await device.run(wire_forms, optimizer, params, config)
-        plans = [_plan(what, form, config) for form in forms]
+        plans = [
+            AveragingPlan.of(
+                size=form.layout.size,
+                grid=config.grid(),
+                schema=f"{what}\n{form.layout.schema}",
+                meaning=config.meaning,
+                sparse=form.sparse,
+                share=config.share,
+            )
+            for form in forms
+        ]
         prefixes = [name] if len(forms) == 1 else [f"{name}-{number}" for number in range(len(forms))]
         loop, settings = None, replace(config.averager(), compute=device.run)
         if state is None:
@@ -501,14 +501,3 @@ async def open_tree_averager(
                 on_round=on_round,
                 replica=replica,
             )
-
-
-def _plan(what: str, form: WireForm, config: TreeAveragerConfig) -> AveragingPlan:
-    return AveragingPlan.of(
-        size=form.layout.size,
-        grid=config.grid(),
-        schema=f"{what}\n{form.layout.schema}",
-        meaning=config.meaning,
-        sparse=form.sparse,
-        share=config.share,
-    )

@@ -195,9 +195,9 @@ class Averager:
         done: AveragingStep | None = None
         while isinstance(told := await hear(replica, mark), Told):
             done = await self._average(told, me, offer, mark)
-        if (failure := told.facts.get("failure")) is not None:
+        if (failure := told.get("failure")) is not None:
             raise NetError(f"process 0 of this replica failed: {failure}")
-        return done if told.facts.get("is_done") else None
+        return done if told.get("is_done") else None
 
     async def _find_and_average(self, me: Member, offer: Any, deadline: float, mark: str) -> AveragingStep | None:
         """Average what is offered, a vector or the payload of a sparse one; None if nobody was met by the deadline."""

@@ -104,7 +104,6 @@ class AllGather:
         caller.add_handler(self.fetch_method, self._serve_fetch, max_concurrent=MAX_CALLS)
 
     def close(self) -> None:
-        """Serve no more calls, and hold nothing any more."""
         self.caller.remove_handler(self.bring_method)
         self.caller.remove_handler(self.fetch_method)
         self.groups.at_work.clear()
@@ -126,8 +125,7 @@ class AllGather:
         finally:
             gathering.close()
         sent_bytes, self.sent_bytes = self.sent_bytes, 0
-        payloads, lost = gathering.outcome()
-        return Gathered(payloads=payloads, lost=lost, sent_bytes=sent_bytes)
+        return gathering.outcome(sent_bytes)
 
     async def _serve_bring(self, request: Request) -> Reply:
         group_id, nbytes, start = read_request(request, group=GROUP_ID, size=_NBYTES, start=_NBYTES)
@@ -181,10 +179,10 @@ class _Gathering:
         self._is_closed = True
         self._waiting.unpark_all()
 
-    def outcome(self) -> tuple[dict[int, Array], dict[int, str]]:
-        whole, lost = self._core.whole, self._core.lost
-        missing = (place for place in sorted(self._places.values()) if place not in whole)
-        return {place: whole[place] for place in sorted(whole)}, {each: lost.get(each, OUT_OF_TIME) for each in missing}
+    def outcome(self, sent_bytes: int) -> Gathered:
+        whole, places = self._core.whole, sorted(self._places.values())
+        lost = {place: self._core.lost.get(place, OUT_OF_TIME) for place in places if place not in whole}
+        return Gathered(payloads={place: whole[place] for place in sorted(whole)}, lost=lost, sent_bytes=sent_bytes)
 
     def receive_untrusted(self, request: Request, nbytes: int, start: int) -> None:
         place = self._place_untrusted(request.peer_id)
@@ -320,7 +318,6 @@ class Payloads:
         return range(0, self.nbytes, self._chunk_bytes)
 
     def piece(self, start: int) -> slice:
-        """Place of the piece that begins at `start`."""
         return slice(start, min(start + self._chunk_bytes, self.nbytes))
 
     def is_awaited(self, place: int) -> bool:
@@ -328,7 +325,6 @@ class Payloads:
         return place in self._heard_at and place not in self.whole and place not in self.lost
 
     def check_untrusted(self, nbytes: int, start: int) -> None:
-        """Refuse a call for a piece that payloads of this group do not have."""
         if nbytes != self.nbytes:
             raise RemoteProtocolError(f"payloads of this group have {self.nbytes} bytes, not {nbytes}")
         if start not in self.starts:
@@ -380,7 +376,6 @@ class Payloads:
 
 
 def bytes_untrusted(tensors: Sequence[object], where: slice) -> Array:
-    """Return the bytes that came for a piece."""
     nbytes = where.stop - where.start
     tensor = tensors[0] if len(tensors) == 1 else None
     if not isinstance(tensor, np.ndarray) or tensor.dtype != np.uint8 or tensor.shape != (nbytes,):

@@ -65,11 +65,8 @@ async def open_averager(
     async with AsyncExitStack() as stack:
         # Each serves calls from its making on, until it is closed; then the prefix is free again.
         opened = stack.enter_context
-        matchmaker = opened(
-            closing(
-                Matchmaker(caller, dht, prefix=within, grid=grid, schema=plan.schema, rng=rng, config=config.assembly)
-            )
-        )
+        search = Matchmaker(caller, dht, prefix=within, grid=grid, schema=plan.schema, rng=rng, config=config.assembly)
+        matchmaker = opened(closing(search))
         all_reduce = opened(closing(AllReduce(caller, prefix=within, config=config.all_reduce)))
         gather = None
         if plan.sparse is not None:

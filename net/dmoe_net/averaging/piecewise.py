@@ -4,7 +4,7 @@ The leader tells its processes the group that it has found; each averages its pi
 replicas; then all know what became of every piece.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,6 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """The leader's word that no further group comes."""
-
-    facts: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The outcome of all pieces; peers are leaders."""
 
@@ -74,12 +67,12 @@ async def tell_over(replica: Replica, mark: str, **facts: Any) -> None:
     replica.forget(mark)
 
 
-async def hear(replica: Replica, mark: str) -> Told | Over:
-    """As another process: wait for what the leader tells."""
+async def hear(replica: Replica, mark: str) -> Told | Mapping[str, Any]:
+    """As another process: wait for the next group; when there is none, the facts of `tell_over`."""
     told = MAPPING.read_untrusted(await replica.decided(mark), "what the leader tells")
     if "over" in told:
         replica.forget(mark)
-        return Over(facts=dict(MAPPING.of_untrusted(told, "over")))
+        return MAPPING.of_untrusted(told, "over")
     group = parse_group_untrusted(MAPPING.of_untrusted(told, "group"), integer(1, 2**31).of_untrusted(told, "side"))
     parts = optional(rows(MAX_GROUP_SIZE)).of_untrusted(told, "parts")
     timeout_s = real().of_untrusted(told, "timeout_s")

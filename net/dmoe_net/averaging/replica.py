@@ -86,7 +86,6 @@ class Replica:
 
     @property
     def size(self) -> int:
-        """Number of processes."""
         return len(self.contacts)
 
     async def agree(self, mark: str, value: Any = None) -> list[Any]:

@@ -6,7 +6,7 @@ It learns from the DHT what is averaged and which step is at hand, and from the 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -57,9 +57,7 @@ async def assist_collaboration(
     plan = await plan_to_assist(caller, dht, prefix, on_plan)
     config = replace(config, role=Role.AUXILIARY)
     async with background_nursery() as nursery:
-        assistant = _Assistant(
-            caller, dht, plan, prefix=prefix, config=config, nursery=nursery, rng=rng, on_step=on_step
-        )
+        assistant = _Assistant(caller, dht, plan, prefix, config, nursery, rng, on_step)
         try:
             nursery.start_soon(assistant.follow)
             await assistant.board.run()
@@ -67,36 +65,35 @@ async def assist_collaboration(
             assistant.averaging.close()
 
 
+@dataclass(eq=False)
 class _Assistant:
     """The step at hand, and the group that is under way."""
 
-    def __init__(
-        self,
-        caller: Caller,
-        dht: DhtNode,
-        plan: AveragingPlan,
-        *,
-        prefix: str,
-        config: RoundConfig,
-        nursery: trio.Nursery,
-        rng: random.Random,
-        on_step: Callable[[Averaged], None],
-    ) -> None:
-        self._clock = dht.clock
-        self._nursery = nursery
-        self._on_step = on_step
-        self._own = Report(peer_id=caller.peer_id, address=caller.address, role=Role.AUXILIARY, at=dht.clock.now())
+    caller: Caller
+    dht: DhtNode
+    plan: AveragingPlan
+    prefix: str
+    config: RoundConfig
+    nursery: trio.Nursery
+    rng: random.Random
+    on_step: Callable[[Averaged], None]
+
+    def __post_init__(self) -> None:
+        caller, clock = self.caller, self.dht.clock
+        self._own = Report(peer_id=caller.peer_id, address=caller.address, role=Role.AUXILIARY, at=clock.now())
         self._begins_at: float | None = None
         self.board = ProgressBoard(
             caller=caller,
-            dht=dht,
-            prefix=plan.within(prefix),
-            own=lambda: replace(self._own, at=self._clock.now()),
+            dht=self.dht,
+            prefix=self.plan.within(self.prefix),
+            own=lambda: replace(self._own, at=clock.now()),
             target=math.inf,  # others tell when a step is near
-            silence_s=config.silence_s,
+            silence_s=self.config.silence_s,
             on_begin=self._heard,
         )
-        self.averaging = StepAveraging(board=self.board, plan=plan, config=config, nursery=nursery, rng=rng)
+        self.averaging = StepAveraging(
+            board=self.board, plan=self.plan, config=self.config, nursery=self.nursery, rng=self.rng
+        )
 
     async def follow(self) -> None:
         """Go where whoever is furthest is, after each reading of the DHT."""
@@ -108,11 +105,11 @@ class _Assistant:
                 self.board.refresh()
 
     def _heard(self, step: int, chain: bytes, at: float | None) -> float | None:
-        if at is None or at > self._clock.now() + 60:
+        if at is None or at > self.dht.clock.now() + 60:
             return None
         if self._begins_at is None and step >= self._own.step:
             self._own, self._begins_at = replace(self._own, step=step, chain=chain), at
-            self._nursery.start_soon(self._assist)
+            self.nursery.start_soon(self._assist)
         elif self._begins_at is not None and (step, chain) == self._own.where and at > self._begins_at:
             self._begins_at = at
             self.averaging.postpone(at)
@@ -128,7 +125,7 @@ class _Assistant:
                 chain = next_chain(own.chain, done.group_id)
                 self._own = replace(own, step=own.step + 1, chain=chain, trained=own.trained + done.weight)
                 board.advanced(done.members, own.step + 1, chain)
-                self._on_step(done)
+                self.on_step(done)
         finally:
             self._begins_at = None
             board.refresh()

@@ -69,7 +69,6 @@ class ProgressBoard:
         self._is_withdrawn = False
 
     def _now(self) -> Report:
-        """This peer's report, of now, or its last one if it makes none."""
         self._last = self.own() or self._last
         assert self._last is not None  # whoever begins reports
         return self._last
@@ -122,7 +121,7 @@ class ProgressBoard:
                         await wanted.wait()
             finally:
                 with trio.move_on_after(1.0, shield=True):
-                    await self._store(None)
+                    await self.dht.withdraw(self._key)
 
     async def tell(self, at: float | None) -> float:
         """Tell everybody at this step who can be called that this peer is at it, too, and that it begins at swarm time
@@ -159,23 +158,18 @@ class ProgressBoard:
 
     def _period(self) -> float:
         view = self.view
-        left = max(0.0, view.ends_at - self.dht.clock.now())
-        if not view.rate:  # those who have just begun have to see each other before they see an end
-            left = 0.0
+        # Those who have just begun have to see each other before they see an end.
+        left = view.ends_at - self.dht.clock.now() if view.rate else 0.0
         return min(max(left / 4, MIN_PERIOD_S), MAX_PERIOD_S)
 
     async def _report(self) -> None:
         own = self.own()
-        if own is not None or not self._is_withdrawn:
-            await self._store(own)
-        self._is_withdrawn = own is None
-
-    async def _store(self, report: Report | None) -> None:
-        if report is None:
+        if own is not None:
+            own = replace(own, at=self.dht.clock.now())
+            await self.dht.store(self._key, report_to_wire(own), life_s=LIFETIME_S)
+        elif not self._is_withdrawn:
             await self.dht.withdraw(self._key)
-        else:
-            report = replace(report, at=self.dht.clock.now())
-            await self.dht.store(self._key, report_to_wire(report), life_s=LIFETIME_S)
+        self._is_withdrawn = own is None
 
     async def _read(self) -> None:
         found = await self.dht.get(self._key)

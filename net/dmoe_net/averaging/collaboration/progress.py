@@ -105,12 +105,10 @@ class Forecast:
 
     @property
     def leader(self) -> Report | None:
-        """The furthest of those that are ahead."""
         return self.ahead[0] if self.ahead else None
 
     @property
     def others(self) -> tuple[Report, ...]:
-        """Everybody else at this step."""
         return self.peers[1:]
 
     @property
@@ -129,7 +127,6 @@ class Forecast:
         return MAX_GROUP_SIZE + 1 if is_made else self.quorum
 
     def count(self, role: Role) -> int:
-        """Number of peers of a role that take part."""
         return sum(peer.role is role for peer in self.peers)
 
 

@@ -74,7 +74,6 @@ class RoundConfig:
         self.assembly()  # which refuses what is too long
 
     def assembly(self) -> AssemblyConfig:
-        """Settings of the search for a group."""
         return AssemblyConfig(
             window_s=max(self.lead_s, 1.0),
             request_timeout_s=max(self.lead_s, 1.0) / 2,
@@ -135,7 +134,6 @@ class StepAveraging:
         )
 
     def close(self) -> None:
-        """Serve no more calls."""
         for part in (self._matchmaker, self._all_reduce, self._settlement):
             part.close()
 
@@ -170,7 +168,6 @@ class StepAveraging:
         return group
 
     def postpone(self, begins_at: float) -> None:
-        """The group that is looked for begins later."""
         self._matchmaker.postpone(begins_at)
 
     async def average(
@@ -202,9 +199,9 @@ class StepAveraging:
         assert self.replica is not None
         mean = vector
         while isinstance(told := await hear(self.replica, mark), Told):
-            reduced = await self._reduce(told, vector, weight, mark)
-            mean = vector if reduced.average is None else reduced.average
-        if (row := told.facts.get("settled")) is None:
+            average, _ = await self._reduce(told, vector, weight, mark)
+            mean = vector if average is None else average
+        if (row := told.get("settled")) is None:
             return None
         total, notes, group_id, members, attempts = row_untrusted(row, "a settled average", **_SETTLED)
         if len(members) == 1:
@@ -220,18 +217,18 @@ class StepAveraging:
                     told = Told(group=group, part=group, timeout_s=math.inf)
                 else:
                     told = await tell_group(self.replica, mark, group, self.config.all_reduce.timeout_s)
-                result = await self._reduce(told, vector, weight, mark)
-                outcome = await self._settlement.settle(group, result.vote(note))
+                average, vote = await self._reduce(told, vector, weight, mark, note)
+                outcome = await self._settlement.settle(group, vote)
             except BaseException:
                 self._settlement.give_up(group)
                 raise
             if outcome is None:
                 return None
             if outcome.committed:
-                if not result.complete or result.average is None:  # settled without us
+                if not vote.complete or average is None:  # settled without us
                     return None
-                total = outcome.weight if result.weight is None else result.weight
-                return _averaged(result.average, total, outcome.notes, group, attempt)
+                total = outcome.weight if vote.weight is None else vote.weight
+                return _averaged(average, total, outcome.notes, group, attempt)
             following = self._after(group, outcome)
             if following is None:
                 return None
@@ -251,8 +248,10 @@ class StepAveraging:
                 self.board.forget(member.peer_id)
         return following if self.board.caller.peer_id in there and has_majority(group, following) else None
 
-    async def _reduce(self, told: Told, vector: Array | None, weight: float, mark: str) -> "_Reduced":
-        """Average this process's piece; the result is whole if all pieces are."""
+    async def _reduce(
+        self, told: Told, vector: Array | None, weight: float, mark: str, note: float = 0.0
+    ) -> tuple[Array | None, Vote]:
+        """Average this process's piece; the vote that goes with it says whether all pieces are whole."""
         result: AllReduceResult | None = None
         if (group := told.part) is not None:
             # How long it takes tells nothing of the line: others may compress what they send.
@@ -263,13 +262,16 @@ class StepAveraging:
                 result = await self._all_reduce.run(
                     group, vector, size=self.plan.size, weight=weight, timeout_s=told.timeout_s
                 )
-        own = _reduced(result, vector)
-        if self.replica is None:
-            return own
-        outcome = await outcome_of(self.replica, mark, told, result, digest=own.digest)
-        whole = hashlib.blake2b(b"".join(outcome.digests), digest_size=DIGEST_BYTES).digest()
-        digest = whole if outcome.complete else b""
-        return _Reduced(average=own.average, complete=outcome.complete, weight=outcome.weight, digest=digest)
+        average, complete, weights, digest = None, False, None, b""
+        if result is not None:
+            average, complete, weights = result.average, result.complete, result.weight
+            if vector is not None and complete:
+                digest = _digest(average.data, struct.pack("<d", weights))
+        if self.replica is not None:
+            outcome = await outcome_of(self.replica, mark, told, result, digest=digest)
+            complete, weights = outcome.complete, outcome.weight
+            digest = _digest(*outcome.digests) if complete else b""
+        return average, Vote(complete=complete, digest=digest, note=note, weight=weights)
 
     async def _watch(self, group: Group, member: Member) -> None:
         """Go on without a member that falls silent. A client is asked over the connection that it has made."""
@@ -329,28 +331,11 @@ def has_majority(group: Group, following: Group) -> bool:
     return 2 * len(left) > len(before) or (2 * len(left) == len(before) and before[0] in left)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Reduced:
-    """The average that this member votes on, whole or not, and its digest; empty where there is nothing to compare."""
-
-    average: Array | None
-    complete: bool
-    weight: float | None
-    digest: bytes
-
-    def vote(self, note: float) -> Vote:
-        return Vote(complete=self.complete, digest=self.digest, note=note, weight=self.weight)
-
-
-def _reduced(result: AllReduceResult | None, vector: Array | None) -> _Reduced:
-    if result is None:
-        return _Reduced(average=None, complete=False, weight=None, digest=b"")
-    digest = b""
-    if vector is not None and result.complete:
-        found = hashlib.blake2b(result.average.data, digest_size=DIGEST_BYTES)
-        found.update(struct.pack("<d", result.weight))
-        digest = found.digest()
-    return _Reduced(average=result.average, complete=result.complete, weight=result.weight, digest=digest)
+def _digest(*parts: bytes | memoryview) -> bytes:
+    hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        hashed.update(part)
+    return hashed.digest()
 
 
 _SETTLED: dict[str, Field[Any]] = {

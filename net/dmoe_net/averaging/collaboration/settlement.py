@@ -21,7 +21,7 @@ from typing import Any
 
 import trio
 
-from dmoe_net.averaging.grouping.group import GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Role
+from dmoe_net.averaging.grouping.group import GROUP_ID, GROUP_ID_BYTES, MAX_GROUP_SIZE, Group, Role
 from dmoe_net.averaging.reduction.partition import TOTAL_WEIGHT
 from dmoe_net.dht.calls import PEER_ERRORS
 from dmoe_net.errors import CallFailed, CallRefused, PeerUnavailable, RemoteProtocolError
@@ -38,13 +38,12 @@ _POLL_S = 0.5
 _MAX_PAST = 64
 """Outcomes that are remembered for members that ask late."""
 
-_GROUP_ID, _DIGEST = octets(GROUP_ID_BYTES, GROUP_ID_BYTES), octets(0, DIGEST_BYTES)
 _NOTE = real(-1e15, 1e15)
 _PLACES = several(integer(0, MAX_GROUP_SIZE - 1), MAX_GROUP_SIZE)
 _ASKED: dict[str, Field[Any]] = {
-    "group": _GROUP_ID,
+    "group": GROUP_ID,
     "complete": optional(FLAG),
-    "digest": optional(_DIGEST),
+    "digest": optional(octets(0, DIGEST_BYTES)),
     "note": optional(_NOTE),
     "weight": optional(TOTAL_WEIGHT),
 }
@@ -87,7 +86,6 @@ class Outcome:
     """Sum of the weights in the average, where it is used: for members that were not told."""
 
     def group_after(self, group: Group) -> Group:
-        """The group that averages once more."""
         members = tuple(group.members[place] for place in self.survivors)
         return Group(group_id=self.next_id, members=members, side=group.side)
 
@@ -186,7 +184,6 @@ class Settlement:
         self.caller.add_handler(self._method, self._serve, max_concurrent=2 * MAX_GROUP_SIZE)
 
     def close(self) -> None:
-        """Serve no more calls."""
         self.caller.remove_handler(self._method)
 
     def open(self, group: Group) -> None:

@@ -67,7 +67,6 @@ class StepLog:
                 del self._kept[number]
 
     async def run(self) -> None:
-        """Serve until cancelled."""
         listing, piece = self._methods
         with handlers(self._caller, {listing: self._serve_list, piece: self._serve_piece}):
             while True:
@@ -136,7 +135,6 @@ class StepFollower:
         return self._found.get((step + 1, chain))
 
     def forget(self) -> None:
-        """Drop what has come: it cannot be used."""
         self._found.clear()
 
     async def _fetch_news(self, donor: Contact) -> None:

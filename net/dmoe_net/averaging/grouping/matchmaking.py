@@ -229,23 +229,19 @@ class Matchmaking:
 
     def consider(self, request: JoinRequest) -> float | Refusal:
         """The time until which we gather, or why we would not lead this peer."""
-        reason: Reason | None = None
-        leader: Candidate | None = None
         if self.is_over or self.is_client or request.member.peer_id == self.me.peer_id:
-            reason = Reason.NOT_LOOKING
-        elif request.key != self.key:
-            reason = Reason.WRONG_KEY
-        elif (request.schema, request.side) != (self._schema, self._side):
-            reason = Reason.WRONG_SCHEMA
-        elif self.leader is not None:
-            reason, leader = Reason.FOLLOWING, self.leader
-        elif (request.expiration, request.member.peer_id) < (self.expiration, self.me.peer_id):
-            reason = Reason.LATER
+            return Refusal(reason=Reason.NOT_LOOKING)
+        if request.key != self.key:
+            return Refusal(reason=Reason.WRONG_KEY)
+        if (request.schema, request.side) != (self._schema, self._side):
+            return Refusal(reason=Reason.WRONG_SCHEMA)
+        if self.leader is not None:
+            return Refusal(reason=Reason.FOLLOWING, leader=self.leader)
+        if (request.expiration, request.member.peer_id) < (self.expiration, self.me.peer_id):
             if request.member.address is not None:
                 self._suggest(Candidate(contact=request.member.contact, expiration=request.expiration))
-        elif not self._has_room(request.member):
-            reason = Reason.FULL
-        return self.expiration if reason is None else Refusal(reason=reason, leader=leader)
+            return Refusal(reason=Reason.LATER)
+        return self.expiration if self._has_room(request.member) else Refusal(reason=Reason.FULL)
 
     def receive(self, request: JoinRequest) -> Refusal | None:
         """Take a follower that is none yet, or say why not. The last one of a full group begins it."""

@@ -44,7 +44,7 @@ def peer_fractions(roles: Sequence[Role], speeds: Sequence[Speeds]) -> tuple[flo
     """
     capacity = _capacity(roles, speeds)
     # Whoever is not limited at all (inf) leaves nothing to the others.
-    shares = np.isinf(capacity.slopes()).astype(float)
+    shares = np.isinf(np.minimum(capacity.line, capacity.adding)).astype(float)
     if not shares.any():
         shares = capacity.at(capacity.end())
         shares[shares < min(MIN_SHARE / len(shares), shares.max())] = 0.0
@@ -75,12 +75,7 @@ class _Capacity(NamedTuple):
     spent: _Floats
     adding: _Floats
 
-    def slopes(self) -> _Floats:
-        """Their growth in the end."""
-        return np.minimum(self.line, self.adding)
-
     def at(self, time: float) -> _Floats:
-        """At this time."""
         return np.maximum(np.minimum(self.line * time - self.spent, self.adding * time), 0.0)
 
     def end(self) -> float:

@@ -109,7 +109,6 @@ class Part:
         return slice(start, min(start + self.chunk_size, self.end))
 
     def index_untrusted(self, start: int) -> int:
-        """The number of the chunk that begins at `start`."""
         index, rest = divmod(start - self.start, self.chunk_size)
         if rest or not 0 <= index < self.num_chunks:
             raise RemoteProtocolError(

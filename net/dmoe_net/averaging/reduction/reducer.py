@@ -122,7 +122,6 @@ class PartReduction:
 
     @property
     def is_done(self) -> bool:
-        """True if all chunks are finished."""
         return self._frontier == self._part.num_chunks
 
     def deadline(self) -> float:

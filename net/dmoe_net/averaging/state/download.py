@@ -174,10 +174,8 @@ class _Search:
 
     async def donors(self) -> list[Contact]:
         """Donors that live, the furthest first; at the same version in random order."""
-        if self.known is None:
-            found = await self._in_dht()
-        else:
-            found = [(self.min_version, contact) for contact in self.known]
+        known = self.known
+        found = await self._in_dht() if known is None else [(self.min_version, contact) for contact in known]
         # An announcement may be old: a donor that is behind may be further by now, and is asked. But it is no sign that
         # there is a state of use.
         self.announced = {contact.peer_id for version, contact in found if version >= self.min_version}
@@ -229,9 +227,15 @@ class _Search:
         partial, left = self.partial, iter(others)
         partial.donors[first.peer_id] = offer
         partial.errors.clear()
+
+        async def until_whole(scope: trio.CancelScope) -> None:  # some donor may never answer
+            while partial.pieces.num_missing:
+                await partial.waiting.park()
+            scope.cancel()
+
         async with background_nursery() as nursery:
             nursery.start_soon(self._watch, partial, nursery.cancel_scope)
-            nursery.start_soon(_until_whole, partial, nursery.cancel_scope)
+            nursery.start_soon(until_whole, nursery.cancel_scope)
             async with trio.open_nursery() as fetching:
                 fetching.start_soon(self._fetch_from, first, partial)
                 for _ in range(self.config.max_donors - 1):
@@ -355,10 +359,3 @@ class _Search:
 
 def _is_bytes(tensor: object, shape: tuple[int, ...]) -> TypeGuard[np.ndarray]:
     return isinstance(tensor, np.ndarray) and tensor.dtype == np.uint8 and tensor.shape == shape
-
-
-async def _until_whole(partial: _Partial, scope: trio.CancelScope) -> None:
-    """Cancel everything once all pieces are there: some donor may never answer."""
-    while partial.pieces.num_missing:
-        await partial.waiting.park()
-    scope.cancel()
