@@ -50,10 +50,12 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> Any:
+        """Dtype of the array."""
         return self.value.dtype
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, SupportsInt, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, SupportsInt, TypeVar, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -126,3 +126,12 @@ class Model(abc.ABC, Generic[Batch, State]):
 
 AnyModel = Model[Any, Any]
 """A model for code that hands batches and states on without a look at them."""
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """A trained model: `dmoe_jax.load_run` makes one."""
+
+    def on(self, swarm: Any) -> Any:
+        """The model with the experts of a swarm."""
+        ...

@@ -151,7 +151,7 @@ def test_lists_name_real_modules() -> None:
 MOST_IMPORTS, MOST_FIELDS, MOST_PARAMETERS, LONGEST_FILE = 15, 15, 8, 600
 
 # Lines of Python in each top folder. Raising one wants a sentence in the commit that says what users get for it.
-LINE_BUDGETS = {"dmoe_jax": 44_068, "dmoe_net": 18_311, "experiments": 13_500}
+LINE_BUDGETS = {"dmoe_jax": 42_571, "dmoe_net": 18_000, "experiments": 13_500}
 
 # Modules with more own imports than MOST_IMPORTS.
 WIDE_MODULES: dict[str, int] = {

@@ -68,9 +68,11 @@ class TreeAveragerConfig:
         self.averager()
 
     def grid(self) -> MoshpitGrid:
+        """The grid of peers."""
         return MoshpitGrid(side=self.side, dims=self.dims)
 
     def averager(self) -> AveragerConfig:
+        """Settings of the averager of vectors."""
         return AveragerConfig.of(
             window_s=self.window_s,
             timeout_s=self.timeout_s,

@@ -63,6 +63,7 @@ class CollaborationConfig:
         self.rounds()  # which refuses what its parts refuse
 
     def rounds(self) -> RoundConfig:
+        """Settings of the averaging."""
         return RoundConfig(
             role=None if self.role == "auto" else Role(self.role),
             speeds=self.speeds,

@@ -203,7 +203,7 @@ def _summing(shardings: tuple[NamedSharding, ...]) -> Any:
 
 
 def _shards_here(leaf: jax.Array) -> dict[Place, jax.Array]:
-    return {_place(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+    return {_place(shard.index, leaf.shape): shard.data for shard in reversed(leaf.addressable_shards)}
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,15 @@ import trio
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dmoe_jax.autodiff import Recording, Value
+from dmoe_jax.experts.base import Expert
+from dmoe_jax.machine.device import Device
 from dmoe_jax.machine.remembered import remembered
 from dmoe_jax.mesh.agreement import first_devices, from_each, losses_named, of_each, raise_alike, stopped, word_of
 from dmoe_jax.mesh.layout import sharding_of_rows
 from dmoe_jax.mesh.shards import spans_processes
+from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.statistics import TooFewExperts
-from dmoe_jax.routing.base import RouterError, Scores, Traffic
+from dmoe_jax.routing.base import Router, RouterError, Scores, Traffic
 from dmoe_net.errors import NetError, NoQuorum
 from dmoe_net.types import Array
 
@@ -38,8 +41,26 @@ Run = tuple[int, int]
 """First row and end of rows that lie together."""
 
 
-Layer = Any
-"""A `RemoteMixture`, whose module imports this one; it works with rows on the host."""
+@runtime_checkable
+class Layer(Protocol):
+    """The parts of a `RemoteMixture` that this needs, for rows on the host."""
+
+    expert: Expert
+    router: Router
+    config: MixtureConfig
+    device: Device
+    select: Callable[..., Any]
+    mix: Callable[..., Any]
+
+    @property
+    def knows_capacity(self) -> bool: ...
+    def dropout_seed(self) -> int | None: ...
+    def check_scores(self, scores: Scores) -> None: ...
+    async def alive(self) -> Array: ...
+    async def choose(self, scores: Scores) -> Any: ...
+    async def choose_selected(self, indices: Array, mask: Array, alive: Array) -> Any: ...
+    async def forward(self, choice: Any, inputs: Sequence[Array], dropout_seed: int | None) -> tuple[Any, Any, Any]: ...
+    async def backward(self, residual: Any, output_grads: Array) -> tuple[Array | None, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

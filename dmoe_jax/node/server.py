@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -44,6 +44,16 @@ _MOST_FREE_BYTES = 64 << 20
 """Freed memory that a node keeps when nobody has called it for so many seconds."""
 _NAMED = 4
 """Experts that a warning names."""
+
+
+class Replicating(Protocol):
+    """Experts that other nodes serve too, see `dmoe_jax.placement.replicas.Replicas`."""
+
+    def status(self) -> dict[str, Any]:
+        """Return its part of `node.status`, as plain CBOR data."""
+
+    def facts(self) -> dict[str, Value]:
+        """Return facts for the node's entry as a member, see `dmoe_jax.directory.members.Member.info`."""
 
 
 class ExpertNode:
@@ -86,9 +96,8 @@ class ExpertNode:
         """Returns the facts on the bytes of its process."""
         self.warm = trio.Event()
         """Set when its programs are compiled and its experts announced."""
-        self.replicas: Any = None
-        """Its experts beside the same ones at other nodes, if it replicates them (`placement.replicas.Replicas`): their
-        part of `node.status`, and facts for the node's entry as a member."""
+        self.replicas: Replicating | None = None
+        """Its experts beside the same ones at other nodes, if it replicates them (`dmoe_jax.placement`)."""
         self._dht, self._contact, self._shares = dht, contact, shares
         self._announcer = Announcer(dht, contact, life_s=config.record_lifetime_s)
         self._warned_of: set[ExpertUid] = set()

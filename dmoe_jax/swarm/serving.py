@@ -81,6 +81,7 @@ class Served:
 
     @property
     def uids(self) -> tuple[str, ...]:
+        """Uids of the experts."""
         return tuple(self.backends)
 
     async def close(self) -> None:
@@ -91,6 +92,7 @@ class Served:
 
     @property
     def is_closed(self) -> bool:
+        """True if they are served no more."""
         return self._gone.is_set()
 
 

@@ -39,7 +39,7 @@ from dmoe_jax.mesh.layout import MeshLike, MeshShape
 from dmoe_jax.mixture.config import MixtureConfig
 from dmoe_jax.mixture.fan_out import ExpertCaller, OnCall
 from dmoe_jax.mixture.remote import RemoteMixture
-from dmoe_jax.model import Batch, Model, State
+from dmoe_jax.model import Batch, Model, State, Trained
 from dmoe_jax.node.config import NodeConfig
 from dmoe_jax.node.sharding import PlacedDevice, node_devices
 from dmoe_jax.optim.collaborative import LossScale, Shared, collaborative
@@ -345,7 +345,7 @@ class Swarm:
         ) as peer:
             yield CollaborativeTrainers(model, peer, several, seed=seed)
 
-    async def generate(self, model: Any, prompts: Sequence[Any], **options: Any) -> list[Any]:
+    async def generate(self, model: Trained, prompts: Sequence[Any], **options: Any) -> list[Any]:
         """Continue each prompt with the experts of this swarm, which answer and do not learn from it.
 
         For more of the model's work in this swarm take `model.on(swarm)`.

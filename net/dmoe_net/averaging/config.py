@@ -42,6 +42,7 @@ class AveragerConfig:
             raise ValueError(f"step_timeout_s must be a positive number of seconds, got {self.step_timeout_s}")
 
     def known_speeds(self) -> Speeds:
+        """Return what is known of this machine now."""
         return self.speeds if isinstance(self.speeds, Speeds) else self.speeds()
 
     @classmethod
