@@ -41,7 +41,7 @@ os.environ.setdefault("NPROC", str(16 + (os.cpu_count() or 1)))
 
 DURATIONS = Path(__file__).with_name("durations.json")
 """Tests, and whole files, that took more than `QUICK_S` on two idle cores: `just test-all --save-durations`."""
-QUICK_S, MOST_QUICK_S = 0.8, 60.0
+QUICK_S, MOST_QUICK_S = 0.6, 60.0
 """Seconds that a quick test has; and of processor time, beyond which it fails: the first of a process to compile what
 others use after it takes longer than by itself."""
 taken: dict[str, float] = {}

@@ -110,7 +110,7 @@ async def node_statuses(rpc: Caller, members: Sequence[Member]) -> dict[PeerId, 
 
 
 async def ask_nodes(rpc: Caller, nodes: Iterable[Contact]) -> dict[PeerId, Mapping[str, Any]]:
-    """The same of these nodes."""
+    """Counters of these nodes, as far as they answer within two seconds; see `ExpertNode.status`."""
     statuses: dict[PeerId, Mapping[str, Any]] = {}
 
     async def ask(node: Contact) -> None:

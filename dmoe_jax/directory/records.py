@@ -68,7 +68,7 @@ def group_key(prefix: str, coordinates: Sequence[int]) -> str:
 
 
 def key_of(uid: ExpertUid) -> str:
-    """The same for its name."""
+    """Key of the record that lists an expert."""
     return group_key(uid.prefix, uid.coordinates)
 
 
